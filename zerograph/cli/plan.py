@@ -52,8 +52,18 @@ def plan(
     nvme_path: Annotated[
         Path | None, typer.Option(help="with --stage auto: a directory to which state and parameters may be offloaded")
     ] = None,
+    sequence_parallel: Annotated[
+        int | None,
+        typer.Option(help="ranks that split each sequence; the step's inputs are then those of so many ranks"),
+    ] = None,
+    length: Annotated[
+        str | None, typer.Option(help="positions of the sequences, instead of the inputs' own: 8192, or 4096,8192")
+    ] = None,
+    longest: Annotated[bool, typer.Option("--longest", help="plan the longest sequences that fit")] = False,
     compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw curves over numbers of ranks into this PNG or SVG")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="draw curves over numbers of ranks, or over --length, into this PNG or SVG")
+    ] = None,
     memory: Annotated[Path | None, typer.Option(help="draw memory by kind into this PNG or SVG")] = None,
     timeline: Annotated[Path | None, typer.Option(help="draw the step over time into this PNG or SVG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, one line per plan")] = False,
@@ -64,18 +74,24 @@ def plan(
 
     As pictures, stage by stage:  zerograph plan train.py:example --stage off,1,2,3 --memory memory.png
 
+    The longest sequences that 8 ranks can train on, each split over 4:  zerograph plan train.py:example --longest
+    --sequence-parallel 4 --fit 80GiB
+
     From a parameter count only:  zerograph plan --params 7.5e9 --world-size 1,4,16,64
 
     Exit code 1 if something does not fit, 2 if it cannot be planned.
     """
     try:
         meshes = [_mesh(part) for part in world_size.split(",")]
+        lengths = ["longest"] if longest else _lengths(length)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     limit = _bytes("--fit", fit)
     free = 0 if headroom == "0" else _bytes("--headroom", headroom)
     if (step is None) == (params is None):
         raise typer.BadParameter("give either a script's step or --params")
+    if longest and length is not None:
+        raise typer.BadParameter("give --length or --longest, not both")
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
@@ -83,6 +99,8 @@ def plan(
             raise typer.BadParameter("pictures need a script's step: --params has no memory over time and no timeline")
         if inputs is not None or headroom is not None:
             raise typer.BadParameter("--inputs and --headroom are for a script's step, not for --params")
+        if lengths != [None] or sequence_parallel is not None:
+            raise typer.BadParameter("--length, --longest and --sequence-parallel are for a script's step")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
         with reported():
@@ -103,7 +121,10 @@ def plan(
         options: dict[str, Any] = {"device": device, "fit": limit, "headroom": free}
         if nvme_path is not None:
             options["nvme_path"] = nvme_path
-        plans = _plans(step, inputs, precision, list(itertools.product(meshes, stage.split(","))), options, compress)
+        if sequence_parallel is not None:
+            options["sequence_parallel"] = sequence_parallel
+        choices = list(itertools.product(meshes, stage.split(","), lengths))
+        plans = _plans(step, inputs, precision, choices, options, compress)
         for number, (draw, path) in enumerate(drawings):
             tell("pictures", number, len(drawings), path.name)
             pictures.save(draw(plans), path)
@@ -125,11 +146,11 @@ def _plans(
     script: str,
     inputs: str | None,
     precision: str | None,
-    choices: Sequence[tuple[tuple[int, ...], str]],
+    choices: Sequence[tuple[tuple[int, ...], str, Any]],
     options: dict[str, Any],
     compress: bool,
 ) -> list[Plan]:
-    """Plan a script's step for each choice of a mesh and a stage."""
+    """Plan a script's step for each choice of a mesh, a stage and a length of sequences."""
     import torch
 
     from zerograph.cli.script import load, set_precision, tracing
@@ -140,11 +161,11 @@ def _plans(
     subject, batch = load(script, inputs, meta=True)
     set_precision(subject, precision)
     plans: list[Plan] = []
-    for mesh, stage in choices:
+    for mesh, stage, length in choices:
         if len(choices) > 1:
             tell("plans", len(plans), len(choices), f"stage {stage} on {'x'.join(map(str, mesh))} ranks")
         with tracing(subject):
-            plans.append(plan_step(subject, batch, mesh=mesh, stage=stage, **options))
+            plans.append(plan_step(subject, batch, mesh=mesh, stage=stage, length=length, **options))
     return plans
 
 
@@ -178,3 +199,12 @@ def _mesh(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\s*[1-9]\d*(x[1-9]\d*)*\s*", text):
         raise ValueError(f"--world-size {text!r}: give a number of ranks, 64, or nodes by ranks, 8x8")
     return tuple(map(int, text.split("x")))
+
+
+def _lengths(text: str | None) -> list[Any]:
+    """Return the lengths of a list in text; ``[None]`` stands for the inputs' own."""
+    if text is None:
+        return [None]
+    if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
+        raise ValueError(f"--length {text!r}: give numbers of positions, 8192, or 4096,8192")
+    return [int(part) for part in text.split(",")]

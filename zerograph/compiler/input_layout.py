@@ -67,22 +67,30 @@ def sequence_length(inputs: Iterable[tuple[str, Tensor]], ranks: int) -> int:
     Raises:
         InputError: no input is a sequence, or the ranks do not divide its length.
     """
-    plain = [(name, x) for name, x in inputs if not is_dtensor(x) and not is_replicated(x)]
-    tokens = [(name, x) for name, x in plain if x.dim() == 2 and not x.is_floating_point()]
-    name, first = next(iter([*tokens, *((name, x) for name, x in plain if x.dim() == 3)]), (None, None))
+    name, length = length_of(inputs)
     option = f"config.sequence_parallel = {ranks}"
-    if first is None:
+    if length is None:
         raise InputError(
             f"{option}, but no input is a sequence: tokens [batch, length], or [batch, length, channels]\n"
             "Pass one, or say with config.batch_sbp which dimension of the inputs ranks split."
         )
-    length = first.shape[_POSITIONS]
     if length % ranks or not length:
         raise InputError(
             f"{name} has {length} positions in dimension 1, which {option} does not divide\n"
             "Pad the sequences to a multiple of it, with labels of -100 at the end."
         )
     return length
+
+
+def length_of(inputs: Iterable[tuple[str, Tensor]]) -> tuple[str, int | None]:
+    """Return the name of the first input that is a sequence, and its positions; None without one.
+
+    It is the first plain tensor of tokens [batch, length], or else the first [batch, length, channels].
+    """
+    plain = [(name, x) for name, x in inputs if not is_dtensor(x) and not is_replicated(x)]
+    tokens = [(name, x) for name, x in plain if x.dim() == 2 and not x.is_floating_point()]
+    sequences = [*tokens, *((name, x) for name, x in plain if x.dim() == 3)]
+    return next(((name, x.shape[_POSITIONS]) for name, x in sequences), ("", None))
 
 
 def is_sequence(x: Tensor, length: int) -> bool:

@@ -99,10 +99,17 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _labels(plans: Sequence[Plan]) -> list[str]:
-    """Return labels that tell the plans apart: stage, ranks, or both."""
-    by_stage = len({plan.stage for plan in plans}) > 1
-    by_ranks = len({plan.mesh for plan in plans}) > 1 or not by_stage
-    return ["\n".join([_ranks(plan)] * by_ranks + [plan.stage] * by_stage) for plan in plans]
+    """Return labels that tell the plans apart: length of sequences, ranks, stage."""
+    by_stage, by_length = len({plan.stage for plan in plans}) > 1, _lengths_differ(plans)
+    by_ranks = len({plan.mesh for plan in plans}) > 1 or not (by_stage or by_length)
+    return [
+        "\n".join([f"{plan.length or 0:,}"] * by_length + [_ranks(plan)] * by_ranks + [plan.stage] * by_stage)
+        for plan in plans
+    ]
+
+
+def _lengths_differ(plans: Sequence[Plan]) -> bool:
+    return len({plan.length for plan in plans}) > 1
 
 
 def _ranks(plan: Plan) -> str:
@@ -274,8 +281,13 @@ def _step_title(plan: Plan, unit: str, per_second: float) -> str:
 
 
 def scaling_figure(plans: Sequence[Plan]) -> Figure:
-    """Draw plans by number of ranks: peak memory, seconds per step, and the share of the step that computes."""
-    plans = sorted(plans, key=lambda plan: (plan.world_size, len(plan.mesh), plan.stage))
+    """Draw plans by number of ranks: peak memory, seconds per step, and the share of the step that computes.
+
+    Plans of the same ranks for sequences of several lengths are drawn by length.
+    """
+    plans = sorted(plans, key=lambda plan: (plan.world_size, len(plan.mesh), plan.length or 0, plan.stage))
+    by_length = _lengths_differ(plans) and len({plan.mesh for plan in plans}) == 1
+    unit = "positions" if by_length else "ranks"
     labels = _labels(plans)
     figure = _figure(12, 4)
     memory, seconds, efficiency = figure.subplots(1, 3)
@@ -284,20 +296,21 @@ def scaling_figure(plans: Sequence[Plan]) -> Figure:
     if max(plan.memory.peak for plan in plans) > plans[0].usable / 10:
         # A line far above all bars would make them invisible.
         _draw_capacity(memory, plans[0].usable)
-    memory.set(title="peak of a rank, GiB", xlabel="ranks")
+    memory.set(title="peak of a rank, GiB", xlabel=unit)
 
     compute = [plan.time.compute for plan in plans]
     waiting = [plan.time.seconds - plan.time.compute for plan in plans]
     seconds.bar(labels, compute, label="computing", color="#4477AA")
     seconds.bar(labels, waiting, bottom=compute, label="waiting", color="#EE6677")
-    seconds.set(title="a step, seconds", xlabel="ranks")
+    seconds.set(title="a step, seconds", xlabel=unit)
 
     for stage, grid in dict.fromkeys((plan.stage, len(plan.mesh) > 1) for plan in plans):
         own = [plan for plan in plans if (plan.stage, len(plan.mesh) > 1) == (stage, grid)]
-        sizes, shares = [plan.world_size for plan in own], [100 * plan.efficiency for plan in own]
+        sizes = [(plan.length or 0) if by_length else plan.world_size for plan in own]
+        shares = [100 * plan.efficiency for plan in own]
         name, line = f"{stage}, {'on a grid of nodes' if grid else 'in a line'}", "--" if grid else "-"
         efficiency.plot(sizes, shares, line, marker="o", color=_STAGES[stage.partition(",")[0]], label=name)
-    efficiency.set(title="share of the step computing, %", xlabel="ranks", ylim=(0, 105), xscale="log")
+    efficiency.set(title="share of the step computing, %", xlabel=unit, ylim=(0, 105), xscale="log")
     for axes, columns in ((memory, 4), (seconds, 2), (efficiency, 2)):
         axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=columns, frameon=False)
         _unframed(axes)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from zerograph._torch import pytree
+from zerograph.compiler.input_layout import length_of
 from zerograph.inspection.step import Prepared
 from zerograph.ir import precision
 from zerograph.ir.memory import Profile, Storage, profile
@@ -62,7 +63,7 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
     with configured(graph, **options_for(machine, graph, options)) as config:
         prepared = graph.prepare(grid, *args, device=device_of(machine), **kwargs)
         shown = config.shown(changed=True)
-        low = config.amp_dtype
+        low, splitting = config.amp_dtype, config.sequence_parallel
     compile_seconds = time.perf_counter() - began
     emitted = prepared.graph.graph
     memory = profile(emitted)
@@ -94,6 +95,8 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
         peak_rate=peak_rate(machine, prepared.context.buckets, low),
         prepared=prepared,
         compile_seconds=compile_seconds,
+        length=length_of(("", tensor) for tensor in tensors(batch))[1],
+        sequence_parallel=splitting,
     )
 
 

@@ -59,6 +59,9 @@ class PlanData:
         operations: floating-point operations of a rank's products in a step.
         model_operations: the same without recomputation.
         peak_rate: operations per second of the device's data sheet in this precision; None if it is not known.
+        length: number of positions of the sequences that a rank passes; None if no input is a sequence.
+        sequence_parallel: number of ranks that split each of these sequences, and so share samples and tokens.
+        longer: why sequences are not longer, in the plan of the longest ones that fit; else empty.
         prepared: the compiled step.
         compile_seconds: duration of compilation on this machine.
         alternatives: all candidates of the search that chose this plan, with verdicts.
@@ -88,6 +91,9 @@ class PlanData:
     peak_rate: float | None
     prepared: Prepared = field(repr=False)
     compile_seconds: float
+    length: int | None = None
+    sequence_parallel: int = 1
+    longer: str = ""
     alternatives: Sequence[Candidate] = field(default=(), repr=False)
 
     @property
@@ -128,14 +134,15 @@ class PlanData:
     @property
     def samples_per_second(self) -> float:
         """Samples per second of each device."""
-        return self.samples / self.time.seconds if self.time.seconds else 0.0
+        return self._of_each_device(self.samples)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of each device; None if the batch has none."""
-        if self.tokens is None:
-            return None
-        return self.tokens / self.time.seconds if self.time.seconds else 0.0
+        return None if self.tokens is None else self._of_each_device(self.tokens)
+
+    def _of_each_device(self, count: int) -> float:
+        return count / self.sequence_parallel / self.time.seconds if self.time.seconds else 0.0
 
     @property
     def mfu(self) -> float | None:
@@ -183,6 +190,9 @@ class PlanData:
             },
             "samples": self.samples,
             "tokens": self.tokens,
+            "length": self.length,
+            "sequence_parallel": self.sequence_parallel,
+            "longer": self.longer,
             "samples_per_second": self.samples_per_second,
             "tokens_per_second": self.tokens_per_second,
             "operations": self.operations,

@@ -28,6 +28,8 @@ def page(plan: PlanData) -> RenderableType:
     grid = "x".join(map(str, plan.mesh))
     head = Text(f"{plan.parameters:,} parameters on {grid} ranks, each on {plan.machine}, in {plan.precision}")
     head.append(f"\n{plan.options}", style="dim")
+    if plan.longer:
+        head.append(f"\nsequences of {plan.length:,} positions; {plan.longer}")
     if plan.memory.sizes:
         head.append(f"\nall numbers are for inputs of {plan.memory.validity}")
     parts: list[RenderableType] = [head, _memory(plan), _wire(plan), _time(plan)]

@@ -176,6 +176,20 @@ def test_a_plan_says_how_fast_a_device_is(script: str) -> None:
     assert re.search(r"each device: [\d,]+ samples/s", run(f"{script}:planned", "--stage", "2")[1])
 
 
+def test_plans_of_several_lengths_are_drawn_and_the_longest_one_is_said(script: str, tmp_path: Path) -> None:
+    options = (f"{script}:tokens", "--world-size", "4", "--stage", "2", "--sequence-parallel", "2", "--headroom", "0")
+    picture = tmp_path / "lengths.svg"
+    code, shown = run(*options, "--length", "32,64", "--plot", str(picture), "--json")
+    plans = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    assert (code, [plan["length"] for plan in plans]) == (0, [32, 64])
+    assert picture.exists()
+    code, shown = run(*options, "--longest", "--fit", str(plans[1]["peak"]["bytes"]))
+    assert code == 0
+    assert "sequences of 64 positions; 66 do not fit" in shown
+    assert run(*options, "--longest", "--length", "32")[0] == 2
+    assert run(*options, "--length", "many")[0] == 2
+
+
 def test_times_have_a_unit_that_is_read_easily() -> None:
     shown = {2.0: "2,000 ms", 0.0123: "12.3 ms", 4.56e-5: "45.6 us", 3.04e-8: "< 0.1 us", 0.0: "0 us"}
     assert {seconds: show_seconds(seconds) for seconds in shown} == shown

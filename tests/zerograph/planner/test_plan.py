@@ -137,6 +137,58 @@ def test_a_grid_keeps_the_larger_part_within_a_node() -> None:
     assert grid.time.communication < line.time.communication
 
 
+class Tokens(zg.ZeroGraph):
+    """Attention between an embedding and its transpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(64, 32), nn.Linear(32, 96)
+        self.add_optimizer(torch.optim.SGD([*self.embed.parameters(), *self.qkv.parameters()], lr=0.1))
+
+    def build(self, ids: Tensor) -> Tensor:
+        query, key, value = (x.unflatten(-1, (4, 8)).transpose(1, 2) for x in self.qkv(self.embed(ids)).chunk(3, -1))
+        hidden = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        logits = hidden.transpose(1, 2).flatten(2) @ self.embed.weight.t()
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        loss.backward()
+        return loss
+
+
+def tokens_plan(**options: Any) -> zg.Plan:
+    return zg.plan(Tokens, torch.zeros(1, 64, dtype=torch.int64), world_size=4, stage=2, headroom=0, **options)
+
+
+def test_ranks_that_split_sequences_are_rows_which_share_tokens() -> None:
+    whole, split = tokens_plan(), tokens_plan(sequence_parallel=2)
+    assert split.mesh == (2, 2)
+    assert split.tokens_per_second is not None
+    assert split.tokens_per_second * split.time.seconds == pytest.approx(64 / 2)
+    activations = [plan.memory.peak - plan.memory.at_rest for plan in (split, whole)]
+    assert activations[0] < 0.6 * activations[1]
+    assert {one.mesh_dim for one in split.wire if one.kind == "all-to-all"} == {1}
+
+
+def test_the_longest_sequences_are_those_of_which_longer_ones_do_not_fit() -> None:
+    wanted = tokens_plan(sequence_parallel=2, length=200)
+    found = tokens_plan(sequence_parallel=2, length="longest", fit=wanted.memory.peak)
+    assert found.length == wanted.length == 200
+    assert found.memory.peak == wanted.memory.peak
+    longer = int(found.longer.split()[0])
+    # The longest to 1/64 of the length, in multiples of the ranks.
+    assert longer in (202, 204)
+    assert not tokens_plan(sequence_parallel=2, length=longer, fit=wanted.memory.peak).fits
+
+
+def test_lengths_that_cannot_be_planned_are_refused() -> None:
+    for length, message in ((0, "1 or more, or 'longest'"), ("long", "1 or more, or 'longest'")):
+        with pytest.raises(zg.ConfigError, match=message):
+            tokens_plan(length=length)
+    with pytest.raises(zg.ConfigError, match="no input is a sequence"):
+        zg.plan(Squares, X, world_size=2, stage=2, length="longest")
+    with pytest.raises(zg.InputError, match="63 positions in dimension 1"):
+        tokens_plan(sequence_parallel=2, length=63)
+
+
 def test_auto_finds_the_fastest_that_fits() -> None:
     def plan(**arguments: Any) -> zg.Plan:
         # A bucket for each layer, and next to no activations.

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from zerograph.base.sizes import in_bytes
+from zerograph.compiler.input_layout import with_sequence_dim
 from zerograph.errors import ConfigError
+from zerograph.graph import ZeroGraph
+from zerograph.planner.front.lengths import longest, own_length, with_length
 from zerograph.planner.front.subject import Loss, Optimizer, graph_of
 from zerograph.planner.machine import Machine, default_headroom, machine
-from zerograph.planner.plan import Plan, planned
+from zerograph.planner.plan import Plan, grid_of, planned
 from zerograph.planner.plan_data import Candidate
+from zerograph.planner.preparable import configured
 from zerograph.planner.search import STAGES, search
 
 
@@ -29,6 +33,7 @@ def plan(
     fit: int | str | None = None,
     headroom: int | str | None = None,
     nvme_path: str | os.PathLike[str] | None = None,
+    length: int | Literal["longest"] | None = None,
     **options: Any,
 ) -> Plan:
     """Predict memory, traffic and time of a training step on any number of ranks, without running it.
@@ -54,7 +59,10 @@ def plan(
             as ``"4GiB"``; None for 8 %, and at least 2 GiB, of an accelerator, and 0 for a CPU.
         nvme_path: with ``stage="auto"``, a directory to which optimizer state and parameters may be offloaded, as by
             ``config.offload_optimizer`` and ``offload_parameters``. It need not exist.
-        options: further options of :class:`zerograph.config.Config`.
+        length: number of positions of the batch's sequences, instead of its own; ``"longest"`` for the longest ones
+            that fit, to 1/64 of their length.
+        options: further options of :class:`zerograph.config.Config`. With ``sequence_parallel`` a line of ranks becomes
+            rows of so many, and the batch is that of a row.
 
     Returns:
         The plan. With ``stage="auto"``, the plan of the fastest candidate that fits, or else of the one with the lowest
@@ -70,17 +78,41 @@ def plan(
     if headroom is not None:
         free = 0 if headroom in (0, "0") else _size("headroom", headroom)
     described = replace(described, device=replace(described.device, memory=memory, headroom=free))
-    shape = _shape(world_size, mesh)
     graph = graph_of(model, optimizer, loss)
+    shape, ranks = _shape(world_size, mesh), _sequence_parallel(graph, options)
+    shape = with_sequence_dim(grid_of(shape), ranks).shape
     if stage == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
-        return _fastest(graph, batch, shape, described, mesh is None, {**options, "nvme_path": folder})
+        free = mesh is None and ranks == 1
+
+        def plan_of(batch: Any) -> Plan:
+            return _fastest(graph, batch, shape, described, free, {**options, "nvme_path": folder})
+
+        return _with_length(plan_of, batch, length, ranks)
     if nvme_path is not None:
         raise ConfigError("plan(nvme_path=) is for stage='auto': else give optimizer_offload= and parameter_offload=")
     chosen = {} if stage is None else STAGES.get({"0": "off"}.get(str(stage), str(stage)))
     if chosen is None:
         raise ConfigError(f"stage = {stage!r}: choose 1, 2 or 3, 0 for data parallel, or 'auto'")
-    return planned(graph, batch, shape, described, **{**options, **chosen})
+    configuration = {**options, **chosen}
+    return _with_length(lambda batch: planned(graph, batch, shape, described, **configuration), batch, length, ranks)
+
+
+def _with_length(plan_of: Callable[[Any], Plan], batch: Any, length: int | str | None, ranks: int) -> Plan:
+    """Plan the batch with sequences of the length that is asked for; ``ranks`` of them split each sequence."""
+    if length is None:
+        return plan_of(batch)
+    if length == "longest":
+        return longest(lambda size: plan_of(with_length(batch, size)), own_length(batch), ranks)
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ConfigError(f"plan(length={length!r}): give a number of positions, 1 or more, or 'longest'")
+    return plan_of(with_length(batch, length))
+
+
+def _sequence_parallel(graph: ZeroGraph, options: Mapping[str, Any]) -> int:
+    name = "sequence_parallel"
+    with configured(graph, **{key: value for key, value in options.items() if key == name}) as config:
+        return config.sequence_parallel
 
 
 def _fastest(
