@@ -12,6 +12,7 @@ from torch import fx
 from zerograph._torch import OpOverload
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.grad_scaler import GradScaler
+from zerograph.ir.hosts import HostLayout
 from zerograph.ir.mesh import TIME, Mesh
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
@@ -121,11 +122,13 @@ class BackendTraits:
         node_by_node: the backend runs the graph as it is and does not compile it.
         inputs_may_overlap: the backend writes to inputs where the graph does, so an input may be a view of another.
         exchanges: operators that replace torch's collectives, by kind; see ``zerograph.runtime.wire.selection``.
+        hosts: which ranks share a host; None: unknown. No pass reads it.
     """
 
     node_by_node: bool = True
     inputs_may_overlap: bool = True
     exchanges: Mapping[str, OpOverload] = field(default_factory=dict)
+    hosts: HostLayout | None = None
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from zerograph.optim.step_hooks import guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
-from zerograph.runtime.wire.selection import exchanges_of
+from zerograph.runtime.wire.selection import exchanges_of, hosts_of
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error
 from zerograph.state.sharded_init import is_recording
@@ -261,14 +261,14 @@ class ZeroGraph(Inspected, Stateful):
                 torch need not support; tensors on the CPU stand for it too. It is traced with the CPU's operators.
             transport: how ranks exchange tensors: ``"torch"`` by torch's collectives, as over NCCL; ``"gloo"`` as over
                 gloo between hosts; ``"host"`` as over gloo between ranks of one host that share memory; ``"hosts"`` as
-                over gloo between hosts that have several ranks each.
+                over gloo between two hosts that have several ranks each, ``"hosts:3"`` between three.
 
         Raises:
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
         mesh = with_sequence_dim(mesh, self.config.sequence_parallel)
         members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
-        target = Target(mesh, mesh.rank, exchanges_of(transport))
+        target = Target(mesh, mesh.rank, exchanges_of(transport), hosts_of(transport, mesh))
         step = self._compiler.prepare(target, members, batch, key, self._steps.dependencies(members).texts())
         logs.tell(step, type(self).__name__)
         return Prepared(step, members.meta)

@@ -19,13 +19,13 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.ir import blocks
 from zerograph.ir.blocks import Code, Codec
+from zerograph.ir.hosts import SMALL_SUM
 from zerograph.ir.rows import library as rows_library
 from zerograph.runtime.wire import across_hosts, direct
 from zerograph.runtime.wire.direct import DirectExchange, HostGroup
 from zerograph.runtime.wire.peer import INLINE
 
-# Bytes of a sum up to which gloo's all-reduce is about as fast.
-_SMALL = 2**18
+_SMALL = SMALL_SUM
 # Time between two checks on the other ranks while this one waits for gloo.
 _CHECK_EVERY = timedelta(seconds=1)
 

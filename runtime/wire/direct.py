@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.errors import ConfigError
+from zerograph.ir.hosts import HostLayout
 from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import cross_memory
 from zerograph.runtime.wire.peer import Peer
@@ -129,11 +130,13 @@ class _HostGroups:
     Attributes:
         groups: by mesh dimension; None where its ranks are on several hosts or cannot read each other's memory.
         everywhere: no rank has None, except along mesh dimensions of size 1. Equal on all ranks.
+        layout: which ranks share a host.
         spanning: on a mesh of one dimension the group of all ranks, if each of several hosts has several of them.
     """
 
     groups: tuple[HostGroup | None, ...]
     everywhere: bool
+    layout: HostLayout
     spanning: SpanningGroup | None = None
 
 
@@ -162,6 +165,12 @@ def spans(job: Job) -> bool:
         CommunicationError: a rank did not answer.
     """
     return _host_groups(job).spanning is not None
+
+
+def layout(job: Job) -> HostLayout | None:
+    """Return which ranks share a host; None before :func:`host_groups`, :func:`everywhere` or :func:`spans`."""
+    groups = _by_job.get(job)
+    return None if groups is None else groups.layout
 
 
 def host_groups(job: Job) -> tuple[HostGroup | None, ...]:
@@ -242,7 +251,10 @@ def _connect(job: Job) -> _HostGroups:
             local = HostGroup(place, tuple(peers.get(rank) for rank in host_ranks))
             spanning = SpanningGroup(job.groups[0], ranks_by_host.index(host_ranks), len(ranks_by_host), local)
         job.notes.use(peers, host_ranks, sorted(ranks[place] for ranks in ranks_by_host))
-    return _HostGroups(groups, everywhere=all(map(connected, rows)), spanning=spanning)
+    # Where memory cannot be read across processes, the host's name says which ranks share one.
+    names = [host or name for host, name in shared]
+    layout = HostLayout(tuple(names.index(names[rank]) for rank in grid.flatten().tolist()), once=spanning is not None)
+    return _HostGroups(groups, everywhere=all(map(connected, rows)), layout=layout, spanning=spanning)
 
 
 def _reach(job: Job, peers: Mapping[int, Peer]) -> list[set[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from torch import Tensor
 from zerograph._torch import OpOverload
 from zerograph.base import cache
 from zerograph.errors import ConfigError
+from zerograph.ir.hosts import HostLayout, hosts_of_equal_size
+from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import collectives, direct
 
@@ -54,7 +57,7 @@ def exchanges_of(transport: str) -> Mapping[str, OpOverload]:
     """Return the exchanges that replace torch's collectives over a transport.
 
     The transports are ``"torch"``; ``"gloo"``; ``"host"``, gloo where all ranks read each other's memory; and
-    ``"hosts"``, gloo where each of several hosts has several ranks, which read each other's memory.
+    ``"hosts"``, gloo where each of two hosts has several ranks, which read each other's memory, or ``"hosts:3"``.
 
     Raises:
         ConfigError: there is no such transport.
@@ -65,9 +68,32 @@ def exchanges_of(transport: str) -> Mapping[str, OpOverload]:
         "host": _ALWAYS | _DIRECT | _MEASURED,
         "hosts": _ALWAYS | _DIRECT | _ACROSS_HOSTS,
     }
-    if transport not in transports:
-        raise ConfigError(f"there is no transport {transport!r:.60}: choose {', '.join(transports)}")
-    return transports[transport]
+    kind = transport.partition(":")[0] if _hosts_in(transport) else transport
+    if kind not in transports:
+        raise ConfigError(f"there is no transport {transport!r:.60}: choose {', '.join(transports)}, or hosts:3")
+    return transports[kind]
+
+
+def hosts_of(transport: str, mesh: Mesh) -> HostLayout | None:
+    """Return the hosts of a mesh's ranks over a transport, numbered host by host; None: unknown.
+
+    Raises:
+        ConfigError: that many hosts cannot have several ranks each, equally many.
+    """
+    if transport == "gloo":
+        return hosts_of_equal_size(mesh.size, 1)
+    if transport == "host":
+        return hosts_of_equal_size(mesh.size, mesh.size)
+    if (hosts := _hosts_in(transport)) is None:
+        return None
+    if mesh.dims > 1 or mesh.size % hosts or not 1 < hosts < mesh.size:
+        raise ConfigError(f"transport {transport!r}: {mesh.shape} ranks are not several on each of {hosts} hosts")
+    return hosts_of_equal_size(mesh.size, mesh.size // hosts)
+
+
+def _hosts_in(transport: str) -> int | None:
+    number = re.fullmatch(r"hosts(?::(\d{1,6}))?", transport)
+    return None if number is None else int(number[1] or 2)
 
 
 def select_exchanges(job: Job) -> Mapping[str, OpOverload]:

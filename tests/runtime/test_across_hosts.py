@@ -14,6 +14,8 @@ from tests.harness import deviation, joined, plain_run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.ir import blocks
+from zerograph.ir import hosts as hosts_of_ranks
+from zerograph.ir.mesh import line
 from zerograph.ir.wire import wire
 from zerograph.runtime.job.process_group import join
 from zerograph.runtime.wire import collectives, direct, selection
@@ -115,6 +117,38 @@ def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool) ->
         for losses, state in results:
             assert max(map(deviation, losses, plain.losses)) <= 1e-12
             assert deviation(joined(state), joined(plain.state)) <= 1e-12
+
+
+def sent_in_a_step(hosts: str, stage: int, wire_format: str) -> tuple[int, int]:
+    """Return the bytes that this rank sends to the other host in a step, and those that ``collectives()`` says."""
+    with on_host(hosts), patch.object(collectives, "_SMALL", 0), patch.object(hosts_of_ranks, "SMALL_SUM", 0):
+        model = make("gpt")
+        step = TrainStep(model, adamw(model), stage, wire=wire_format)
+        x, y = map(part, batches("gpt", 1)[0])
+        step(x, y)
+        with patch.object(dist, "isend", wraps=dist.isend) as send:
+            step(x, y)
+        # A sum of one number is not cut in two.
+        listed = sum(one.between for one in step.collectives() if one.tensor_bytes > 8)
+    return sum(call.args[0].nbytes for call in send.call_args_list if call.args[0].nbytes > 8), listed
+
+
+@pytest.mark.parametrize(("stage", "wire_format"), [(0, "exact"), (2, "exact"), (3, "int8")])
+def test_collectives_lists_the_bytes_that_go_to_other_hosts(pool: Pool, stage: int, wire_format: str) -> None:
+    for sent, listed in pool.run(4, sent_in_a_step, "aabb", stage, wire_format):
+        assert sent == listed > 0
+
+
+def test_a_step_prepared_for_three_hosts_lists_what_leaves_them() -> None:
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), 3)
+    batch = [tensor.chunk(6)[0] for tensor in batches("gpt", 1, 12)[0]]
+    prepared = step.prepare(line(6, 0, "ranks"), *batch, transport="hosts:3")
+    moved = [one for one in prepared.collectives() if one.kind in ("all-gather", "reduce-scatter")]
+    # Two of three hosts are others, and the two ranks of a host share what goes there.
+    assert all(one.between == round(one.tensor_bytes * 2 / 6) for one in moved)
+    assert all(one.bytes == round(one.tensor_bytes * 5 / 6) for one in moved)
+    assert "of them to other hosts" in prepared.describe()
 
 
 def spans(hosts: str) -> bool:

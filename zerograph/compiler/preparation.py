@@ -21,6 +21,7 @@ from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
 from zerograph.errors import PlacementError
+from zerograph.ir.hosts import HostLayout
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import meta
@@ -98,12 +99,14 @@ class Target:
         rank: files of ``ZEROGRAPH_DUMP`` are filed under it.
         exchanges: the operators that replace torch's collectives, by collective; see
             :mod:`zerograph.runtime.wire.selection`.
+        hosts: which ranks share a host; None: unknown.
         comparison: the plain inputs of all ranks.
     """
 
     mesh: Mesh
     rank: int
     exchanges: Mapping[str, OpOverload]
+    hosts: HostLayout | None = None
     comparison: Comparison = NO_COMPARISON
 
 
@@ -252,6 +255,7 @@ class Preparation:
                 node_by_node=self.backend is backends.eager,
                 inputs_may_overlap=self.backend in (backends.eager, backends.inductor),
                 exchanges=self.target.exchanges,
+                hosts=self.target.hosts,
             ),
             missing_rules=MissingRules(config.on_missing_rule, warn),
             pass_edits=config.passes,

@@ -90,7 +90,8 @@ def _sent(step: Summary) -> list[str]:
     if not step.sent:
         return ["  collectives: none"]
     times = sum(sent.times for sent in step.sent)
-    lines = [f"  collectives: {times:,} per step, each rank sends {_bytes(step.bytes_sent)}"]
+    between = f", {_bytes(step.bytes_between)} of them to other hosts" if step.bytes_between else ""
+    lines = [f"  collectives: {times:,} per step, each rank sends {_bytes(step.bytes_sent)}{between}"]
     for phase in dict.fromkeys(sent.phase for sent in step.sent):
         lines.append(f"    {phase:<9} {'; '.join(map(_kind, (sent for sent in step.sent if sent.phase == phase)))}")
     return lines
@@ -193,9 +194,10 @@ def _split(bucket: Bucket, slot: Slot) -> str:
 def _collective_lines(step: RewrittenStep, numbers: Summary) -> list[str]:
     lines = [
         f"{collective}{f', {times} times' if times > 1 else ''}"
-        for collective, times in collectives(step.emitted, step.context.buckets)
+        for collective, times in collectives(step.emitted, step.context)
     ]
-    return [*lines, f"{numbers.bytes_sent:,} bytes sent by each rank per step"] if lines else []
+    between = f", {numbers.bytes_between:,} of them to other hosts" if numbers.bytes_between else ""
+    return [*lines, f"{numbers.bytes_sent:,} bytes sent by each rank per step{between}"] if lines else []
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -62,7 +62,7 @@ class Views:
     def collectives(self) -> list[Collective]:
         """List the collectives in order: kind, bytes, tensors, phase. A collective appears once per run."""
         step = self._inspected()
-        return [each for each, times in collectives(step.emitted, step.context.buckets) for _ in range(times)]
+        return [each for each, times in collectives(step.emitted, step.context) for _ in range(times)]
 
     def text(self, pass_name: str | None = None, module: str | None = None) -> str:
         """Show a graph, one node per line: module path and name, operator, dtype, SBP, global and local shape, source.

@@ -72,12 +72,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Sent:
-    """Collectives of one kind in one phase: their number per step, and the bytes that each rank sends."""
+    """Collectives of one kind in one phase: their number per step, and the bytes that each rank sends.
+
+    Attributes:
+        between: those of the bytes that go to other hosts; 0 if the hosts of the ranks are unknown.
+    """
 
     phase: str
     kind: str
     times: int
     bytes: int
+    between: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,11 @@ class Summary:
         """Return the bytes that each rank sends per step."""
         return sum(one.bytes for one in self.sent)
 
+    @property
+    def bytes_between(self) -> int:
+        """Return the bytes of them that go to other hosts."""
+        return sum(one.between for one in self.sent)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as data for JSON, in bytes and seconds."""
         return asdict(self)
@@ -136,10 +146,11 @@ def summary(step: RewrittenStep) -> Summary:
             if storage is not None and storage.kind != "inputs":
                 at_rest[storage.kind] += storage.bytes
     sent: dict[tuple[str, str], list[int]] = {}
-    for collective, times in collectives(emitted, context.buckets):
-        totals = sent.setdefault((collective.phase, collective.kind), [0, 0])
+    for collective, times in collectives(emitted, context):
+        totals = sent.setdefault((collective.phase, collective.kind), [0, 0, 0])
         totals[0] += times
         totals[1] += collective.bytes * times
+        totals[2] += collective.between * times
     return Summary(
         mesh=context.mesh.shape,
         position=context.mesh.position,

@@ -193,7 +193,7 @@ def _read(trace: dict[str, Any], measured: RewrittenStep) -> tuple[tuple[float, 
     steps = [event for name, group in spans.items() if name.startswith(_STEP) for event in group]
     began = min((float(event["ts"]) for event in steps), default=0.0)
     flights = []
-    for collective, _ in collectives(measured.emitted, measured.context.buckets):
+    for collective, _ in collectives(measured.emitted, measured.context):
         name = _start(collective, collective.node)
         for start, end in zip(spans[name], spans[f"{_WAIT}{name}"], strict=False):
             until = float(end["ts"]) + float(end["dur"])
