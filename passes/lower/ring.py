@@ -120,7 +120,9 @@ class _Ring:
         if step.target in RANK:
             meta(step)["rank_arguments"] = {RANK[step.target]: along(self.dim, 1)}
         if step.target is ring_attention and step.args[2] is not None:
-            meta(step)["temporary"] = nbytes(self.arguments["query"].meta["val"])
+            query = self.arguments["query"].meta["val"]
+            # The part; of a narrow one also its wide copy, and the wide result of the last step.
+            meta(step)["temporary"] = nbytes(query) + (8 * query.numel() if query.itemsize < 4 else 0)
 
     def emit(self, target: Any, arguments: tuple[Any, ...], placed: Placed) -> fx.Node:
         sbp, shape = placed

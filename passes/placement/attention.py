@@ -60,6 +60,21 @@ def of_one_form(
     return tuple(forms[min(possible)[1]]) if possible else signatures
 
 
+def report_unused_form(problem: PlacementProblem, context: Context) -> None:
+    """Warn if a form is forced, but the step has no attention that could have it."""
+    form = context.batch.attention
+    queries = (rules.arguments(node)["query"] for node in problem.signature if node.target in ATTENTION)
+    if form in ("auto", "gather") or any(
+        problem.dim in meta(query).get("sequence_dims", ({},))[0] for query in queries
+    ):
+        return
+    context.missing_rules.warn(
+        f"config.attention = {form!r} has no effect: no attention of this step is one operator\n"
+        "Torch computes F.scaled_dot_product_attention as products if it has dropout, a mask of three dimensions, or a "
+        "mask with a gradient. Ranks that split the sequence then gather keys and values, as 'gather' does."
+    )
+
+
 def _query_index(node: fx.Node) -> int:
     """Return the index of the queries among the node's tensors. Keys and values follow, which may be the same node."""
     if node.target in _BACKWARD:

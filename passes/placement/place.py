@@ -23,7 +23,7 @@ from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes import rules
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
-from zerograph.passes.placement.attention import ATTENTION, of_one_form
+from zerograph.passes.placement.attention import ATTENTION, of_one_form, report_unused_form
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.cost import PACKET
 from zerograph.passes.placement.problem import PlacementProblem, TensorId, placement_problem
@@ -70,6 +70,7 @@ def _place_along(problem: PlacementProblem, context: Context) -> PlacementProble
         return problem
     if problem.is_sequence:
         # Each operator keeps the sequence split where it can: chains would be solved one by one to the same end.
+        report_unused_form(problem, context)
         _report_gathered_sequences(problem, free, context)
         return _computed_split(problem, free)
     improve(problem, free)

@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.equivalence.families import FAMILIES, LossOf
 from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, SEQUENCE_OF_FOUR, Arrangement
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
-from tests.harness import LossStep, update_plainly
+from tests.harness import LossStep, deviation, update_plainly
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
 from zerograph.integrations.options import config_of
@@ -365,6 +365,45 @@ def test_steps_of_a_ring_compute_what_one_kernel_computes(mask: str, queries: in
     found = torch.cat(outs, 2), torch.cat(lses, 2), torch.cat(grad_queries, 2), *torch.cat(grad_pairs, 2).split(6, -1)
     for one, other in zip(found, (out, lse, *wanted), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_ring_in_bf16_rounds_its_result_once(causal: bool) -> None:
+    ranks, generator = 4, torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 4, 64, 16, generator=generator).bfloat16() for _ in range(3))
+    exact, _ = FORWARD(query.double(), key.double(), value.double(), 0.0, causal)
+    kernel, _ = FORWARD(query, key, value, 0.0, causal)
+    pairs, outs = torch.cat([key, value], -1).chunk(ranks, 2), []
+    for rank, own in enumerate(query.chunk(ranks, 2)):
+        attended: tuple[Tensor | None, ...] = (None, None)
+        for step in range(ranks):
+            attended = ring_attention(own, pairs[rank - step], *attended, None, rank, step, ranks, 16, causal, None)
+        outs.append(attended[0])
+    ring = torch.cat(outs, 2)
+    assert ring.dtype is torch.bfloat16
+    # The parts are rounded too: by each kernel.
+    assert deviation(ring, exact) < 1.3 * deviation(kernel, exact)
+
+
+class Products(nn.Module):
+    """Attention that torch computes as two products: its mask has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bias = nn.Embedding(64, 32), nn.Parameter(torch.zeros(1, 4, 1, 1))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        heads = self.embed(ids).unflatten(-1, (4, 8)).transpose(1, 2)
+        mask = self.bias * torch.arange(ids.shape[1], dtype=heads.dtype)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+        logits = attended.transpose(1, 2).flatten(2) @ self.embed.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_form_that_no_attention_of_the_step_has_is_a_warning() -> None:
+    mesh, batch_sbp = MESHES["sequence"]
+    with pytest.warns(UserWarning, match=r"config\.attention = 'ring' has no effect"):
+        prepared(Products(), mesh, batch_sbp, *tokens(mesh), attention="ring")
 
 
 def test_keys_and_values_travel_while_queries_attend_to_those_before() -> None:

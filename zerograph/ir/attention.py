@@ -9,10 +9,13 @@ No scores and no masks are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from zerograph._torch import OpOverload
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -20,20 +23,6 @@ BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 # Dimensions of queries, keys, values and their gradients.
 HEADS, POSITIONS = 1, 2
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define(
-    "scaled_dot_product_causal_attention(Tensor query, Tensor key, Tensor value, int first, float? scale) "
-    "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "scaled_dot_product_causal_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, int first, float? scale) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-causal_attention = torch.ops.zerograph.scaled_dot_product_causal_attention.default
-causal_attention_backward = torch.ops.zerograph.scaled_dot_product_causal_attention_backward.default
 
 
 def _parts(query: Tensor, key: Tensor, first: int) -> Iterator[tuple[int, int, bool]]:
@@ -66,16 +55,17 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, first: int, scale: float
             out, lse = merged(out, lse, part, part_lse)
     assert out is not None
     assert lse is not None
-    return out, lse
+    return out.to(query.dtype), lse
 
 
 def merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return result and log-sum-exp of attention to two parts of the keys, from those of each part.
 
-    A query without any key in a part has zeros, and the log-sum-exp -inf.
+    A query without any key in a part has zeros, and the log-sum-exp -inf. The result has the dtype of log-sum-exps: to
+    narrower ones it is rounded once, after the last part.
     """
     weight = torch.sigmoid(part_lse - lse).masked_fill(part_lse == -torch.inf, 0.0)
-    return torch.lerp(out, part, weight.unsqueeze(-1).to(out.dtype)), torch.logaddexp(lse, part_lse)
+    return torch.lerp(out.to(lse.dtype), part.to(lse.dtype), weight.unsqueeze(-1)), torch.logaddexp(lse, part_lse)
 
 
 def _backward(
@@ -110,9 +100,26 @@ def _backward_fake(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-for _name, _run, _fake in (
-    ("scaled_dot_product_causal_attention", _forward, _forward_fake),
-    ("scaled_dot_product_causal_attention_backward", _backward, _backward_fake),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{_name}", _fake, lib=_library)
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
+    """Define the operator ``zerograph::name``, which ``run`` computes on tensors and ``fake`` on fake ones."""
+    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zerograph::{name}", fake, lib=_library)
+    overload: OpOverload = getattr(torch.ops.zerograph, name).default
+    return overload
+
+
+_library = torch.library.Library("zerograph", "FRAGMENT")
+causal_attention = define(
+    "scaled_dot_product_causal_attention",
+    "(Tensor query, Tensor key, Tensor value, int first, float? scale) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+causal_attention_backward = define(
+    "scaled_dot_product_causal_attention_backward",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, int first, float? scale) "
+    "-> (Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_fake,
+)

@@ -16,23 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
+from zerograph.ir.attention import define
 from zerograph.ir.sizes import largest
 
 # Letters of a captured tensor's dimensions: indexed by the batch index, by the head index, or by anything else.
 BATCH, HEADS, OTHER = "b", "h", "-"
 POSITIONS = ("b", "h", "q", "k")
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor[] captured, str[] axes, str score_mod, str mask_mod, float scale"
-)
-_library.define(f"flex_attention({_ARGUMENTS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"flex_attention_backward(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS}, int[] differentiable) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-flex_attention = torch.ops.zerograph.flex_attention.default
-flex_attention_backward = torch.ops.zerograph.flex_attention_backward.default
 
 
 def scores_of(node: fx.Node) -> tuple[tuple[int, ...], int, torch.dtype] | None:
@@ -246,9 +235,13 @@ def _backward(
     return [gradient.contiguous() for gradient in found]
 
 
-for _name, _run, _fake in (
-    ("flex_attention", _forward, _forward_fake),
-    ("flex_attention_backward", _backward, _backward_fake),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{_name}", _fake, lib=_library)
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor[] captured, str[] axes, str score_mod, str mask_mod, float scale"
+)
+flex_attention = define("flex_attention", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _forward, _forward_fake)
+flex_attention_backward = define(
+    "flex_attention_backward",
+    f"(Tensor grad_out, Tensor? grad_lse, {_ARGUMENTS}, int[] differentiable) -> Tensor[]",
+    _backward,
+    _backward_fake,
+)

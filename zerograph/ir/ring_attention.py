@@ -7,56 +7,18 @@ log-sum-exps. In backward the gradient of a pair travels with it, and ends on th
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from zerograph.ir.attention import BACKWARD, FORWARD, HEADS, POSITIONS, merged
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_PLACE = "int rank, int step, int ranks, int channels, bool causal, float? scale"
-_library.define(
-    "scaled_dot_product_ring_attention(Tensor query, Tensor pair, Tensor? out, Tensor? logsumexp, Tensor? mask, "
-    f"{_PLACE}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "scaled_dot_product_ring_attention_backward(Tensor grad_out, Tensor query, Tensor pair, Tensor out, "
-    f"Tensor logsumexp, Tensor? mask, {_PLACE}) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    "sum_ring_gradients(Tensor grad_query, Tensor last, Tensor own, Tensor arrived, int channels) "
-    "-> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-ring_attention = torch.ops.zerograph.scaled_dot_product_ring_attention.default
-ring_attention_backward = torch.ops.zerograph.scaled_dot_product_ring_attention_backward.default
-sum_ring_gradients = torch.ops.zerograph.sum_ring_gradients.default
-
-# Position of the argument ``rank``.
-RANK = {ring_attention: 5, ring_attention_backward: 6}
+from zerograph.ir.attention import BACKWARD, FORWARD, HEADS, POSITIONS, define, merged
 
 
-def _forward(
-    query: Tensor,
-    pair: Tensor,
-    out: Tensor | None,
-    logsumexp: Tensor | None,
-    mask: Tensor | None,
-    rank: int,
-    step: int,
-    ranks: int,
-    channels: int,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the result [batch, heads, queries, channels] and the log-sum-exp [batch, heads, queries] so far.
+class _Place(NamedTuple):
+    """Which step of which ring it is.
 
-    Args:
-        query: queries of this rank.
-        pair: keys and values [batch, heads, keys, channels of both] that are here at this step.
-        out, logsumexp: of the steps before; None at step 0.
-        mask: added to the scores; of this rank's queries and all keys.
+    Attributes:
         rank: this rank.
         step: number of the step.
         ranks: number of ranks.
@@ -64,23 +26,65 @@ def _forward(
         causal: queries attend to no later keys. All ranks have equally many of both.
         scale: factor of the scores; None: the inverse root of the channels.
     """
-    source = (rank - step) % ranks
-    if causal and source > rank:
+
+    rank: int
+    step: int
+    ranks: int
+    channels: int
+    causal: bool
+    scale: float | None
+
+    @property
+    def source(self) -> int:
+        """The rank that the pair is from."""
+        return (self.rank - self.step) % self.ranks
+
+    @property
+    def is_masked(self) -> bool:
+        """All keys of the pair come after all queries."""
+        return self.causal and self.source > self.rank
+
+    def split(self, pair: Tensor) -> list[Tensor]:
+        """Return keys and values of a pair."""
+        return list(pair.split([self.channels, pair.shape[-1] - self.channels], -1))
+
+    def own_mask(self, mask: Tensor | None, keys: int) -> Tensor | None:
+        """Return the part of a mask for these keys."""
+        return mask if mask is None or mask.shape[-1] == 1 else mask[..., self.source * keys : (self.source + 1) * keys]
+
+
+def _forward(
+    query: Tensor, pair: Tensor, out: Tensor | None, logsumexp: Tensor | None, mask: Tensor | None, *numbers: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the result [batch, heads, queries, channels] and the log-sum-exp [batch, heads, queries] so far.
+
+    Before the last step the result has the dtype of the log-sum-exp.
+
+    Args:
+        query: queries of this rank.
+        pair: keys and values [batch, heads, keys, channels of both] that are here at this step.
+        out, logsumexp: of the steps before; None at step 0.
+        mask: added to the scores; of this rank's queries and all keys.
+        numbers: see :class:`_Place`.
+    """
+    place = _Place(*numbers)
+    if place.is_masked:
         assert out is not None
         assert logsumexp is not None
         result, total = out.clone(), logsumexp.clone()
     else:
-        key, value = pair.split([channels, pair.shape[-1] - channels], -1)
-        own_mask = _own_mask(mask, source, pair.shape[POSITIONS])
-        result, total = FORWARD(query, key, value, 0.0, causal and step == 0, attn_mask=own_mask, scale=scale)
-        if own_mask is not None:
+        key, value = place.split(pair)
+        mask = place.own_mask(mask, pair.shape[POSITIONS])
+        causal = place.causal and place.step == 0
+        result, total = FORWARD(query, key, value, 0.0, causal, attn_mask=mask, scale=place.scale)
+        if mask is not None:
             # The kernel yields zeros, and the log-sum-exp 0, for a query without any key.
-            total = total.masked_fill((own_mask == -torch.inf).all(-1), -torch.inf)
+            total = total.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         if out is not None and logsumexp is not None:
             result, total = merged(out, logsumexp, result, total)
-    if step == ranks - 1:
-        total.masked_fill_(total == -torch.inf, 0.0)
-    return result, total
+    if place.step == place.ranks - 1:
+        return result.to(query.dtype), total.masked_fill_(total == -torch.inf, 0.0)
+    return result.to(total.dtype), total
 
 
 def _backward(
@@ -90,33 +94,23 @@ def _backward(
     out: Tensor,
     logsumexp: Tensor,
     mask: Tensor | None,
-    rank: int,
-    step: int,
-    ranks: int,
-    channels: int,
-    causal: bool,
-    scale: float | None,
+    *numbers: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return this step's part of the gradients of the queries, and that of the pair.
 
     Args:
         out, logsumexp: of all steps.
-        query, pair, mask, rank, step, ranks, channels, causal, scale: as in forward.
+        query, pair, mask, numbers: as in forward.
     """
-    source = (rank - step) % ranks
-    if causal and source > rank:
+    place = _Place(*numbers)
+    if place.is_masked:
         return _empty(query).zero_(), torch.zeros_like(pair)
-    key, value = pair.split([channels, pair.shape[-1] - channels], -1)
-    own_mask = _own_mask(mask, source, pair.shape[POSITIONS])
+    key, value = place.split(pair)
+    causal, mask = place.causal and place.step == 0, place.own_mask(mask, pair.shape[POSITIONS])
     grad_query, grad_key, grad_value = BACKWARD(
-        grad_out, query, key, value, out, logsumexp, 0.0, causal and step == 0, attn_mask=own_mask, scale=scale
+        grad_out, query, key, value, out, logsumexp, 0.0, causal, attn_mask=mask, scale=place.scale
     )
     return grad_query, torch.cat([grad_key, grad_value], -1)
-
-
-def _own_mask(mask: Tensor | None, source: int, keys: int) -> Tensor | None:
-    """Return the part of a mask for the keys of rank ``source``."""
-    return mask if mask is None or mask.shape[-1] == 1 else mask[..., source * keys : (source + 1) * keys]
 
 
 def _sum_gradients(
@@ -139,29 +133,41 @@ def _empty(like: Tensor) -> Tensor:
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
 
 
-def _forward_fake(query: Tensor, pair: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, channels = query.shape
-    out = _empty(query.new_empty((batch, heads, queries, pair.shape[-1] - channels)))
-    dtype = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return out, torch.empty((batch, queries, heads), dtype=dtype, device=query.device).transpose(1, 2)
+def _forward_fake(
+    query: Tensor, pair: Tensor, out: Tensor | None, logsumexp: Tensor | None, mask: Tensor | None, *numbers: Any
+) -> tuple[Tensor, Tensor]:
+    place = _Place(*numbers)
+    batch, heads, queries, _ = query.shape
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    dtype = query.dtype if place.step == place.ranks - 1 else wide
+    result = _empty(query.new_empty((batch, heads, queries, pair.shape[-1] - place.channels), dtype=dtype))
+    return result, torch.empty((batch, queries, heads), dtype=wide, device=query.device).transpose(1, 2)
 
 
-for _name, _run, _fake in (
-    ("scaled_dot_product_ring_attention", _forward, _forward_fake),
-    (
-        "scaled_dot_product_ring_attention_backward",
-        _backward,
-        lambda grad_out, query, pair, *rest: (_empty(query), pair.new_empty(pair.shape)),
+_NUMBERS = "int rank, int step, int ranks, int channels, bool causal, float? scale"
+ring_attention = define(
+    "scaled_dot_product_ring_attention",
+    f"(Tensor query, Tensor pair, Tensor? out, Tensor? logsumexp, Tensor? mask, {_NUMBERS}) -> (Tensor, Tensor)",
+    _forward,
+    _forward_fake,
+)
+ring_attention_backward = define(
+    "scaled_dot_product_ring_attention_backward",
+    "(Tensor grad_out, Tensor query, Tensor pair, Tensor out, Tensor logsumexp, Tensor? mask, "
+    f"{_NUMBERS}) -> (Tensor, Tensor)",
+    _backward,
+    lambda grad_out, query, pair, *rest: (_empty(query), pair.new_empty(pair.shape)),
+)
+sum_ring_gradients = define(
+    "sum_ring_gradients",
+    "(Tensor grad_query, Tensor last, Tensor own, Tensor arrived, int channels) -> (Tensor, Tensor, Tensor)",
+    _sum_gradients,
+    lambda grad_query, last, own, arrived, channels: (
+        torch.empty_like(grad_query),
+        _empty(own[..., :channels]),
+        _empty(own[..., channels:]),
     ),
-    (
-        "sum_ring_gradients",
-        _sum_gradients,
-        lambda grad_query, last, own, arrived, channels: (
-            torch.empty_like(grad_query),
-            _empty(own[..., :channels]),
-            _empty(own[..., channels:]),
-        ),
-    ),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{_name}", _fake, lib=_library)
+)
+
+# Position of the argument ``rank``.
+RANK = {ring_attention: 5, ring_attention_backward: 6}
