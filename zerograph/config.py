@@ -247,6 +247,12 @@ class Config:
         """Number of ranks that split each sequence. Without ``placement`` the ranks form rows of so many, and the ranks
         of a row pass the same plain tensors, whole; each takes its piece. Default 1: sequences are not split.""",
     )
+    expert_parallel: int = option(
+        1,
+        whole_number(1, "ranks"),
+        """Number of ranks that split the experts of a mixture of experts. Without ``placement`` the ranks form rows of
+        so many; each rank of a row stores and computes its experts, for the tokens of the row. Default 1: none.""",
+    )
     attention: str = option(
         "auto",
         one_of("auto", "ulysses", "gather", "ring"),

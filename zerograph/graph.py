@@ -20,7 +20,7 @@ from zerograph.compiler.artifacts import read_artifact, write_artifact
 from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
-from zerograph.compiler.input_layout import with_sequence_dim
+from zerograph.compiler.input_layout import ranks_of_row, with_rows
 from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.members import Members
 from zerograph.compiler.preparation import Target
@@ -266,7 +266,7 @@ class ZeroGraph(Inspected, Stateful):
         Raises:
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
-        mesh = with_sequence_dim(mesh, self.config.sequence_parallel)
+        mesh = with_rows(mesh, self.config)
         members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
         target = Target(mesh, mesh.rank, exchanges_of(transport), hosts_of(transport, mesh))
         step = self._compiler.prepare(target, members, batch, key, self._steps.dependencies(members).texts())
@@ -323,7 +323,7 @@ class ZeroGraph(Inspected, Stateful):
         Raises:
             ZeroGraphError: as for :meth:`prepare`, before any pass.
         """
-        mesh = with_sequence_dim(mesh, self.config.sequence_parallel)
+        mesh = with_rows(mesh, self.config)
         return self._compiler.lay_out(mesh, *self._steps.inputs_on(mesh, args, kwargs, device))
 
     def _ready(
@@ -443,7 +443,7 @@ class ZeroGraph(Inspected, Stateful):
             _building.reset(token)
 
     def _join(self) -> Job:
-        wanted = self.config.timeout, self.config.placement, self.config.sequence_parallel
+        wanted = self.config.timeout, self.config.placement, ranks_of_row(self.config)
         if self._job is None or self._joined != wanted:
             self._job, self._joined = join(*wanted), wanted
         return self._job

@@ -12,6 +12,7 @@ from zerograph import errors
 from zerograph.ir.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ir.dims import Size
 from zerograph.ir.evaluate import evaluate
+from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ir.memory import computed_bytes
 from zerograph.ir.mesh import local_shape, local_start, local_start_numbers
 from zerograph.ir.metadata import Boxing, meta, origin
@@ -95,6 +96,8 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
             lower_ring(node, context)
         else:
             _begin_mask_at_own_queries(node, context)
+    elif node.target in FIRST:
+        _begin_at_own_group(node, context)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)
     # A whole tensor that is computed from whole tensors only is the same on all ranks.
@@ -126,6 +129,16 @@ def _begin_mask_at_own_queries(node: fx.Node, context: Context) -> None:
     tensors = [arguments[name] for name in names]
     node.args, node.kwargs = (*tensors, first.at(context.mesh.position), arguments["scale"]), {}
     meta(node)["rank_arguments"] = {len(tensors): first}
+
+
+def _begin_at_own_group(node: fx.Node, context: Context) -> None:
+    """Let the product of experts begin at this rank's first group of experts."""
+    weight = node if node.target is EXPERT_WEIGHT_GRADIENT else rules.arguments(node)["weight"]
+    first = local_start_numbers(meta(weight)["global"], meta(weight)["sbp"], context.mesh)[0]
+    assert first is not None
+    position = FIRST[node.target]
+    node.update_arg(position, first.at(context.mesh.position))
+    meta(node)["rank_arguments"] = {position: first}
 
 
 def _evaluated(node: fx.Node) -> Any:

@@ -10,6 +10,7 @@
 
 from zerograph.ir.sbp import Signature
 from zerograph.passes.rules import (
+    experts,
     indexing,
     loss,
     matmul,
@@ -34,6 +35,7 @@ __all__ = [
     "Signature",
     "all_broadcast",
     "arguments",
+    "experts",
     "indexing",
     "loss",
     "matmul",

@@ -113,8 +113,8 @@ def _rows(all_ranks: torch.Tensor, row: int) -> torch.Tensor:
         return all_ranks
     if len(all_ranks) % row:
         raise PlacementError(
-            f"config.sequence_parallel = {row} does not divide the {len(all_ranks)} ranks of the job\n"
-            "Start a multiple of it, or choose a number that divides them."
+            f"config.sequence_parallel or config.expert_parallel is {row}, which does not divide the {len(all_ranks)} "
+            "ranks of the job\nStart a multiple of it, or choose a number that divides them."
         )
     return all_ranks.view(-1, row)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.passes.samples import Sample, ints, s, x
 from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
 from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.rows import shift_offsets
 
@@ -281,6 +282,12 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.multilabel_margin_loss_backward.default: _multilabel_backward(0) + _multilabel_backward(2),
     flex_attention: [s(*_flex())],
     flex_attention_backward: [s(x(4, 8, 6, 2), None, *_flex(), []), s(x(4, 8, 6, 2), x(4, 8, 6), *_flex(), [1, 2])],
+    EXPERT_MM: [s(x(4, 3), x(2, 2, 3, 8), ints(4, 4, 2), 4, 0), s(x(2, 4, 2, 3), x(2, 3, 3, 4), ints(6, 4, 2), 6, 0)],
+    EXPERT_MM_SUMMED: [s(x(2, 4, 2, 3), x(2, 2, 3, 8), ints(4, 4, 2), 4, 0)],
+    EXPERT_WEIGHT_GRADIENT: [
+        s(x(4, 3), x(2, 4, 2, 8), ints(4, 4, 2), 2, 4, 0),
+        s(x(2, 4, 2, 3), x(2, 4, 2, 4), ints(4, 4, 2), 2, 4, 0),
+    ],
     CTC_LOSS: [s(*_spoken(), 0, True), s(*_end_to_end(), 0, False)],
     CTC_LOSS_BACKWARD: [s(x(4), *_spoken(), 0, True), s(x(4), *_end_to_end(), 0, False)],
 }

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.capture import wrappers
+from zerograph.capture.experts import captured_experts
 from zerograph.capture.flex_attention import captured_flex_attention
 from zerograph.capture.selected import Selected, is_mask_of, selected
 from zerograph.errors import CaptureError
@@ -55,6 +56,7 @@ def substituted() -> Iterator[None]:
         stack.enter_context(wrappers.seen_through())
         stack.enter_context(_torch.compiled_functions_run_plainly())
         stack.enter_context(captured_flex_attention())
+        stack.enter_context(captured_experts())
         masks: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masks, "_preprocess_mask_arguments"):
             preparing = _warning_of_caches(masks._preprocess_mask_arguments)

@@ -19,6 +19,7 @@ from zerograph.base.recording import Recording
 from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
+from zerograph.capture.experts import in_groups
 from zerograph.capture.python_state import Place
 from zerograph.compiler import step_cache
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
@@ -31,8 +32,16 @@ from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.input_layout import rows_on, zero_dim_on
 from zerograph.compiler.layout import PlannedBucket, Update
-from zerograph.compiler.members import Members, Optimizers, check_optimizers, parameters_of, repeated_blocks
+from zerograph.compiler.members import (
+    Members,
+    Optimizers,
+    check_optimizers,
+    parameter_groups,
+    repeated_blocks,
+    trained_names,
+)
 from zerograph.compiler.memory_search import Candidate, search_memory
+from zerograph.compiler.parameter_placement import expert_groups, expert_sbps
 from zerograph.compiler.plain_inputs import Comparison, check_inputs, compare_inputs, explain_failure
 from zerograph.compiler.preparation import Observer, Preparation, Target, lay_out
 from zerograph.compiler.shared_memory import check_shared_memory
@@ -166,7 +175,7 @@ class Compiler:
         required, of_inputs = self.requirements(members, facts), input_requirements(mesh, batch)
         artifact = self.loaded.find({**required, **of_inputs}, batch) or self._cached
         with explain_failure(batch, comparison):
-            captured, seconds = self._capture(members, batch, mesh.size * self.micro_batches, key, artifact)
+            captured, seconds = self._capture(members, batch, mesh, key, artifact)
         self._check_captured(captured, mesh, batch, comparison)
         updates, update_seconds = self._trace_updates(members, captured, artifact)
         preparation = Preparation(
@@ -209,7 +218,7 @@ class Compiler:
         if step.captured.recording is not None:
             return step.captured.recording
         with recorded() as recording:
-            traced = self._trace(members, step.batch, step.context.mesh.size * step.context.batch.micro_batches)
+            traced = self._trace(members, step.batch, step.context.mesh)
         if graph_lines(traced.graph.graph) != graph_lines(step.captured.graph.graph):
             raise ArtifactError(
                 "build() traces to another graph now than when the step was compiled\n"
@@ -306,7 +315,7 @@ class Compiler:
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[PlannedBucket, ...]:
         """Return the buckets of the step that :meth:`prepare` would make. No pass is run."""
         self._check(members)
-        captured, _ = self._capture(members, batch, mesh.size * self.micro_batches, key)
+        captured, _ = self._capture(members, batch, mesh, key)
         updates = self.updates.of(members, captured, self.config)
         zero_dim = self._zero_dim(mesh, members, batch)
         return lay_out(self.config, mesh, zero_dim, members, captured, updates, trains=bool(self.optimizers))
@@ -318,7 +327,8 @@ class Compiler:
 
     def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
         annotations = [sbp for parameter in members.parameters.values() if (sbp := annotation(parameter)) is not None]
-        return zero_dim_on(self.config, mesh, batch.sbp, annotations)
+        experts = expert_sbps(members, mesh, self.config).values()
+        return zero_dim_on(self.config, mesh, batch.sbp, [*annotations, *experts])
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats, if recomputation needs them."""
@@ -370,18 +380,20 @@ class Compiler:
         return self.config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated")
 
     def _capture(
-        self, members: Members, batch: Batch, parts: int, key: Hashable, artifact: Artifact | None = None
+        self, members: Members, batch: Batch, mesh: Mesh, key: Hashable, artifact: Artifact | None = None
     ) -> tuple[Captured, float]:
         """Return the captured graph, and the seconds that capturing took.
 
         Args:
-            parts: number of ranks times number of micro-batches.
+            mesh: the ranks.
             key: equal for equal members and inputs. The options that the capture depends on are added to it.
             artifact: has the captured graph, if it was loaded from a file.
         """
-        clip = self.config.clip_grad_norm if self.optimizers else None
+        clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * self.micro_batches
+        groups = tuple(expert_groups(members, mesh, self.config).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        key = (key, clip, batch_norm_groups, self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
+        options = (self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
+        key = (key, clip, batch_norm_groups, groups, *options)
         cached = self._captures.get(key)
         # Only local regions depend on the number of parts.
         if cached is not None and (not cached[0].regions or cached[2] == parts):
@@ -393,15 +405,15 @@ class Compiler:
         tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
         if self._records:
             with recorded() as recording:
-                captured = self._trace(members, batch, parts)
+                captured = self._trace(members, batch, mesh)
             captured = replace(captured, recording=recording)
         else:
-            captured = self._trace(members, batch, parts)
+            captured = self._trace(members, batch, mesh)
         seconds = time.perf_counter() - start
         self._captures[key] = captured, seconds, parts
         return captured, seconds
 
-    def _trace(self, members: Members, batch: Batch, parts: int) -> Captured:
+    def _trace(self, members: Members, batch: Batch, mesh: Mesh) -> Captured:
         """Trace ``build()``; see :meth:`_capture`."""
 
         def on_traced_device(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
@@ -409,8 +421,8 @@ class Compiler:
                 return list(specs)
             return [replace(spec, device=torch.device("cpu")) for spec in specs]
 
-        config = self.config
-        captured = capturing.Capture(
+        config, parts = self.config, mesh.size * self.micro_batches
+        capture = capturing.Capture(
             self.build,
             members.root,
             dict(zip(members.parameters, on_traced_device(members.specs(members.parameters).values()), strict=True)),
@@ -420,8 +432,8 @@ class Compiler:
             batch.arranged,
             train=bool(self.optimizers),
             ranks=parts,
-            groups=_groups(members, self.optimizers),
-            trained=_trained(members, self.optimizers),
+            groups=parameter_groups(members, self.optimizers),
+            trained=trained_names(members, self.optimizers),
             clip_grad_norm=config.clip_grad_norm if self.optimizers else None,
             batch_norm_groups=parts if config.batch_norm == "local" else 1,
             amp_dtype=config.amp_dtype,
@@ -430,7 +442,9 @@ class Compiler:
             accumulated=self.accumulated,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
-        ).run()
+        )
+        with in_groups(expert_groups(members, mesh, config)):
+            captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         return accelerator.moved(captured) if members.on_accelerator else captured
 
@@ -478,22 +492,3 @@ class Compiler:
             broadcast_from_first(job, [*plain, *members.buffers.values()])
             self._synchronised = True
         return stores
-
-
-def _trained(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
-    """Return the names of each optimizer's parameters, by the optimizer's name in the graph."""
-    names = members.names()
-    return {
-        f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
-        for number, optimizer in enumerate(optimizers)
-    }
-
-
-def _groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return every parameter group with the names of its parameters."""
-    names = members.names()
-    return [
-        (group, [names[id(parameter)] for parameter in group["params"]])
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]

@@ -45,16 +45,34 @@ def rows_on(config: Config, mesh: Mesh) -> NdSbp:
     return tuple(entry if entry == Split(0) else broadcast for entry in batch_on(config, mesh))
 
 
-def with_sequence_dim(mesh: Mesh, ranks: int) -> Mesh:
-    """Return a mesh of one dimension as rows of ``ranks`` ranks, which split sequences; any other mesh unchanged.
+def ranks_of_row(config: Config) -> int:
+    """Return the number of ranks along the last dimension of a mesh that the options ask for; 1 for no such dimension.
 
     Raises:
+        ConfigError: ``sequence_parallel`` and ``expert_parallel`` ask for different ones.
+    """
+    sequence, experts = config.sequence_parallel, config.expert_parallel
+    if 1 not in (sequence, experts) and sequence != experts:
+        raise ConfigError(
+            f"config.sequence_parallel is {sequence} and config.expert_parallel is {experts}: both are the ranks of a "
+            "row\nSet them to the same number, or one of them to 1."
+        )
+    return max(sequence, experts)
+
+
+def with_rows(mesh: Mesh, config: Config) -> Mesh:
+    """Return a mesh of one dimension as rows of as many ranks as the options ask for; any other mesh unchanged.
+
+    Raises:
+        ConfigError: the options contradict each other.
         PlacementError: the number of ranks is no multiple.
     """
+    ranks = ranks_of_row(config)
     if ranks == 1 or mesh.dims > 1 or mesh.size == ranks:
         return mesh
     if mesh.size % ranks:
-        raise PlacementError(f"config.sequence_parallel = {ranks} does not divide the {mesh.size} ranks of the job")
+        option = "sequence_parallel" if config.sequence_parallel > 1 else "expert_parallel"
+        raise PlacementError(f"config.{option} = {ranks} does not divide the {mesh.size} ranks of the job")
     groups = tuple(f"{mesh.groups[0]}{dim}" for dim in range(2))
     return Mesh((mesh.size // ranks, ranks), divmod(mesh.position[0], ranks), groups)
 

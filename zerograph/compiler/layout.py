@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from zerograph.capture.captured import Captured
 from zerograph.compiler.members import Members
+from zerograph.compiler.parameter_placement import is_placed_so, user_sbps
 from zerograph.config import Config
 from zerograph.errors import CaptureError
-from zerograph.ir.annotate import annotated_sbp
 from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, Slot, plan_buckets, split_dim, state_layout
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
@@ -205,7 +205,7 @@ def _can_keep(
         and _has_entries(store, first.program.state)
         and store.optimizer is first.optimizer
     )
-    if not fits:
+    if not fits or not is_placed_so(store.layout, names, members, mesh, config):
         return False
     parameter_names = members.names()
     one_by_one = first.program.mixes is not None
@@ -264,12 +264,12 @@ def _new_buckets(
     names: Sequence[str],
 ) -> list[PlannedBucket]:
     """Return new buckets of the named parameters."""
-    tied = set(members.aliases.values())
+    tied, sbps = set(members.aliases.values()), user_sbps(names, members, mesh, config)
     parameters, states = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
         states[name] = state = _parameter_state(parameter, update)
-        sbp = annotated_sbp(name, parameter, mesh)
+        sbp = sbps[name]
         by_user = sbp[zero_dim] != broadcast
         has_owner = _has_owner(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
         key: Hashable = (

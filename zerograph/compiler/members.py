@@ -365,3 +365,22 @@ def model_sizes(members: Members) -> set[int]:
     """Return the sizes of parameters and buffers, which dynamic dimensions are not traced with."""
     specs = [*members.specs(members.parameters).values(), *members.specs(members.buffers).values()]
     return {size for spec in specs for size in spec.shape if isinstance(size, int)}
+
+
+def trained_names(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
+    """Return the names of each optimizer's parameters, by the optimizer's name in the graph."""
+    names = members.names()
+    return {
+        f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
+        for number, optimizer in enumerate(optimizers)
+    }
+
+
+def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return every parameter group with the names of its parameters."""
+    names = members.names()
+    return [
+        (group, [names[id(parameter)] for parameter in group["params"]])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zerograph import data
 from zerograph._torch import pytree
-from zerograph.compiler.input_layout import rows_on
+from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError
 from zerograph.ir.mesh import local_start, piece_count
@@ -59,7 +59,7 @@ class SplitLoader:
         return getattr(self._loader, name)
 
     def _job(self) -> Job:
-        return join(self._config.timeout, self._config.placement, self._config.sequence_parallel)
+        return join(self._config.timeout, self._config.placement, ranks_of_row(self._config))
 
     def _parts(self, job: Job) -> tuple[int, int]:
         """Return which part of each batch is this rank's, and the number of parts."""

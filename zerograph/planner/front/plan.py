@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from zerograph.base.sizes import in_bytes
-from zerograph.compiler.input_layout import with_sequence_dim
+from zerograph.compiler.input_layout import ranks_of_row, with_rows
 from zerograph.errors import ConfigError
-from zerograph.graph import ZeroGraph
 from zerograph.planner.front.lengths import longest, own_length, with_length
 from zerograph.planner.front.subject import Loss, Optimizer, graph_of
 from zerograph.planner.machine import Machine, default_headroom, machine
@@ -62,7 +61,7 @@ def plan(
         length: number of positions of the batch's sequences, instead of its own; ``"longest"`` for the longest ones
             that fit, to 1/64 of their length.
         options: further options of :class:`zerograph.config.Config`. With ``sequence_parallel`` a line of ranks becomes
-            rows of so many, and the batch is that of a row.
+            rows of so many, and the batch is that of a row; with ``expert_parallel`` it becomes rows too.
 
     Returns:
         The plan. With ``stage="auto"``, the plan of the fastest candidate that fits, or else of the one with the lowest
@@ -79,11 +78,12 @@ def plan(
         free = 0 if headroom in (0, "0") else _size("headroom", headroom)
     described = replace(described, device=replace(described.device, memory=memory, headroom=free))
     graph = graph_of(model, optimizer, loss)
-    shape, ranks = _shape(world_size, mesh), _sequence_parallel(graph, options)
-    shape = with_sequence_dim(grid_of(shape), ranks).shape
+    grid = grid_of(_shape(world_size, mesh))
+    with configured(graph, **{key: value for key, value in options.items() if key in _OF_ROWS}) as config:
+        ranks, is_free, shape = config.sequence_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
     if stage == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
-        free = mesh is None and ranks == 1
+        free = mesh is None and is_free
 
         def plan_of(batch: Any) -> Plan:
             return _fastest(graph, batch, shape, described, free, {**options, "nvme_path": folder})
@@ -109,10 +109,8 @@ def _with_length(plan_of: Callable[[Any], Plan], batch: Any, length: int | str |
     return plan_of(with_length(batch, length))
 
 
-def _sequence_parallel(graph: ZeroGraph, options: Mapping[str, Any]) -> int:
-    name = "sequence_parallel"
-    with configured(graph, **{key: value for key, value in options.items() if key == name}) as config:
-        return config.sequence_parallel
+# The options by which a line of ranks becomes rows.
+_OF_ROWS = ("sequence_parallel", "expert_parallel")
 
 
 def _fastest(

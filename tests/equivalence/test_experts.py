@@ -1,0 +1,278 @@
+"""Ranks that split the experts of a mixture of experts: alone, and beside data parallelism and ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+import zerograph as zg
+from tests.equivalence.families import LossOf
+from tests.equivalence.family import Family
+from tests.equivalence.mesh_layouts import Arrangement
+from tests.equivalence.training import (
+    STAGES,
+    Stage,
+    batches,
+    equal,
+    largest_deviation,
+    make,
+    optimizer,
+    train,
+    train_plainly,
+)
+from tests.harness import LossStep
+from tests.models import part
+from tests.pool import Pool
+from zerograph.inspection.step import Prepared
+from zerograph.ir.mesh import line
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+
+
+def text(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
+    tokens = torch.randint(3, 61, (size, 12), generator=generator)
+    return tokens, tokens.clone()
+
+
+def mixtral() -> nn.Module:
+    """With the loop over experts: torch's grouped product has no fp64."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+    config._experts_implementation = "eager"
+    return LossOf(transformers.MixtralForCausalLM(config), "input_ids", "labels")
+
+
+def qwen3_moe() -> nn.Module:
+    """Eight experts, and as transformers runs them by default."""
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=48, head_dim=8)
+    return LossOf(transformers.Qwen3MoeForCausalLM(config), "input_ids", "labels")
+
+
+class Routed(nn.Module):
+    """Experts of Mixtral behind a router in the model's own precision, with its load-balancing loss and z-loss."""
+
+    def __init__(self, implementation: str = "eager") -> None:
+        super().__init__()
+        config = transformers.MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4)
+        config._experts_implementation = implementation
+        self.router, self.experts = nn.Linear(8, 4, bias=False), MixtralExperts(config)
+        for parameter in self.experts.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.router(x)
+        shares = logits.softmax(-1)
+        chosen, experts = shares.topk(2, -1)
+        y = self.experts(x, experts, chosen / chosen.sum(-1, keepdim=True))
+        load = F.one_hot(experts, 4).to(x.dtype).mean((0, 1))
+        balance, z = (load * shares.mean(0)).sum(), logits.logsumexp(-1).square().mean()
+        loss: Tensor = (y - x.roll(1, -1)).square().mean() + 0.1 * balance + 0.01 * z
+        return loss
+
+
+def rows(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
+    return (torch.randn(3 * size, 8, generator=generator),)
+
+
+FAMILIES = {
+    one.name: one
+    for one in (
+        Family("mixtral", mixtral, text),
+        Family("qwen3-moe", qwen3_moe, text),
+        Family("routed", Routed, rows),
+        Family("batched", lambda: Routed("batched_mm"), rows),
+    )
+}
+SPLIT = zg.sbp.split(0)
+OPTIONS = (("expert_parallel", 2),)
+EXPERTS = Arrangement("2 ranks, experts", (SPLIT,), ranks=(0, 1), options=OPTIONS)
+ROWS_AND_EXPERTS = Arrangement("2x2, rows and experts", (SPLIT, SPLIT), options=OPTIONS)
+# The losses and routers of transformers compute in fp32.
+EXACT, ROUNDED = 1e-10, 1e-6
+
+
+def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stages: Sequence[Stage]) -> Any:
+    return train(FAMILIES[name], dtype, stages, arrangement=arrangement)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "arrangement", "stages", "bound"),
+    [
+        pytest.param("routed", torch.float64, EXPERTS, STAGES, EXACT, id="routed-2"),
+        pytest.param("routed", torch.float64, ROWS_AND_EXPERTS, (1, 3), EXACT, id="routed-2x2"),
+        pytest.param("batched", torch.float64, EXPERTS, (2,), EXACT, id="batched-2"),
+        pytest.param("mixtral", torch.float64, ROWS_AND_EXPERTS, (3,), ROUNDED, id="mixtral-2x2"),
+        pytest.param("qwen3-moe", torch.float32, EXPERTS, (2,), ROUNDED, id="qwen3-moe-2"),
+        pytest.param(
+            "routed", torch.float64, ROWS_AND_EXPERTS, STAGES, EXACT, id="routed-2x2-all", marks=pytest.mark.long
+        ),
+        pytest.param("mixtral", torch.float64, EXPERTS, STAGES, ROUNDED, id="mixtral-2", marks=pytest.mark.long),
+        pytest.param(
+            "mixtral", torch.float64, ROWS_AND_EXPERTS, STAGES, ROUNDED, id="mixtral-2x2-all", marks=pytest.mark.long
+        ),
+        pytest.param(
+            "qwen3-moe", torch.float32, ROWS_AND_EXPERTS, STAGES, ROUNDED, id="qwen3-moe-2x2", marks=pytest.mark.long
+        ),
+    ],
+)
+def test_ranks_that_split_experts_compute_what_one_device_computes(
+    pool: Pool, name: str, dtype: torch.dtype, arrangement: Arrangement, stages: Sequence[Stage], bound: float
+) -> None:
+    everybody = pool.run(torch.tensor(arrangement.ranks).numel(), train_as_rank, name, dtype, arrangement, stages)
+    first = everybody[0][stages[0]]
+    assert largest_deviation(first, train_plainly(FAMILIES[name], dtype)) <= bound
+    for results in everybody:
+        assert all(equal(result, first) for result in results.values())
+
+
+def step_of(name: str, stage: int, **options: Any) -> LossStep:
+    model = make(FAMILIES[name], options.pop("dtype", torch.float64))
+    return LossStep(model, optimizer(model), stage, **options)
+
+
+def prepared(name: str, ranks: int, stage: int, **options: Any) -> Prepared:
+    (batch, *_) = batches(FAMILIES[name], options.get("dtype", torch.float64))
+    return step_of(name, stage, **options).prepare(line(ranks, 0, "ranks"), *(x.chunk(ranks)[0] for x in batch))
+
+
+def activations(step: Prepared) -> list[tuple[str, str, int]]:
+    """Phase, kind and sent bytes of collectives that move more than sums over the batch, beside those of buckets."""
+    large = [one for one in step.collectives() if one.bytes > 64 and "bucket" not in one.what]
+    return [(one.phase, one.kind, one.bytes) for one in large]
+
+
+def test_tokens_travel_once_to_the_experts_and_once_back_in_forward_and_in_backward() -> None:
+    tokens, width, choices = 8 * 12, 32, 2
+    # Each of two ranks sends half.
+    whole, shares = tokens * width * 4 // 2, tokens * choices * 4 // 2
+    # The gradient of the shares that the router gave is summed over ranks too.
+    assert activations(prepared("mixtral", 2, 2, expert_parallel=2, dtype=torch.float32)) == [
+        ("forward", "all-gather", whole),
+        ("forward", "reduce-scatter", whole),
+        ("backward", "all-gather", whole),
+        ("backward", "reduce-scatter", shares),
+        ("backward", "reduce-scatter", whole),
+    ]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_without_expert_parallelism_no_token_travels(name: str) -> None:
+    assert activations(prepared(name, 2, 2)) == []
+
+
+def test_each_rank_stores_and_computes_with_its_experts_only() -> None:
+    experts = sum(p.numel() * p.element_size() for p in Routed().experts.parameters()) * 2
+    router = 4 * 8 * 8
+    for ranks, parts in ((2, 2), (4, 4)):
+        kinds = prepared("routed", ranks, 3, expert_parallel=2).memory.kinds
+        assert kinds["parameters"] == experts // parts + router // 2
+    in_two, in_one = (prepared("routed", 2, 3, expert_parallel=number).memory.kinds for number in (2, 1))
+    assert in_one["gathered"] >= experts
+    assert in_two.get("gathered", 0) <= 2 * router
+
+
+def saved(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Save half-way with experts split over two ranks, and go on undisturbed; gradients are clipped."""
+    step = step_of("routed", 2, expert_parallel=2, clip_grad_norm=0.05)
+    first, last = BATCHES[:2], BATCHES[2:]
+    for batch in first:
+        step(*map(part, batch))
+    step.save(folder)
+    return [step(*map(part, batch)) for batch in last], step.state_dict()["modules"]["model"]
+
+
+def gone_on(folder: Path, stage: int, experts: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    step = step_of("routed", stage, expert_parallel=experts, clip_grad_norm=0.05)
+    step.load(folder)
+    return [step(*map(part, batch)) for batch in BATCHES[2:]], step.state_dict()["modules"]["model"]
+
+
+BATCHES = batches(FAMILIES["routed"], torch.float64)
+
+
+def clipped_plainly() -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = make(FAMILIES["routed"], torch.float64)
+    update, losses = optimizer(model), []
+    for batch in BATCHES:
+        update.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.05) > 0.05
+        update.step()
+        losses.append(loss.detach())
+    return losses[2:], model.state_dict()
+
+
+def test_a_checkpoint_of_split_experts_goes_on_in_any_other_layout(pool: Pool, tmp_path: Path) -> None:
+    wanted = clipped_plainly()
+    layouts = ((1, 0, 1), (2, 3, 1), (4, 2, 2))
+    ends = [pool.run(2, saved, tmp_path)[0], *(pool.run(n, gone_on, tmp_path, *rest)[0] for n, *rest in layouts)]
+    for end in ends:
+        torch.testing.assert_close(end, wanted, rtol=1e-10, atol=1e-12)
+
+
+def switched() -> tuple[list[int], list[Tensor]]:
+    """Train with whole experts, then with split ones, then with whole ones again."""
+    step, sizes, losses = step_of("routed", 0), [], []
+    for experts, batch in zip((1, 2, 1), BATCHES, strict=False):
+        step.config.expert_parallel = experts
+        losses.append(step(*map(part, batch)))
+        sizes.append(step.state_bytes())
+    return sizes, losses
+
+
+def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
+    sizes, losses = pool.run(2, switched)[0]
+    wanted = train_plainly(FAMILIES["routed"], torch.float64).losses[:3]
+    torch.testing.assert_close(losses, wanted, rtol=1e-10, atol=1e-12)
+    assert sizes[0] == pytest.approx(sizes[2], rel=0.01)
+    assert sizes[1] < 0.55 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "options", "message"),
+    [
+        ("routed", 3, {"expert_parallel": 3}, "config.expert_parallel = 3 does not divide the 4 experts of model.exp"),
+        ("routed", 3, {"expert_parallel": 2}, "config.expert_parallel = 2 does not divide the 3 ranks"),
+        ("linear", 2, {"expert_parallel": 2}, "no module of experts"),
+        ("annotated", 2, {"expert_parallel": 2}, "is placed by zg.annotate"),
+        ("routed", 2, {"expert_parallel": 2, "sequence_parallel": 4}, "both are the ranks of a row"),
+    ],
+)
+def test_experts_that_cannot_be_split_are_an_error(
+    name: str, ranks: int, options: dict[str, Any], message: str
+) -> None:
+    model = nn.Linear(8, 1) if name == "linear" else Routed()
+    if isinstance(model, Routed) and name == "annotated":
+        zg.annotate(model.experts.down_proj, sbp=SPLIT)
+    step = LossStep(model, torch.optim.SGD(model.parameters()), loss=lambda model, x: model(x).sum(), **options)
+    with pytest.raises(zg.ZeroGraphError, match=message):
+        step.prepare(line(ranks, 0, "ranks"), torch.randn(4, 8))
+
+
+def test_the_planner_splits_experts_over_rows_of_ranks() -> None:
+    model = make(FAMILIES["mixtral"], torch.float32)
+    whole, split = (
+        zg.plan(model, text(torch.Generator(), 2), torch.optim.SGD, world_size=4, stage=0, expert_parallel=experts)
+        for experts in (1, 2)
+    )
+    stacked = sum(p.numel() * 4 for name, p in model.named_parameters() if "experts" in name)
+    assert whole.memory.kinds["parameters"] - split.memory.kinds["parameters"] == stacked // 2

@@ -1,0 +1,99 @@
+"""Experts of transformers during capture: products by expert, which rules can split over tokens and over experts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.ir.experts import expert_mm
+
+# Number of groups that ranks split the experts into, by ``id`` of the module.
+_groups: ContextVar[Mapping[int, int]] = ContextVar("expert_groups", default=MappingProxyType({}))
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module stacks the weights of experts in parameters, as transformers does for all its models."""
+    weights = [getattr(module, name, None) for name in ("up_proj", "gate_up_proj", "down_proj")]
+    stacked = [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 3]
+    return len(stacked) == 2 and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+@contextlib.contextmanager
+def in_groups(groups: Mapping[int, int]) -> Iterator[None]:
+    """Trace experts in so many groups, by ``id`` of the module; the others in one."""
+    token = _groups.set(groups)
+    try:
+        yield
+    finally:
+        _groups.reset(token)
+
+
+@contextlib.contextmanager
+def captured_experts() -> Iterator[None]:
+    """Trace experts as products by expert inside the block.
+
+    A loop over the experts that got tokens has shapes that depend on values, and a grouped product sorts the tokens of
+    the whole batch. ``"batched_mm"`` stays as it is, unless ranks split the experts.
+    """
+    interface: Any = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
+    if interface is None:
+        yield
+        return
+    find = interface.get_interface
+
+    def chosen(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        forward: Callable[..., Any] = find(self, name, default)
+
+        @functools.wraps(forward)
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            replaced = name in (None, "eager", "grouped_mm") or _groups.get().get(id(module), 1) > 1
+            function = _forward if replaced and is_experts(module) else forward
+            return function(module, *args, **kwargs)
+
+        return run
+
+    with patch.object(interface, "get_interface", chosen):
+        yield
+
+
+def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run the experts as ``batched_mm_experts_forward`` of transformers does.
+
+    Args:
+        self: the module.
+        hidden_states: [tokens, width].
+        top_k_index, top_k_weights: the experts of each token, and their shares [tokens, choices].
+    """
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    hidden = _linear(self, up, hidden_states, top_k_index)  # [groups, tokens, choices, inner]
+    if self.has_bias:
+        hidden = hidden + getattr(self, f"{up}_bias")[top_k_index]
+    hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
+    result = _linear(self, "down_proj", hidden, top_k_index).sum(0)  # [tokens, choices, width]
+    if self.has_bias:
+        result = result + self.down_proj_bias[top_k_index]
+    if self.has_post_expert_norm:
+        result = self.post_expert_norm(result)
+    return (result * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _linear(self: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
+    weight = getattr(self, name)
+    dtype = weight.dtype
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    total = weight.shape[0]
+    grouped = weight.to(dtype).unflatten(0, (_groups.get().get(id(self), 1), -1))
+    if not self.is_transposed:
+        grouped = grouped.transpose(2, 3)
+    result: Tensor = expert_mm(x.to(dtype), grouped, ids, total, 0)
+    return result

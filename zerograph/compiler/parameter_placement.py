@@ -1,0 +1,95 @@
+"""Placements that the user gives parameters: one by one, or by ``config.expert_parallel`` for all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from zerograph.capture.experts import is_experts
+from zerograph.compiler.members import Members
+from zerograph.config import Config
+from zerograph.errors import ConfigError, PlacementError
+from zerograph.ir.annotate import annotated_sbp, annotation
+from zerograph.ir.buckets import Bucket, split_dim
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.sbp import NdSbp, Split, broadcast, dims_split
+
+_EXPERTS = Split(0)
+
+
+def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp]:
+    """Return the SBP of the parameters that ``expert_parallel`` splits, by name.
+
+    Raises:
+        ConfigError: there are no experts to split, or the user places them too.
+        PlacementError: the mesh has no dimension of so many ranks, or they do not divide the experts.
+    """
+    if config.expert_parallel == 1:
+        return {}
+    option = f"config.expert_parallel = {config.expert_parallel}"
+    if mesh.shape[-1] != config.expert_parallel:
+        raise PlacementError(
+            f"{option}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
+            "Leave config.placement out, or give it that many ranks along its last dimension."
+        )
+    stacked = _stacked(members)
+    if not stacked:
+        raise ConfigError(
+            f"{option}, but the graph has no module of experts, as transformers has them\n"
+            "Place the stacked weights of your own experts: zg.annotate(weight, sbp=zg.sbp.split(0))."
+        )
+    for name, parameter in stacked.items():
+        if annotation(parameter) is not None:
+            raise ConfigError(
+                f"{option}, and {name} is placed by zg.annotate() or zg.to_global()\nLeave one of the two out."
+            )
+        if parameter.shape[0] % config.expert_parallel:
+            raise PlacementError(
+                f"{option} does not divide the {parameter.shape[0]} experts of {name}\n"
+                "Choose a number that divides them."
+            )
+    return dict.fromkeys(stacked, (*(broadcast,) * (mesh.dims - 1), _EXPERTS))
+
+
+def user_sbps(names: Iterable[str], members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp]:
+    """Return the SBP of parameters on the mesh by name; broadcast unless the user or ``expert_parallel`` splits it.
+
+    Raises:
+        ZeroGraphError: as :func:`expert_sbps` and :func:`zerograph.ir.annotate.annotated_sbp`.
+    """
+    experts = expert_sbps(members, mesh, config)
+    return {name: experts.get(name) or annotated_sbp(name, members.parameters[name], mesh) for name in names}
+
+
+def is_placed_so(bucket: Bucket, names: Iterable[str], members: Members, mesh: Mesh, config: Config) -> bool:
+    """Return whether a bucket of these parameters is split as :func:`user_sbps` says."""
+    wanted = {(split_dim(sbp), *dims_split([sbp])) for sbp in user_sbps(names, members, mesh, config).values()}
+    return wanted == {(bucket.slots[0].split, *dims_split([bucket.gathered]))}
+
+
+def expert_groups(members: Members, mesh: Mesh, config: Config) -> dict[int, int]:
+    """Return the number of groups that ranks split experts into, by ``id`` of the module.
+
+    Raises:
+        ZeroGraphError: as :func:`expert_sbps`.
+    """
+    sbps, names = expert_sbps(members, mesh, config), members.names()
+    groups = {}
+    for module in filter(is_experts, members.root.modules()):
+        weight = module.get_parameter("down_proj")
+        sbp = sbps.get(names[id(weight)]) or annotation(weight) or ()
+        sizes = [ranks for ranks, entry in zip(mesh.shape, sbp, strict=False) if entry == _EXPERTS]
+        groups[id(module)] = sizes[0] if sizes and not weight.shape[0] % sizes[0] else 1
+    return groups
+
+
+def _stacked(members: Members) -> dict[str, nn.Parameter]:
+    """Return the weights that stack those of experts, by name."""
+    names = members.names()
+    return {
+        names[id(parameter)]: parameter
+        for module in filter(is_experts, members.root.modules())
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 3
+    }
