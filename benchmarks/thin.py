@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 wire": {"wire": "int8"},
     "int8 gather, int4 reduce": {"wire": {"gather": "int8", "reduce": "int4"}},
     "int8 gather, int4 reduce, feedback": {"wire": {"gather": "int8", "reduce": zg.wire("int4", feedback=True)}},
+    "int4 wire, feedback": {"wire": zg.wire("int4", feedback=True)},
     "int8 state": {"optimizer_state": "int8"},
     "int8 wire and state": {"wire": "int8", "optimizer_state": "int8"},
 }

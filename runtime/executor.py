@@ -28,7 +28,7 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.reduce_overhead import reduce_overhead
-from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory, residual
+from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory, received, residual
 
 Lookup = Callable[[], Tensor]
 T = TypeVar("T")
@@ -272,6 +272,9 @@ def bind(
             feeds.append(
                 functools.partial(residual, stores[bucket], int(dim), meta(node)["sbp"], node.meta["val"].dtype)
             )
+        elif role.kind == "received":
+            assert role.bucket is not None
+            feeds.append(functools.partial(received, stores[role.bucket], node.meta["val"].dtype))
         elif role.kind == "hyperparameter":
             numbers[role.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[role.name])

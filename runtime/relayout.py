@@ -303,7 +303,7 @@ def _release_if_empty(store: Store) -> None:
     if not any(store_of(parameter) is store for parameter in store.parameters):
         store.sharded_state = ShardedState.RELEASED
         store.flat, store.gather_buffer, store.accumulated, store.state = torch.empty(0), None, None, {}
-        store.residuals = {}
+        store.residuals, store.received = {}, None
 
 
 def _own_part(job: Job, layout: Bucket, whole: Tensor) -> Tensor:

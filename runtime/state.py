@@ -88,6 +88,7 @@ class Store:
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
         accumulated: the sum of gradients that the next update uses; None: none were added up.
         residuals: by mesh dimension, what this rank's codes of gradients have lacked; see :func:`residual`.
+        received: the bucket as all ranks have it from gathers that send differences; see :func:`received`.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
     """
 
@@ -105,6 +106,7 @@ class Store:
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
     accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``
     residuals: dict[int, Tensor] = field(default_factory=dict)
+    received: Tensor | None = None  # this rank's part of a bucket with ``layout.gathered``
     sharded_state: ShardedState = ShardedState.SHARDED
     serial: int = field(default_factory=itertools.count(1).__next__, init=False)
 
@@ -194,7 +196,28 @@ def residual(store: Store, dim: int, sbp: NdSbp, dtype: torch.dtype) -> Tensor:
     return store.residuals[dim]
 
 
+def received(store: Store, dtype: torch.dtype) -> Tensor:
+    """Return the bucket as all ranks have it from gathers that send differences.
+
+    Before the first gather it is what a checkpoint held, else the exact bucket: a collective then.
+
+    Args:
+        dtype: the dtype that the step computes with.
+    """
+    if store.received is None:
+        layout = store.layout
+        whole = gather_whole(store.job, in_memory(store.flat).to(layout.device), layout.sbp).to(dtype)
+        store.received = whole[local_part(layout.shape, layout.gathered, store.job.mesh)].clone()
+        for parameter, slot in store.slots():
+            loaded = vars(parameter).get(_LOADED_RESIDUALS, {}).pop(RECEIVED, None)
+            if loaded is not None and store.received.shape == (layout.padded,):
+                store.received[slot.offset : slot.offset + slot.numel].copy_(loaded)
+    return store.received
+
+
 _LOADED_RESIDUALS = "_zerograph_residuals"
+# The key of received weights beside residuals, whose keys are mesh dimensions.
+RECEIVED = -1
 
 
 def set_residuals(parameters: Iterable[nn.Parameter], loaded: Mapping[int, dict[int, Tensor]]) -> None:
@@ -202,7 +225,8 @@ def set_residuals(parameters: Iterable[nn.Parameter], loaded: Mapping[int, dict[
 
     Args:
         parameters: the parameters.
-        loaded: by ``id`` of a parameter, its parts of the residuals by mesh dimension, [numel]; others become 0.
+        loaded: by ``id`` of a parameter, its parts of the residuals by mesh dimension, [numel], and under ``RECEIVED``
+            of the weights that all ranks have. Other residuals become 0, other weights are gathered.
     """
     for parameter in parameters:
         vars(parameter).pop(_LOADED_RESIDUALS, None)
@@ -211,6 +235,7 @@ def set_residuals(parameters: Iterable[nn.Parameter], loaded: Mapping[int, dict[
         store = store_of(parameter)
         if store is not None:
             store.residuals.clear()
+            store.received = None
 
 
 def accumulated_gradients(store: Store) -> list[Tensor]:
@@ -424,7 +449,8 @@ def stored_bytes(stores: Iterable[Store]) -> int:
     for store in stores:
         # The shard is a view of the gather buffer.
         values += [store.flat if store.gather_buffer is None else store.gather_buffer, *store.state.values()]
-        values += [*([] if store.accumulated is None else [store.accumulated]), *store.residuals.values()]
+        values += [value for value in (store.accumulated, store.received) if value is not None]
+        values += store.residuals.values()
     return sum(nbytes(value) for value in values if isinstance(value, Tensor))
 
 

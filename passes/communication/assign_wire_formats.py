@@ -16,6 +16,7 @@ from zerograph.ir.blocks import Codec
 from zerograph.ir.metadata import Boxing, Coded, boxing_of, meta
 from zerograph.ir.wire import Kind, format_of
 from zerograph.passes.communication.error_feedback import feed_back
+from zerograph.passes.communication.received_weights import receive
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
@@ -43,11 +44,16 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
             coded = None if wanted is None else _coded(node, change, use, wanted.codec, context)
             if coded is None:
                 continue
+            feedback = wanted is not None and wanted.feedback
             if use == "gather":
-                change = replace(change, gathered=coded)
+                # The sums of an all-reduce are gathered as they are.
+                difference = feedback and change.kind == "all-gather" and change.tensor.kind == "bucket"
+                change = replace(change, gathered=replace(coded, difference=difference))
+                if difference:
+                    receive(node, change, context)
                 continue
             change = replace(change, reduced=coded)
-            if wanted is not None and wanted.feedback:
+            if feedback:
                 feed_back(node, change, coded.codec, context)
         meta(node)["boxing"] = change
     return module

@@ -1,7 +1,8 @@
 """Boxing of parameters and gradients in a wire format: codes are exchanged, and decoded where they are read.
 
-A gather codes each piece once. A sum takes one exchange: each rank gets every rank's code of its piece, decodes them,
-and adds them in fp32 in the order of the ranks. An all-reduce gathers these sums.
+A gather codes each piece once, as it is or less what all ranks have received of it. A sum takes one exchange: each
+rank gets every rank's code of its piece, decodes them, and adds them in fp32 in the order of the ranks. An all-reduce
+gathers these sums.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerograph.ir import blocks
 from zerograph.ir.metadata import Coded, meta
+from zerograph.ir.rank_numbers import along
 from zerograph.ir.rows import exchange_rows
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.passes.communication.received_weights import received_input
 from zerograph.passes.lower.lowering import Lowering, c10d, split_dim
+
+aten = torch.ops.aten
 
 
 def lower_coded(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
@@ -40,11 +46,21 @@ def _gather(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
     gathered = lower.change.gathered
     if gathered is None:
         return lower.gathered(source, dim)
+    dtype, received = source.meta["val"].dtype, None
+    if gathered.difference:
+        received = received_input(lower.graph, lower.change)
+        start = along(lower.change.dim, source.meta["val"].shape[-1])
+        source = lower.emit(blocks.difference, source, received, start.at(lower.context.mesh.position))
+        meta(source)["rank_arguments"] = {2: start}
     coded = _encoded(lower, lower.contiguous(source), gathered)
     whole = _exchanged(lower, c10d.all_gather_into_tensor.default, coded, lower.ranks)
-    dtype = source.meta["val"].dtype
     pieces = lower.emit(blocks.decode, whole, *gathered.codec.arguments, dtype)
-    return lower.rearranged(pieces, cut=0, join=dim)
+    decoded = lower.rearranged(pieces, cut=0, join=dim)
+    if received is None:
+        return decoded
+    new = lower.emit(aten.add.Tensor, received, decoded)
+    lower.emit(aten.copy_.default, received, new)
+    return new
 
 
 def _reduce(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:

@@ -16,6 +16,7 @@ from tests.equivalence.test_wire_formats import inputs as batches
 from tests.harness import LossStep, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
+from zerograph.runtime.state import in_memory
 
 FEEDBACK = {"reduce": zg.wire("int4", feedback=True)}
 Residuals = list[list[Tensor]]
@@ -65,6 +66,56 @@ def test_every_stage_adds_what_earlier_codes_of_the_rank_lacked(pool: Pool, rank
     expected, _ = train_plainly(ranks, batches())
     for result in pool.run(ranks, train, [0, 1, 2, 3] if ranks == 2 else [2], [FEEDBACK])[0]:
         assert_equal(result, expected)
+
+
+DIFFERENCES = {"gather": zg.wire("int4", feedback=True)}
+
+
+def train_on_differences(inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Train on one device by weights that each step changes by the code of what they lack of exact ones."""
+    masters, received = model(), model()
+    update = optimizer(masters)
+    for x in inputs:
+        for weight, master in zip(received.parameters(), masters.parameters(), strict=True):
+            weight.data += rounded(master.detach() - weight.data, "int4")
+        received.zero_grad()
+        gradients = []
+        for own in x.chunk(2):
+            received.zero_grad()
+            sum_of_squares(received, own).backward()
+            gradients.append([weight.grad for weight in received.parameters() if weight.grad is not None])
+        for master, first, second in zip(masters.parameters(), *gradients, strict=True):
+            master.grad = first + second
+        update.step()
+    return {name: value.clone() for name, value in masters.state_dict().items()}
+
+
+def test_differences_give_all_ranks_the_weights_of_the_last_step_and_the_code_of_their_change(pool: Pool) -> None:
+    for result in pool.run(2, train, [1, 2], [DIFFERENCES])[0]:
+        assert_equal(result, train_on_differences(batches()))
+
+
+def test_received_weights_approach_masters_that_stay(pool: Pool) -> None:
+    errors = pool.run(2, stand_still)[0]
+    assert errors[0] == 0
+    assert 0 < errors[-1] < errors[1] / 100
+
+
+def stand_still() -> list[float]:
+    """Move the weights in one step, then call with a learning rate of 0; return how far this rank's part was off."""
+    module = model()
+    update = torch.optim.SGD(module.parameters(), lr=0.01)
+    step = LossStep(module, update, 2, sum_of_squares, wire=DIFFERENCES)
+    x, errors = part(batches()[0]), []
+    step.compile(x)
+    for lr in (0.01, 0.0, 0.0, 0.0):
+        update.param_groups[0]["lr"] = lr
+        (store,) = step._stores()
+        shard = in_memory(store.flat).clone()
+        step(x)
+        assert store.received is not None
+        errors.append(float((store.received.chunk(2)[zg.rank()] - shard).abs().max()))
+    return errors
 
 
 @pytest.mark.long
@@ -168,21 +219,26 @@ def test_a_checkpoint_resumes_bitwise_and_its_residuals_are_summed_on_fewer_rank
         torch.testing.assert_close(own.view(parts[0].shape), sum(one.float() for one in parts), rtol=1e-2, atol=1e-6)
 
 
-def _step() -> LossStep:
+def test_a_checkpoint_has_the_weights_that_all_ranks_have_received(pool: Pool, tmp_path: Path) -> None:
+    for resumed in pool.run(2, resume, str(tmp_path / "two"), DIFFERENCES)[0]:
+        assert_equal(resumed, train_on_differences(batches()))
+
+
+def _step(wire: Any = FEEDBACK) -> LossStep:
     module = model()
-    return LossStep(module, optimizer(module), 2, sum_of_squares, wire=FEEDBACK)
+    return LossStep(module, optimizer(module), 2, sum_of_squares, wire=wire)
 
 
-def resume(path: str) -> list[dict[str, Tensor]]:
+def resume(path: str, wire: Any = FEEDBACK) -> list[dict[str, Tensor]]:
     """Save after two steps; return the parameters after one more of the same graph, and of a new one that loads."""
-    first = _step()
+    first = _step(wire)
     *begin, last = batches()
     for x in begin:
         first(part(x))
     first.save(path)
     first(part(last))
     results = [first.state_dict()["modules"]["model"]]
-    second = _step()
+    second = _step(wire)
     second.load(path)
     second(part(last))
     first.load(path)

@@ -54,11 +54,23 @@ def test_residuals_are_predicted_as_bf16_of_the_whole_gradient() -> None:
     assert fed.at_rest - exact.at_rest == 2 * NUMEL
 
 
-def test_a_gather_has_no_feedback() -> None:
-    config = zg.Config()
-    for value in (zg.wire("int8", feedback=True), {"gather": {0: zg.wire("int8", feedback=True)}}):
-        with pytest.raises(zg.ConfigError, match="feedback=True is for gradients"):
-            config.wire = value
+def test_received_weights_are_predicted_as_stored_instead_of_gathered() -> None:
+    exact, fed = (prepared(2, {"gather": zg.wire("int4", feedback=feedback)}).memory for feedback in (False, True))
+    assert fed.at_rest - exact.at_rest == 4 * NUMEL
+
+
+def test_differences_are_counted_as_codes() -> None:
+    (gather,) = [one for one in prepared(2, {"gather": zg.wire("int4", feedback=True)}).collectives() if one.format]
+    assert gather.format == "int4 in blocks of 256, bfloat16 scales, differences"
+    assert gather.bytes == NUMEL // RANKS * (4 + 16 / 256) / 8
+
+
+def test_stage_3_frees_the_weights_that_differences_are_taken_from() -> None:
+    with pytest.raises(zg.PlacementError, match=r"stage 3 frees \(bucket0\)\nChoose stage 1 or 2"):
+        prepared(3, {"gather": zg.wire("int4", feedback=True)})
+
+
+def test_feedback_is_a_switch() -> None:
     with pytest.raises(zg.ConfigError, match="give True or False"):
         zg.wire("int4", feedback=1)  # type: ignore[arg-type]
 

@@ -236,6 +236,15 @@ def _coding_error_fake(x: Tensor, coded: Tensor, code: Code, block: int, scales:
     return torch.empty_like(x, dtype=torch.float32)
 
 
+def _difference(x: Tensor, received: Tensor, start: int) -> Tensor:
+    """Return ``x`` less its part of ``received``, which begins at ``start`` along the last dimension, in fp32."""
+    return x.float() - received.narrow(-1, start, x.shape[-1])
+
+
+def _difference_fake(x: Tensor, received: Tensor, start: int) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32)
+
+
 def _chunks(x: Tensor, coded: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield values [blocks, block] with their code [blocks, block_bytes], both contiguous, in parts for a cache."""
     values, blocks = x.view(-1, codec.block), coded.view(-1, codec.block_bytes)
@@ -259,3 +268,4 @@ encode = _define("encode", f"Tensor x, {CODEC}", _encode, _encode_fake)
 decode = _define("decode", f"Tensor coded, {CODEC}, ScalarType dtype", _decode, _decode_fake)
 sum_decoded = _define("sum_decoded", f"Tensor coded, {CODEC}, ScalarType dtype", _sum_decoded, _sum_decoded_fake)
 coding_error = _define("coding_error", f"Tensor x, Tensor coded, {CODEC}", _coding_error, _coding_error_fake)
+difference = _define("difference", "Tensor x, Tensor received, int start", _difference, _difference_fake)

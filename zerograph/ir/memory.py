@@ -45,6 +45,7 @@ _INPUT_KINDS: dict[str, MemoryKind] = {
     "state": "optimizer state",
     "accumulated": "gradients",
     "residual": "optimizer state",
+    "received": "gathered",
     "gradient": "gradients",
     "hyperparameter": "optimizer state",
     "buffer": "buffers",
@@ -366,7 +367,7 @@ def _reads_a_copy(start: fx.Node) -> bool:
     return start.target is c10d.all_reduce.default or str(start.target) in copying
 
 
-_CODES = {blocks.encode, blocks.decode, blocks.sum_decoded, blocks.coding_error}
+_CODES = {blocks.encode, blocks.decode, blocks.sum_decoded, blocks.coding_error, blocks.difference}
 _COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER, *_CODES}
 
 

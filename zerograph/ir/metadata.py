@@ -34,6 +34,8 @@ RoleKind = Literal[
     "accumulated",
     # What this rank's codes of a bucket's gradient have lacked; see ``passes/communication/error_feedback``.
     "residual",
+    # A bucket as all ranks have it from gathers that send differences.
+    "received",
     "hyperparameter",
     "seed",
     # A symbolic size, an integer.
@@ -60,7 +62,7 @@ class Role:
     @property
     def bucket(self) -> str | None:
         """Name of the bucket whose shard, gather buffer, state, gradient or residual this is; None for all else."""
-        of_buckets = ("bucket", "gather_buffer", "state", "accumulated", "residual")
+        of_buckets = ("bucket", "gather_buffer", "state", "accumulated", "residual", "received")
         return self.name.partition(".")[0] if self.kind in of_buckets else None
 
     def __str__(self) -> str:
@@ -111,10 +113,15 @@ class Coded:
     Attributes:
         codec: how it is coded.
         bytes: size of the code of what the ranks of a boxing hold together.
+        difference: it is coded less what all ranks have received of it before.
     """
 
     codec: Codec
     bytes: int
+    difference: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.codec}, differences" if self.difference else str(self.codec)
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ class Boxing:
     def format(self) -> str:
         """The wire format as text; empty for exact values."""
         halves = (self.reduced, self.gathered) if self.kind == "all-reduce" else (self.reduced or self.gathered,)
-        names = ["exact" if coded is None else str(coded.codec) for coded in halves]
+        names = ["exact" if coded is None else str(coded) for coded in halves]
         return "" if set(names) == {"exact"} else ", sums ".join(dict.fromkeys(names))
 
 

@@ -26,7 +26,7 @@ def source_bucket(node: fx.Node) -> Role | None:
     return node_role if node_role is not None and node_role.kind == "bucket" else None
 
 
-_FORMS_OF_SHARDS = (blocks.encode, torch.ops.aten._to_copy.default)
+_FORMS_OF_SHARDS = (blocks.encode, blocks.difference, torch.ops.aten._to_copy.default)
 
 
 def stored_form(node: fx.Node) -> fx.Node:

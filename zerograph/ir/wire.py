@@ -28,7 +28,7 @@ class WireFormat:
 
     Attributes:
         codec: how tensors are coded.
-        feedback: each code of a gradient makes up for what earlier codes of this rank have lacked.
+        feedback: each code makes up for what earlier codes of the same tensor have lacked.
     """
 
     codec: Codec
@@ -45,8 +45,9 @@ def wire(
             magnitude of the block is 127 or 7.
         block: elements of a block, a power of two from 16 up. Default 256. Blocks begin anew in each parameter.
         scales: ``torch.float32`` (default for int8) or ``torch.bfloat16`` (default for int4).
-        feedback: for ``"reduce"``: each rank keeps the error of its codes, in bf16, and adds it to its next gradient
-            before that is coded. Default False.
+        feedback: each code makes up for what earlier ones have lacked. For ``"reduce"`` each rank keeps the error of
+            its codes, in bf16, and adds it to its next gradient before that is coded. For ``"gather"``, at stages 1
+            and 2, ranks keep the weights that they received, and code the difference. Default False.
 
     Raises:
         ConfigError: there is no such format.
@@ -69,7 +70,7 @@ def wire(
 def wire_complaint(value: Any) -> str:
     """Return what is wrong with a value of ``config.wire``; empty for a valid one."""
     if not isinstance(value, Mapping):
-        return _gather_complaint(value) if _is_format(value) else _ADVICE
+        return "" if _is_format(value) else _ADVICE
     for kind, formats in value.items():
         if kind not in KINDS:
             return f"the kind {kind!r:.60}: choose 'gather' or 'reduce'"
@@ -79,17 +80,6 @@ def wire_complaint(value: Any) -> str:
                 return f"{kind}: the mesh dimension {dim!r:.60}: give a whole number, 0 or more"
             if not _is_format(one):
                 return f"{kind}: {one!r:.60}: {_ADVICE}"
-            if kind == "gather" and (complaint := _gather_complaint(one)):
-                return complaint
-    return ""
-
-
-def _gather_complaint(value: Any) -> str:
-    if isinstance(value, WireFormat) and value.feedback:
-        return (
-            "feedback=True is for gradients: a gather codes exact masters and has no error to make up for; "
-            "give {'gather': ..., 'reduce': zg.wire(..., feedback=True)}"
-        )
     return ""
 
 

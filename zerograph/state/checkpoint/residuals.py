@@ -1,4 +1,4 @@
-"""The residuals of error feedback in a checkpoint: one tensor for each parameter, with a row for each rank."""
+"""Error feedback in a checkpoint: residuals with a row for each rank, and the weights that all ranks have."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.pieces import Pieces
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job
-from zerograph.runtime.state import stores_of
+from zerograph.runtime.state import RECEIVED, stores_of
 from zerograph.state.checkpoint.load import read_pieces
 
-_PREFIX = "residuals"
+_PREFIX, _RECEIVED_PREFIX = "residuals", "received"
 
 
 def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
-    """Return this rank's row of each parameter's residual, ``residuals.<mesh dimension>.<parameter>``.
+    """Return this rank's row of each parameter's residual, and its part of the weights that all ranks have.
 
-    Only residuals of whole gradients are saved. On a grid of ranks those of the second reduction, of sums that are
-    split, begin anew.
+    They are ``residuals.<mesh dimension>.<parameter>`` and ``received.<parameter>``. Only residuals of whole gradients
+    are saved. On a grid of ranks those of the second reduction, of sums that are split, begin anew.
     """
     pieces: dict[str, Pieces] = {}
     names = members.names()
@@ -36,6 +36,14 @@ def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
                     pieces[name] = piece = Pieces((job.size, slot.numel), residual.dtype)
                     start = job.rank * slot.numel
                     piece.add(start, start + slot.numel, functools.partial(_flat, residual), slot.offset)
+        copy = store.received
+        if copy is not None and tuple(copy.shape) == (store.layout.padded,):
+            for number, (parameter, slot) in enumerate(store.slots()):
+                if id(parameter) in names and slot.numel:
+                    name = f"{_RECEIVED_PREFIX}.{names[id(parameter)]}"
+                    pieces[name] = Pieces((slot.numel,), copy.dtype)
+                    if number % job.size == job.rank:
+                        pieces[name].add(0, slot.numel, functools.partial(_flat, copy), slot.offset)
     return pieces
 
 
@@ -74,4 +82,8 @@ def read_residuals(job: Job, reader: Reader, members: Members) -> dict[int, dict
         _, dim, parameter = name.split(".", 2)
         if parameter in members.parameters and total.numel() == members.parameters[parameter].numel():
             residuals.setdefault(id(members.parameters[parameter]), {})[int(dim)] = total
+    for parameter, tensor in members.parameters.items():
+        name = f"{_RECEIVED_PREFIX}.{parameter}"
+        if name in reader.index.tensors and reader.index.tensors[name].shape == (tensor.numel(),):
+            residuals.setdefault(id(tensor), {})[RECEIVED] = reader.whole(name)
     return residuals

@@ -16,7 +16,7 @@ from zerograph.state.checkpoint.pretrained import FILES
 Counts = tuple[int, int, int | None]
 
 _NAMES = re.compile(
-    r"modules\.[^.]+\..+|optimizers\.\d{1,9}\.state\.\d{1,9}\..+|residuals\.\d{1,9}\..+"
+    r"modules\.[^.]+\..+|optimizers\.\d{1,9}\.state\.\d{1,9}\..+|residuals\.\d{1,9}\..+|received\..+"
     r"|generators\.\d{1,9}\.(cpu|cuda)",
     re.S,
 )
@@ -140,5 +140,7 @@ def _check_tensors(reader: Reader, document: Written) -> None:
             raise ValueError(f"{name!r:.60} belongs to no parameter")
         if kind == "residuals" and (len(entry.shape) != 2 or not DTYPES[entry.dtype].is_floating_point):
             raise ValueError(f"{name!r:.60} has no row for each rank")
+        if kind == "received" and not DTYPES[entry.dtype].is_floating_point:
+            raise ValueError(f"{name!r:.60} are no weights")
         if kind == "generators" and (entry.dtype != "uint8" or len(entry.shape) != 1):
             raise ValueError(f"{name!r:.60} is not a state of a generator")
