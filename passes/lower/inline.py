@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.random import uniform
-from zerograph.ir.rank_numbers import along
+from zerograph.ir.rank_numbers import RankNumber, along
 from zerograph.ir.region import region_of
 from zerograph.ir.rewrite import copy_placement, emit
 from zerograph.passes.context import Context
@@ -70,7 +71,8 @@ def _draw_per_rank(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Nod
     assert isinstance(seed, fx.Node)
     assert isinstance(size, (list, tuple))
     # Rows are ordered by rank, then by micro-batch.
-    row_number = along(0, context.mesh.size // context.mesh.shape[0])
+    mesh = context.mesh
+    row_number = RankNumber(tuple(math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.dims - context.has_time)))
     start = [row_number.at(context.mesh.position), *[0] * len(size)]
     row = emit(
         graph,

@@ -114,14 +114,14 @@ def on_two_ranks() -> dict[str, Any]:
     }
 
 
-def halves_trained() -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Plain PyTorch: each half of the batch is routed for itself, in one backward."""
+def parts_trained(ranks: int = RANKS) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Plain PyTorch: each part of the batch is routed for itself, in one backward."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for x in data():
         optimizer.zero_grad()
-        parts = [model.routed(half) for half in model.first(x).chunk(RANKS)]
+        parts = [model.routed(own) for own in model.first(x).chunk(ranks)]
         out = torch.cat([one for one, _ in parts])
         loss = model.last(x + out).square().mean() + 0.01 * sum(load for _, load in parts)
         loss.backward()
@@ -132,7 +132,7 @@ def halves_trained() -> tuple[list[Tensor], dict[str, Tensor]]:
 
 def test_ranks_route_their_own_tokens(pool: Pool) -> None:
     first, second = pool.run(RANKS, on_two_ranks)
-    losses, state = halves_trained()
+    losses, state = parts_trained()
     model = Model()
     whole = model(data()[0]).detach()
     assert not torch.allclose(whole, losses[0], rtol=1e-4), "routing the whole batch at once is something else"
@@ -152,6 +152,31 @@ def test_ranks_route_their_own_tokens(pool: Pool) -> None:
     assert name == "name"
     assert torch.equal(mean, torch.ones(6))
     assert "Replicate" in placements
+
+
+def on_a_grid() -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
+    grid, model = zg.placement("cpu", ranks=[[0, 1], [2, 3]]), Model(as_region)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 3, placement=grid)
+    losses = [step(part(x)) for x in data()]
+    noise = Forward(lambda x: zg.local(lambda x: F.dropout(x, 0.5))(x))
+    noise.config.seed, noise.config.placement = 3, grid
+    same_rows = Forward(lambda x: zg.local(torch.relu)(x))
+    same_rows.config.placement, same_rows.config.batch_sbp = grid, (zg.sbp.split(0), zg.sbp.broadcast)
+    with pytest.raises(zg.PlacementError, match="along a dimension of the placement ranks have the same rows"):
+        same_rows(torch.ones(4, 6))
+    return losses, step.state_dict()["modules"]["model"], noise(part(torch.ones(8, 6)))
+
+
+def test_ranks_of_a_grid_route_their_own_tokens(pool: Pool) -> None:
+    everybody = pool.run(4, on_a_grid)
+    losses, state = parts_trained(4)
+    for found, parameters, _ in everybody:
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+        renamed = {name.replace("routed.", "routed.inner."): value for name, value in state.items()}
+        torch.testing.assert_close(dict(parameters), renamed, rtol=1e-5, atol=1e-6)
+    alone = Forward(lambda x: F.dropout(x, 0.5))
+    alone.config.seed = 3
+    assert torch.equal(torch.cat([noise for _, _, noise in everybody]), alone(torch.ones(8, 6)))
 
 
 def test_one_rank_computes_what_the_module_computes() -> None:

@@ -53,6 +53,7 @@ from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.metadata import meta
+from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import output_nodes
 from zerograph.passes.context import GradientUse
 from zerograph.passes.pipeline import edited
@@ -273,10 +274,12 @@ class Compiler:
                 "ReduceLROnPlateau reads the first 0-d tensor that build() returns, but it returns none\n"
                 "Return the loss, or another metric, from build()."
             )
-        if captured.regions and mesh.dims > 1:
+        rows = {dim for sbp in batch.sbp for dim, entry in enumerate(sbp) if entry == Split(0)}
+        if captured.regions and mesh.dims > 1 and len(rows) < mesh.dims:
             raise PlacementError(
-                "build() has a local region, and the graph's placement has several dimensions\n"
-                "Local regions are defined on a placement of one dimension only: use one."
+                "build() has a local region, and along a dimension of the placement ranks have the same rows\n"
+                "A region computes with a rank's own rows: pass each rank its rows, split(0) in config.batch_sbp along "
+                "all dimensions."
             )
 
     def guards(self) -> dict[str, Any]:

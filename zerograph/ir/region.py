@@ -44,7 +44,7 @@ class Region:
 
     Attributes:
         graph: one rank's computation, from shards of the node's inputs to shards of its outputs.
-        inputs: the SBP of each input along one mesh dimension.
+        inputs: the SBP of each input along every mesh dimension.
         outputs: each output as a global tensor.
         number: the node's reference to the region.
     """
