@@ -219,9 +219,32 @@ def test_codes_of_zero_plus_plus_are_wire_formats() -> None:
     assert zg.from_deepspeed({"zero_optimization": {"stage": 3}}).options["wire"] == "exact"
 
 
+def test_loco_is_error_feedback() -> None:
+    zero = {"stage": 2, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
+    with pytest.warns(UserWarning, match="err_beta and reset_T have no effect"):
+        options = zg.from_deepspeed({"zero_optimization": zero, "gradient_clipping": 0.0}).options
+    assert options["wire"] == {"reduce": zg.wire("int4", feedback=True)}
+
+
+def test_a_partition_of_hpz_is_a_row_of_a_grid(pool: Pool) -> None:
+    for stage, grid in ((3, [[0, 1], [2, 3]]), (2, None)):
+        assert pool.run(4, _hpz, stage) == [grid] * 4
+
+
+def _hpz(stage: int) -> list[list[int]] | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        settings = zg.from_deepspeed({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
+    config = zg.Config()
+    settings.configure(config)
+    return None if config.placement is None else config.placement.mesh.tolist()
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "2 does not divide the 1 ranks"),
+        ({"zero_optimization": {"stage": 2, "zeropp_loco_param": {}}}, "needs zero_quantized_gradients"),
         ({"zero": {"stage": 1}}, "no key 'zero'"),
         ({"zero_optimization": {"stages": 1}}, "did you mean 'stage'"),
         ({"zero_optimization": {"stage": 4}}, "choose 0, 1, 2 or 3"),

@@ -91,6 +91,18 @@ def test_formats_may_differ_between_mesh_dimensions() -> None:
     ]
 
 
+def test_on_a_grid_stage_3_sends_only_sums_of_gradients_between_rows() -> None:
+    """As many bytes as hpZ's forward gather and reduction together: 2 M (H - 1) / (H k)."""
+    torch.manual_seed(0)
+    module = nn.Linear(64, 64, bias=False)
+    step = LossStep(module, adamw(module), 3, sum_of_squares)
+    grid = step.prepare(Mesh((2, 2), (0, 0), ("hosts", "ranks")), torch.randn(256, 64))
+    found = [(one.kind, one.mesh_dim, one.bytes) for one in grid.collectives() if "bucket" in one.what]
+    inside = [("all-gather", 1), ("reduce-scatter", 1)]
+    assert [one[:2] for one in found if one[1] == 1] == [*inside[:1] * (len(found) - 2), inside[1]]
+    assert [one for one in found if one[1] == 0] == [("all-reduce", 0, 2 * 4 * NUMEL * 1 // (2 * 2))]
+
+
 def test_a_dimension_that_the_mesh_does_not_have_is_an_error() -> None:
     module = nn.Linear(9, 11)
     step = LossStep(module, adamw(module), 2, sum_of_squares, wire={"reduce": {0: "int8", 1: "int4"}})

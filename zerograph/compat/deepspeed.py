@@ -22,9 +22,11 @@ from zerograph.compat.settings import (
     precision_options,
     zero_options,
 )
+from zerograph.compiler.placement import placement
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
 from zerograph.ir.offload import Offload
+from zerograph.ir.wire import WireFormat, wire
 from zerograph.runtime.job.process_group import world_size
 
 _DTYPES = {
@@ -132,6 +134,8 @@ _ZERO_READ = (
     "cpu_offload_params",
     "zero_quantized_weights",
     "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "zero_hpz_partition_size",
 )
 # The value that describes what a graph does anyway (see without_effect); ...: any value is ignored without a warning.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
@@ -184,7 +188,6 @@ _ZERO_REFUSED = {
     "mics_hierarchical_params_gather": "set config.placement to a grid of ranks for hybrid sharding",
     "mics_shard_size": "set config.placement to a grid of ranks for hybrid sharding",
     "zenflow": "not supported",
-    "zero_hpz_partition_size": "set config.placement to a grid of ranks for hybrid sharding",
     "zero_quantized_nontrainable_weights": "not supported; 'zero_quantized_weights' sends all weights as int8",
 }
 
@@ -359,14 +362,7 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         "offload_optimizer": _offload(zero, "offload_optimizer", _OPTIMIZER_KEYS, ("cpu_offload",)),
         "offload_param": _offload(zero, "offload_param", _PARAM_KEYS, ("cpu_offload_param", "cpu_offload_params")),
     }
-    # The codes of ZeRO++ (arXiv 2306.10209): qwZ gathers int8, qgZ reduces int4.
-    quantised = {"gather": ("zero_quantized_weights", "int8"), "reduce": ("zero_quantized_gradients", "int4")}
-    wire = {
-        kind: code
-        for kind, (key, code) in quantised.items()
-        if switch(not_auto(zero.get(key, False), f"{name}.{key}"), f"{name}.{key}")
-    }
-    options: dict[str, Any] = {"wire": wire or "exact"}
+    options: dict[str, Any] = {"wire": _wire(zero, name) or "exact", **_placement(zero, name, stage)}
     return options | zero_options(
         zero,
         name,
@@ -380,6 +376,51 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
         whole_key="stage3_param_persistence_threshold",
         offloads=offloads,
     )
+
+
+def _wire(zero: Mapping[str, Any], name: str) -> dict[str, str | WireFormat]:
+    """Translate the codes of ZeRO++ (arXiv 2306.10209): qwZ gathers int8, qgZ reduces int4."""
+    codes: dict[str, str | WireFormat] = {}
+    for kind, key, code in (
+        ("gather", "zero_quantized_weights", "int8"),
+        ("reduce", "zero_quantized_gradients", "int4"),
+    ):
+        if switch(not_auto(zero.get(key, False), f"{name}.{key}"), f"{name}.{key}"):
+            codes[kind] = code
+    loco = zero.get("zeropp_loco_param")
+    if loco is None:
+        return codes
+    section(loco, f"{name}.zeropp_loco_param", ("err_beta", "reset_T"))
+    if "reduce" not in codes:
+        raise ConfigError(f"{name}.zeropp_loco_param needs zero_quantized_gradients: add it")
+    codes["reduce"] = wire("int4", feedback=True)
+    say(
+        f"{name}.zeropp_loco_param: gradients are coded with error feedback; err_beta and reset_T have no effect, for "
+        "each error is added once, whole, to the next gradient"
+    )
+    return codes
+
+
+def _placement(zero: Mapping[str, Any], name: str, stage: int) -> dict[str, Any]:
+    """Translate hpZ of ZeRO++, a second copy of the parameters inside each partition, to a grid of ranks."""
+    key = f"{name}.zero_hpz_partition_size"
+    size = whole(not_auto(zero.get("zero_hpz_partition_size", 1), key), key, 1)
+    ranks = world_size()
+    if size == 1:
+        return {}
+    if stage != 3:
+        say(f"{key} has no effect below stage 3: there are no gathers in backward")
+        return {}
+    if ranks % size:
+        raise ConfigError(f"{key} = {size} does not divide the {ranks} ranks of the job\nGive the ranks of one host.")
+    if size == ranks:
+        return {}
+    say(
+        f"{key} = {size}: a grid of ranks; backward gathers inside each {size} ranks as with hpZ, and forward too; "
+        f"gradients cross between them. Optimizer state is split over {size} ranks, not over {ranks}"
+    )
+    rows = [list(range(first, first + size)) for first in range(0, ranks, size)]
+    return {"placement": placement("cuda" if torch.cuda.is_available() else "cpu", rows)}
 
 
 _PARAM_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")
