@@ -6,11 +6,13 @@ quotient is too large by the number of parts, and neither a shape nor a differen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from zerograph.base import source
 from zerograph.errors import CaptureError
@@ -41,9 +43,10 @@ def mark_reduction(function: Callable[..., Any], arguments: Sequence[Any], resul
     divided = any(argument.divided for argument in metas) or (by is not None and not isinstance(by, float))
     if result.batch_dim is not None:
         return replace(result, divided=divided and not opaque)
+    sizes = frozenset().union(*(_counts(argument) for argument in metas))
     reduction: Reduction = None
     if any(argument.batch_dim is not None for argument in metas):
-        reduction = _reduces(function, name, arguments, opaque=opaque)
+        reduction = _reduces(function, name, arguments, opaque=opaque) or result.reduction
     elif not opaque and name in (*_DIVIDES, *_MULTIPLIES, *_KEEPS):
         reductions = {
             argument.meta.reduction for argument in arguments if isinstance(argument, Operand) and not argument.real
@@ -51,7 +54,7 @@ def mark_reduction(function: Callable[..., Any], arguments: Sequence[Any], resul
         # A sum divided by a sum is a mean.
         by_sum = name in _DIVIDES and len(metas) == 2 and metas[1].reduction == "sum"
         reduction = "mean" if by_sum or reductions == {"mean"} else "sum" if "sum" in reductions else None
-    return replace(result, reduction=reduction, divided=divided and not opaque)
+    return replace(result, reduction=reduction, counts=sizes, divided=divided and not opaque)
 
 
 def check_division(
@@ -94,12 +97,53 @@ def check_division(
                 f"rank's samples the result would be {parts} times too large. Let the criterion count, as in "
                 f"{words().criterion} which sees the whole batch. A constant is to be a plain number."
             )
-    elif value.reduction == "sum" or (value.reduction is None and isinstance(by, int) and not value.shape):
+    elif value.reduction == "sum" or (value.reduction is None and by in value.counts and not value.shape):
         warn(
             f"a sum is {'divided' if divides else 'multiplied'} by {by} before {words().step}{_here()}\n"
             f"If that counts this rank's samples: the sum is that of the whole batch, {parts} times as many. "
             "Take the mean, or let the criterion count."
         )
+
+
+def note_reduction(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    """Mark the result of an operator inside the model or the criterion if it is a sum or a mean without dimensions.
+
+    Args:
+        operator: the operator, below autograd.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: its result.
+    """
+    first = result[0] if isinstance(result, tuple) and result else result
+    if not isinstance(first, Tensor) or first.dim():
+        return
+    name, arguments = operator.overloadpacket.__name__, [*args, *kwargs.values()]
+    tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+    reduction: Reduction = None
+    if any(tensor.dim() for tensor in tensors):
+        names = [argument.name for argument in operator._schema.arguments]
+        options = dict(zip(names, args, strict=False)) | dict(kwargs)
+        if "reduction" in names:
+            # The enumeration of torch.nn.functional.
+            reduction = {1: "mean", 2: "sum"}.get(options.get("reduction", 1))  # type: ignore[assignment]
+        else:
+            reduction = "sum" if name in _SUMS else "mean" if name == "mean" else None
+    else:
+        marks = [reduction_of(tensor) for tensor in tensors]
+        if name == "div" and marks[0] == "sum":
+            # By a number it may be either.
+            reduction = "mean" if marks[1:] == ["sum"] else None
+        elif name in (*_MULTIPLIES, *_KEEPS, "div", "_to_copy", "alias", "where", "clamp", "clamp_min"):
+            # A sum beside a mean may be a sum over something else, as in losses that balance experts.
+            kinds = set(marks) - {None}
+            reduction = kinds.pop() if len(kinds) == 1 else None
+    first._zerograph_reduction = reduction  # type: ignore[attr-defined]
+
+
+def reduction_of(tensor: Tensor) -> Reduction:
+    """Return how :func:`note_reduction` has marked a tensor."""
+    reduction: Reduction = getattr(tensor, "_zerograph_reduction", None)
+    return reduction
 
 
 def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], *, opaque: bool) -> Reduction:
@@ -110,6 +154,13 @@ def _reduces(function: Callable[..., Any], name: str, arguments: Sequence[Any], 
     if name in _SUMS or any(isinstance(argument, str) and argument == "sum" for argument in arguments):
         return "sum"
     return "mean" if name in ("mean", "nanmean") or getattr(function, "__module__", None) == F.__name__ else None
+
+
+def _counts(meta: Meta) -> frozenset[int]:
+    """Return the possible counts of this rank's samples that a tensor was computed from."""
+    if meta.batch_dim is None:
+        return meta.counts
+    return frozenset({meta.shape[meta.batch_dim], math.prod(meta.shape)})
 
 
 def _factor(name: str, arguments: Sequence[Any]) -> Any:

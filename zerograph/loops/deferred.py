@@ -40,6 +40,7 @@ class Meta:
         device: the device.
         requires_grad: whether it depends on a trained parameter.
         reduction: ``"sum"`` or ``"mean"`` over the batch; None: neither, or unknown.
+        counts: possible counts of this rank's samples, of a tensor without a batch dimension.
         divided: it was divided by a number or tensor from outside the step, which may be a count of samples.
     """
 
@@ -49,6 +50,7 @@ class Meta:
     device: torch.device
     requires_grad: bool = False
     reduction: Reduction = None
+    counts: frozenset[int] = frozenset()
     divided: bool = False
 
     @property

@@ -117,7 +117,14 @@ def _compared(run: _Run, part: _Result, entering: Sequence[Any], parts: int) -> 
     if whole.tree != part.tree:
         batchwise.refuse(f"{name} returns a different number of results for the whole batch than for this rank's part")
     leaves = [
-        Meta(tuple(leaf.shape), tuple(whole_leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad)
+        Meta(
+            tuple(leaf.shape),
+            tuple(whole_leaf.shape),
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+            counts.reduction_of(leaf) if run.opaque else None,
+        )
         if isinstance(leaf, Tensor)
         else leaf
         for leaf, whole_leaf in zip(part.leaves, whole.leaves, strict=True)
@@ -267,7 +274,7 @@ class _Run:
 
 
 class _Watch(_torch.TorchDispatchMode):
-    """Record whether an operator draws random numbers, and refuse operators that need values."""
+    """Record whether an operator draws random numbers, mark sums and means, and refuse operators that need values."""
 
     draws = False
 
@@ -282,6 +289,7 @@ class _Watch(_torch.TorchDispatchMode):
                 "A step is one graph for all values: use torch.where, multiply by a mask, or look at the values after "
                 f"{words().step}."
             )
+        counts.note_reduction(func, args, kwargs or {}, result)
         return result
 
 

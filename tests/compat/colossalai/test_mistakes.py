@@ -130,7 +130,16 @@ def test_means_are_scaled_without_a_warning(engine: colossalai.Engine) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss = F.cross_entropy(out, Y) / 2 + 0.5 * out.mean() * torch.tensor(2.0) + (out.sum() / (out > 0).sum()) / 4
-        engine.backward(loss + 0.5 * engine.criterion(out, Y))
+        engine.backward(loss + 0.5 * engine.criterion(out, Y) / 2)
+
+
+def test_a_sum_that_the_criterion_returns_is_warned_of() -> None:
+    def summed(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="none").sum()
+
+    engine = engine_of(make("mlp"), summed, gradient_accumulation=2)
+    with pytest.warns(UserWarning, match="a sum is divided by 5"):
+        engine.criterion(engine(X), Y) / 5
 
 
 def test_what_was_taken_for_the_batch_is_named() -> None:
