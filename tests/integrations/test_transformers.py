@@ -104,6 +104,14 @@ def test_a_loss_reads_values_and_counts(pool: Pool, tmp_path: Path, accumulation
         assert_equal(logs, expected)
 
 
+def test_a_loss_depends_on_the_step(pool: Pool, tmp_path: Path) -> None:
+    options = {"kind": "scheduled", "gradient_accumulation_steps": 2}
+    expected = run("language_model", tmp_path / "plain", 1, None, options)
+    assert expected[-1]["read"] > 3
+    for logs in pool.run(2, run, "language_model", tmp_path / "zero", 2, 3, options):
+        assert_equal(logs, expected)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -154,7 +154,7 @@ def language_model(
 
 
 def special(zero: int | None, kind: str) -> Any:
-    """Return a trainer whose loss reads values, and counts, keeps a tensor, or computes something else for some."""
+    """Return a trainer whose loss depends on the step, reads values, counts, keeps a tensor, or branches."""
 
     class Special(trainer_class(zero)):  # type: ignore[misc]
         seen = 0
@@ -166,6 +166,10 @@ def special(zero: int | None, kind: str) -> Any:
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             self.seen += 1
+            if kind == "scheduled":
+                loss = loss * (1 + 0.1 * self.state.global_step) + (0.1 if self.state.epoch >= 1 else 0.0)
+                if self.state.global_step % 3 == 2:
+                    self.losses.append(loss.item())
             if kind == "reading":
                 tokens = (args[1]["labels"] != -100).sum()
                 self.losses.append(float(loss) + (1 / tokens.item() if tokens > 0 else 0.0))

@@ -21,7 +21,7 @@ from zerograph._torch import pytree
 from zerograph.errors import ConfigError
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.readings import sees_whole_batch
+from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
 from zerograph.loops.deferred import values_of
 from zerograph.loops.loop import Loop

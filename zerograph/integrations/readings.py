@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from numbers import Number
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,61 +28,60 @@ from zerograph.capture.selected import is_mask_of, selected
 from zerograph.errors import CaptureError
 from zerograph.graph import building
 from zerograph.integrations.checks import is_checked
-from zerograph.loops.deferred import replaying
-
-_running: ContextVar[bool] = ContextVar("running", default=False)
-
-
-def sees_whole_batch() -> bool:
-    """Return whether a recorded function runs, whose tensors are those of all ranks already."""
-    return _running.get()
+from zerograph.integrations.replay import (
+    READS,
+    Call,
+    Log,
+    Match,
+    Numbered,
+    PathError,
+    Place,
+    Reached,
+    Replay,
+    constant,
+    guessed,
+    key_of_call,
+    modules_by,
+    read,
+    tensors_of,
+    whole_batch,
+)
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call of an operator or a module while the function was traced.
+class Variant:
+    """The operators that a method calls now, which may depend on a counter of the trainer, for instance.
 
     Attributes:
-        key: the callee and its arguments, with numbers for tensors.
-        tree: how the results are nested.
-        leaves: the results, with :class:`_Number` for tensors.
-        read: the number of the value that it reads, or None.
-        line: the user's line.
+        number: equal for calls that compute the same, apart from ``inputs``.
+        inputs: numbers that are inputs of the graph, by their places in the calls.
+        is_done: the method's Python has run for this call.
     """
 
-    key: tuple[Any, ...]
-    tree: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    read: int | None
-    line: tuple[str, str]
+    number: int = 0
+    inputs: Mapping[Place, float] = field(default_factory=dict)
+    is_done: bool = False
 
-
-@dataclass(frozen=True)
-class _Number:
-    """Tensor number ``number`` of a log."""
-
-    number: int
+    def tensors(self, device: torch.device) -> list[Tensor]:
+        """Return the inputs, as 0-d tensors."""
+        return [torch.tensor(value, dtype=torch.float64, device=device) for value in self.inputs.values()]
 
 
 @dataclass(eq=False)
-class Log:
-    """The calls of one trace, in order.
+class _Variants:
+    """The variants of calls whose arguments are nested alike.
 
     Attributes:
-        calls: the calls.
-        metas: shape, dtype and device of each tensor, by its number.
-        results: the numbers of the tensors that the function returned.
-        reads: number of values that it reads.
-        changes: it changes attributes of its object.
-        counts_samples: it uses a size that depends on the number of samples.
+        now: the number of the latest.
+        inputs: those of the latest.
+        places: of the numbers that are inputs, by variant.
+        logs: one log of each variant.
     """
 
-    calls: list[_Call] = field(default_factory=list)
-    metas: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = field(default_factory=list)
-    results: list[int | None] = field(default_factory=list)
-    reads: int = 0
-    changes: bool = False
-    counts_samples: bool = False
+    now: int = 0
+    inputs: Mapping[Place, float] = field(default_factory=dict)
+    places: list[tuple[Place, ...]] = field(default_factory=lambda: [()])
+    logs: dict[int, Log] = field(default_factory=dict)
 
 
 class Readings:
@@ -97,15 +94,85 @@ class Readings:
 
     def __init__(self, method: Callable[..., Any], substituted: Callable[[], Any] = contextlib.nullcontext) -> None:
         self._method, self._substituted = method, substituted
-        self._logs: dict[Hashable, Log] = {}
+        # By the key of a call, whether they are those of the whole batch, and the variant.
+        self._logs: dict[tuple[Hashable, bool, int], Log] = {}
+        # The key of the call that is being recorded.
+        self._key: Hashable = None
+        self._variants: dict[Hashable, _Variants] = {}
 
-    def traced(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    def variant(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """Return what the method computes now, before the call is recorded.
+
+        To be called before each call. The method's Python runs once more, up to the first value that it reads. Where it
+        calls other operators than before, or the same with other numbers, this is another variant. Numbers in
+        arithmetic become inputs of the graph.
+
+        Args:
+            training: the mode of its model.
+            args: its arguments, of this rank.
+            kwargs: its keyword arguments.
+        """
+        self._key = _key_of(training, args, kwargs)
+        kind = self._variants.setdefault(_kind_of(training, args, kwargs), _Variants())
+        if not kind.logs:
+            return Variant()
+        numbers = sorted(kind.logs, key=lambda number: (number != kind.now, -number))
+        for number in numbers:
+            own = self._logs.get((self._key, False, number))
+            match = Match.EXACT if own is not None else Match.ANY_SIZE
+            if (found := self._tried(own or kind.logs[number], args, kwargs, match)) is not None:
+                # A call that only led to numbers may be missing.
+                kind.inputs = {place: found.inputs.get(place, 0.0) for place in kind.places[number]}
+                kind.now = number
+                return replace(found, number=number, inputs=kind.inputs)
+        found = self._tried(kind.logs[numbers[0]], args, kwargs, Match.ANY_NUMBER)
+        assert found is not None
+        kind.now = len(kind.places)
+        kind.inputs = found.inputs
+        kind.places.append(tuple(found.inputs))
+        if kind.now == _MANY:
+            warnings.warn(_CHANGES.format(self._method.__name__, _MANY), stacklevel=source.levels_to_user())
+        return replace(found, number=kind.now)
+
+    def _tried(self, log: Log, args: tuple[Any, ...], kwargs: dict[str, Any], match: Match) -> Variant | None:
+        """Run the method's Python as far as no value is needed; None if it does not agree with the log.
+
+        With ``Match.ANY_NUMBER`` it runs as far as it agrees.
+        """
+        owner = getattr(self._method, "__self__", None)
+        # What changes nothing may run on the object itself.
+        pure = not log.reads and not log.changes
+        call = self._method if pure else self._copied()[1]
+        before = dict(vars(owner)) if pure and owner is not None else {}
+        replay = Replay(log, None, match=match)
+        try:
+            with self._substituted():
+                replay.run(call, args, kwargs)
+        except Reached:
+            pass
+        except PathError:
+            if pure and owner is not None:
+                vars(owner).clear()
+                vars(owner).update(before)
+            return Variant(0, replay.numbers) if match is Match.ANY_NUMBER else None
+        return Variant(0, replay.numbers, pure)
+
+    def traced(
+        self,
+        training: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        number: int = 0,
+        inputs: Sequence[Tensor] = (),
+    ) -> tuple[Any, list[Tensor]]:
         """Call the method on tensors without values.
 
         Args:
             training: the mode of its model, on which logs depend.
             args: the arguments of the method.
             kwargs: its keyword arguments.
+            number: the number of the variant.
+            inputs: the variant's inputs, as 0-d tensors.
 
         Returns:
             The result, and the tensors whose values the method reads.
@@ -113,13 +180,14 @@ class Readings:
         Raises:
             CaptureError: what the method computes depends on a value that it reads, or a tensor is kept.
         """
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         # The logs of a step are made before it is built, from sizes that are numbers.
         log = None if building() else Log()
-        trace = _Trace(log, inputs)
+        kind = self._variants.setdefault(_kind_of(training, args, kwargs), _Variants())
+        trace = _Trace(log, [*tensors, *inputs], dict(zip(kind.places[number], inputs, strict=True)))
         owner, call = self._copied()
         before = _outline(vars(owner)) if owner is not None else {}
-        with self._substituted(), _whole_batch(), _modules_by(trace.call_module), trace:
+        with self._substituted(), whole_batch(), modules_by(trace.call_module), trace:
             result = _called(call, args, kwargs)
         if log is None:
             return result, trace.reads
@@ -127,14 +195,21 @@ class Readings:
             self._check_kept(owner, before, trace)
             log.changes = _outline(vars(owner)) != before
         log.results = [trace.number(leaf) for leaf in pytree.tree_leaves(result)]
+        log.inputs = trace.replaced
+        if any(kind.inputs.get(place, value) != value for place, value in log.inputs.items()):
+            raise CaptureError(
+                f"{self._method.__name__}() computes with numbers in another order than before\n"
+                "Decide with tensors (torch.where), or pass what changes as a tensor of the batch."
+            )
         if log.reads:
             self._check_paths(log, args, kwargs)
-        self._logs[_key_of(training, args, kwargs)] = log
+        self._logs[self._key, _key_of(training, args, kwargs) != self._key, number] = log
+        kind.logs.setdefault(number, log)
         return result, trace.reads
 
-    def log_of(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Log | None:
-        """Return the log of the batch of which these arguments are one of ``parts`` parts, if it must be repeated."""
-        own, whole = (self._logs.get(_key_of(training, args, kwargs, times)) for times in (1, parts))
+    def log_of(self, number: int = 0) -> Log | None:
+        """Return the log of the last call, which is of this variant, if it must be repeated."""
+        own, whole = (self._logs.get((self._key, is_whole, number)) for is_whole in (False, True))
         log = whole if whole is not None else own
         if log is None or not (log.reads or log.changes):
             return None
@@ -142,7 +217,14 @@ class Readings:
             log.counts_samples = True
         return log
 
-    def repeat(self, log: Log, args: tuple[Any, ...], kwargs: dict[str, Any], values: Sequence[Tensor]) -> None:
+    def repeat(
+        self,
+        log: Log,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: Sequence[Tensor],
+        inputs: Mapping[Place, float] | None = None,
+    ) -> None:
         """Run the method once more, with the values that it reads.
 
         Args:
@@ -150,11 +232,12 @@ class Readings:
             args: its arguments; tensors stand for those of the trace.
             kwargs: its keyword arguments.
             values: the values of the tensors that it reads.
+            inputs: the inputs of its variant.
 
         Raises:
             CaptureError: it calls other operators, because of a value that it has read.
         """
-        _repeat(log, self._method, args, kwargs, values)
+        Replay(log, values, inputs).run(self._method, args, kwargs)
 
     def _copied(self) -> tuple[Any, Callable[..., Any]]:
         owner = getattr(self._method, "__self__", None)
@@ -183,8 +266,8 @@ class Readings:
             values = _Guesses(log, guess)
             try:
                 with self._substituted():
-                    _repeat(log, call, args, kwargs, values)
-            except _PathError:
+                    Replay(log, values, log.inputs).run(call, args, kwargs)
+            except PathError:
                 raise
             except _OWN_ERRORS:
                 # The method's own, about values that do not occur.
@@ -199,10 +282,17 @@ class _Guesses:
     guess: float
 
     def __getitem__(self, read: int) -> Tensor:
-        number = next(leaf.number for call in self.log.calls if call.read == read for leaf in _tensors_of(call.key))
+        number = next(leaf.number for call in self.log.calls if call.read == read for leaf in tensors_of(call.key))
         shape, dtype, _ = self.log.metas[number]
-        return _guessed(shape, dtype, self.guess)
+        return guessed(shape, dtype, self.guess)
 
+
+# After so many variants of a method users are told.
+_MANY = 8
+_CHANGES = (
+    "{}() has computed something else, or with other numbers, in {} of its calls: each is compiled by itself\n"
+    "Decide with tensors (torch.where), or pass what changes as a tensor of the batch."
+)
 
 # Stand-ins for values: the trace uses the first, and others must lead to the same operators.
 _FIRST_GUESS, *_GUESSES = 1.0, 0.0, -1e6, 1e6
@@ -212,10 +302,11 @@ _OWN_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, Run
 class _Trace(TorchFunctionMode):
     """Collect the tensors that are read, and log all calls of operators."""
 
-    def __init__(self, log: Log | None, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, log: Log | None, inputs: Sequence[Tensor], lifted: Mapping[Place, Tensor]) -> None:
         super().__init__()
         self.reads: list[Tensor] = []
-        self._log, self._in_module = log, False
+        self.replaced: dict[Place, float] = {}
+        self._log, self._lifted, self._in_module, self._calls = log, lifted, False, 0
         # Tensors stay referenced, so that no other tensor gets their id.
         self._numbers: dict[int, int] = {}
         self._tensors: list[Tensor] = []
@@ -226,11 +317,13 @@ class _Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._in_module:
             return False if func is Tensor.__bool__ and is_checked() else func(*args, **kwargs)
-        if func in _READS:
+        if self._lifted:
+            args, kwargs = self._with_inputs(args, kwargs)
+        if func in READS:
             tensor = args[0]
             self.reads.append(tensor.detach().clone())
             sizes = [_torch.size_hint(size) for size in tensor.shape]
-            result: Any = _read(func, _guessed(sizes, tensor.dtype, _FIRST_GUESS), args, kwargs)
+            result: Any = read(func, guessed(sizes, tensor.dtype, _FIRST_GUESS), args, kwargs)
             self._note(func, args, kwargs, result, read=len(self.reads) - 1)
             return result
         if func is Tensor.__getitem__ and is_mask_of(*args):
@@ -254,20 +347,31 @@ class _Trace(TorchFunctionMode):
             self._in_module = False
         return result
 
+    def _with_inputs(self, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of the next call, with inputs of the graph for numbers that change."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        for place, tensor in self._lifted.items():
+            if place[0] == self._calls and place[1] < len(leaves) and isinstance(leaves[place[1]], (int, float)):
+                self.replaced[place] = leaves[place[1]]
+                (like,) = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+                leaves[place[1]] = tensor.to(like.dtype)
+        return pytree.tree_unflatten(leaves, tree)
+
     def number(self, leaf: Any) -> int | None:
         """Return the number of a tensor of the trace."""
         return self._numbers.get(id(leaf))
 
     def _note(self, callee: Any, args: Any, kwargs: Any, result: Any, read: int | None = None) -> None:
-        if self._log is None:
-            return
         arguments = pytree.tree_leaves((args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
         if read is None and not any(isinstance(leaf, Tensor) for leaf in (*arguments, *leaves)):
             return
-        key = _key(callee, args, kwargs, self.number)
-        shown = tuple(_Number(self._numbered(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        self._log.calls.append(_Call(key, tree, shown, read, source.running_line()))
+        self._calls += 1
+        if self._log is None:
+            return
+        key = key_of_call(callee, args, kwargs, self.number)
+        shown = tuple(Numbered(self._numbered(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        self._log.calls.append(Call(key, tree, shown, read, source.running_line()))
         self._log.reads = len(self.reads)
 
     def _numbered(self, tensor: Tensor) -> int:
@@ -297,103 +401,6 @@ def _chunked(chunk: Callable[..., Any], input: Tensor, chunks: int, dim: int = 0
     return tuple(input.narrow(0, each * number, each) for number in range(chunks))
 
 
-class _StandIn(Tensor):
-    """A tensor of a log, without data."""
-
-    number: int
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise CaptureError(f"{func} needs the data of a tensor that has been computed in the step already")
-
-
-class _Repeat(TorchFunctionMode):
-    """Return what a log's calls returned; reads return values."""
-
-    def __init__(self, log: Log, values: Any) -> None:
-        super().__init__()
-        self._log, self._values, self._at = log, values, 0
-        self._stand_ins: dict[int, _StandIn] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return self._call(func, args, kwargs, lambda: func(*args, **kwargs))
-
-    def call_module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return what the module returned."""
-        return self._call(module, args, kwargs, lambda: call(module, *args, **kwargs))
-
-    def stand_in(self, number: int) -> Tensor:
-        """Return the tensor of a number."""
-        if number not in self._stand_ins:
-            shape, dtype, device = self._log.metas[number]
-            new: _StandIn = _torch.tensor_without_data(_StandIn, shape, dtype, device, requires_grad=False)
-            new.number = number
-            self._stand_ins[number] = new
-        return self._stand_ins[number]
-
-    def _call(self, callee: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
-        key, calls = _key(callee, args, kwargs, _number_of), self._log.calls
-        # A branch of the first run that only led to numbers may be missing here.
-        at = next((n for n in range(self._at, len(calls)) if calls[n].key == key), None)
-        if at is None:
-            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
-                return run()
-            raise self._differs(callee)
-        self._at, call = at + 1, calls[at]
-        if call.read is not None:
-            return _read(callee, self._values[call.read], args, kwargs)
-        leaves = [self.stand_in(leaf.number) if isinstance(leaf, _Number) else leaf for leaf in call.leaves]
-        return pytree.tree_unflatten(leaves, call.tree)
-
-    def _differs(self, callee: Any) -> _PathError:
-        line, code = source.running_line()
-        reads = list(dict.fromkeys(call.line for call in self._log.calls if call.read is not None))
-        read = "".join(f"\n  {where}   {text}" for where, text in reads[:3])
-        name = getattr(callee, "__name__", type(callee).__name__)
-        return _PathError(
-            f"{name}() is called because of a value that was read, or with it\n  {line}   {code}\n"
-            f"Values are read at{read}\n"
-            "A step is one graph for all values: it may collect them, but they cannot decide what it computes. "
-            "Keep the value as a tensor, or use torch.where."
-        )
-
-
-class _PathError(CaptureError):
-    """A repeated function calls other operators than while it was traced."""
-
-
-def _repeat(log: Log, method: Callable[..., Any], args: Any, kwargs: Any, values: Any) -> None:
-    repeat = _Repeat(log, values)
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    numbers = iter(range(len(log.metas)))
-    stand_ins = [repeat.stand_in(next(numbers)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    args, kwargs = pytree.tree_unflatten(stand_ins, tree)
-    with _whole_batch(), replaying(), _torch.compiling(), _modules_by(repeat.call_module), repeat:
-        result = method(*args, **kwargs)
-    if [_number_of(leaf) for leaf in pytree.tree_leaves(result)] != log.results:
-        raise repeat._differs(method)
-
-
-@contextlib.contextmanager
-def _whole_batch() -> Iterator[None]:
-    token = _running.set(True)
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-def _modules_by(call: Callable[..., Any]) -> Any:
-    """Return a context in which ``call`` calls modules: it gets the original method, the module and the arguments."""
-    original = nn.Module.__call__
-
-    def replaced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return call(original, module, args, kwargs)
-
-    return patch.object(nn.Module, "__call__", replaced)
-
-
 def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function on new containers: it may change its arguments."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -401,53 +408,22 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def _key(callee: Any, args: Any, kwargs: Any, number: Callable[[Any], int | None]) -> tuple[Any, ...]:
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    return callee, tree, [_Number(n) if (n := number(leaf)) is not None else _constant(leaf) for leaf in leaves]
+def _kind_of(training: bool, args: Any, kwargs: Any) -> Hashable:
+    """Return a key of how the arguments of a call are nested."""
+    return training, torch.is_grad_enabled(), pytree.tree_structure((args, kwargs))
 
 
-def _constant(leaf: Any) -> Hashable:
-    if isinstance(leaf, _PLAIN):
-        return type(leaf), repr(leaf)
-    # A parameter is itself in one run, and its replacement in the other; other objects may be new in each.
-    return "a tensor from outside" if isinstance(leaf, Tensor) else type(leaf).__name__
-
-
-def _number_of(leaf: Any) -> int | None:
-    return leaf.number if isinstance(leaf, _StandIn) else None
-
-
-def _tensors_of(key: tuple[Any, ...]) -> Iterator[_Number]:
-    return (leaf for leaf in key[2] if isinstance(leaf, _Number))
-
-
-def _read(function: Callable[..., Any], value: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Read a value in place of the first argument."""
-    with _torch.no_modes():
-        return function(value, *args[1:], **kwargs)
-
-
-def _guessed(shape: Sequence[int], dtype: torch.dtype, guess: float) -> Tensor:
-    limits = (
-        torch.iinfo(dtype) if not dtype.is_floating_point and dtype != torch.bool and not dtype.is_complex else None
-    )
-    number = guess if limits is None else int(min(max(guess, limits.min), limits.max))
-    with _torch.no_modes():
-        return torch.full(tuple(shape), number if dtype != torch.bool else number > 0, dtype=dtype)
-
-
-def _key_of(training: bool, args: Any, kwargs: Any, times: int = 1) -> Hashable:
-    """Return a key of what a trace depends on. Of a batch that is ``times`` as large as these arguments."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
+def _key_of(training: bool, args: Any, kwargs: Any) -> Hashable:
+    """Return a key of what a trace depends on."""
     shown = []
-    for leaf in leaves:
+    for leaf in pytree.tree_leaves((args, kwargs)):
         if not isinstance(leaf, Tensor):
-            shown.append(_constant(leaf))
+            shown.append(constant(leaf))
         else:
             # A rank without rows is traced as if it had two.
-            rows = [(size or 2) * times for size in leaf.shape[:1]]
+            rows = [size or 2 for size in leaf.shape[:1]]
             shown.append((*rows, *leaf.shape[1:], leaf.dtype))
-    return training, torch.is_grad_enabled(), tree, tuple(shown)
+    return _kind_of(training, args, kwargs), tuple(shown)
 
 
 def _sizes(log: Log) -> list[Any]:
@@ -477,11 +453,3 @@ def _copied(value: Any, depth: int = 3) -> Any:
         for number, entry in enumerate(value):
             other[number] = _copied(entry, depth - 1)
     return other
-
-
-_PLAIN = (Number, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-_READS = {
-    *(getattr(Tensor, name) for name in ("item", "tolist", "numpy", "is_nonzero", "__bool__", "__float__", "__int__")),
-    *(Tensor.__index__, Tensor.__array__, Tensor.__format__, torch.is_nonzero),
-}

@@ -22,7 +22,8 @@ from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
 from zerograph.integrations.checks import check_labels
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.readings import Log, Readings
+from zerograph.integrations.readings import Readings
+from zerograph.integrations.replay import Log, Place
 from zerograph.integrations.trl import substituted
 from zerograph.integrations.unsupported import unsupported, unsupported_trainer
 from zerograph.loops.deferred import Deferred, is_replaying, values_of
@@ -57,8 +58,10 @@ class ZeroTrainerMixin(_Mixed):
         self._accelerator_arguments: dict[str, Any] = {}
         self._losses: list[Tensor] = []
         # Calls of compute_loss() whose values are still to come, see Readings.
-        self._unread: list[tuple[Log, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
+        self._unread: list[tuple[Log, Mapping[Place, float], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         super().__init__(*args, **kwargs)
+        # Before other callbacks, and before the trainer counts the step.
+        self.callback_handler.callbacks.insert(0, _ReadAfterStep(self._read))
         self._readings = Readings(self.compute_loss, substituted)
         # On the instance, so that methods of subclasses are inside.
         for name, method in (
@@ -93,12 +96,14 @@ class ZeroTrainerMixin(_Mixed):
         check_labels(model, inputs)
         (loss_module,) = (one for one in loop.modules.values() if isinstance(one, _Loss))
         inputs = dict(inputs.items())
-        result, reads = loss_module(inputs, *args, **kwargs)
-        args = (model, inputs, *args)
-        if (log := self._readings.log_of(self.model.training, args, kwargs, loop.parts())) is not None:
+        arguments = self.model.training, (model, inputs, *args), kwargs
+        variant = self._readings.variant(*arguments)
+        result, reads = loss_module(variant.number, variant.tensors(self.args.device), inputs, *args, **kwargs)
+        log = self._readings.log_of(variant.number)
+        if log is not None and not variant.is_done:
             if log.counts_samples:
                 self._check_shared_evenly(inputs, loop.parts())
-            self._unread.append((log, args, kwargs, reads))
+            self._unread.append((log, variant.inputs, (model, inputs, *args), kwargs, reads))
         if torch.is_grad_enabled():
             return result
         # Without gradients there is nothing to wait for.
@@ -109,9 +114,9 @@ class ZeroTrainerMixin(_Mixed):
     def _read(self) -> None:
         """Let compute_loss() read its values, which are computed now."""
         unread, self._unread = self._unread, []
-        for log, args, kwargs, reads in unread:
+        for log, numbers, args, kwargs, reads in unread:
             values = [self.accelerator.gather(one) if _is_part(one) else values_of(one) for one in reads]
-            self._readings.repeat(log, args, kwargs, values)
+            self._readings.repeat(log, args, kwargs, values, numbers)
 
     def _check_shared_evenly(self, inputs: Mapping[str, Any], parts: int) -> None:
         rows = next((len(one) for one in inputs.values() if isinstance(one, Tensor) and one.dim()), 0)
@@ -255,9 +260,22 @@ class _Loss(nn.Module):
         super().__init__()
         self.model, self._readings = model, readings
 
-    def forward(self, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """Call ``compute_loss``; return its result, and the tensors whose values it reads."""
-        return self._readings.traced(self.model.training, (self.model, inputs, *args), kwargs)
+    def forward(
+        self, variant: int, numbers: list[Tensor], inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> tuple[Any, list[Tensor]]:
+        """Call ``compute_loss`` in one of its variants; return its result, and the tensors whose values it reads."""
+        return self._readings.traced(self.model.training, (self.model, inputs, *args), kwargs, variant, numbers)
+
+
+class _ReadAfterStep(transformers.TrainerCallback):
+    """Let ``compute_loss()`` read its values while the trainer's state is still that of the step."""
+
+    def __init__(self, read: Callable[[], None]) -> None:
+        self._read = read
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Read the values of the step that has just ended."""
+        self._read()
 
 
 def _is_part(value: Tensor) -> bool:

@@ -110,7 +110,8 @@ def autocast_now() -> torch.dtype | None:
     return None if device is None else torch.get_autocast_dtype(device)
 
 
-_ARITHMETIC = ("add", "sub", "mul", "div", "multiply", "divide", "true_divide", "subtract", "__rsub__", "rsub")
+# Functions that compute with a number as they do with a 0-d tensor.
+ARITHMETIC = ("add", "sub", "mul", "div", "multiply", "divide", "true_divide", "subtract", "__rsub__", "rsub")
 
 
 class Numbers:
@@ -132,7 +133,7 @@ class Numbers:
             args: its arguments.
         """
         name = getattr(function, "__name__", "")
-        if name not in _ARITHMETIC or len(args) != 2:
+        if name not in ARITHMETIC or len(args) != 2:
             return args
         tensor, number = args
         # A narrower dtype would round the number; fp32 and fp64 compute with it as with a constant.
