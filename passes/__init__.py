@@ -10,7 +10,7 @@
 ``placement``      place (problem, solve, cost), shard_embeddings, box (boxing, route)
 ``recompute``      recompute_cheap, recompute (segments, min_cut, cost), reshard_after_forward
 ``lower``          localize (with inline, coded), lower_to_p2p
-``communication``  assign_wire_formats, coalesce, release, schedule
+``communication``  assign_wire_formats, coalesce, merge_exchanges, release, schedule
 ``memory``         offload_activations, reinplace, reuse_temporaries, prefetch_offloaded, offload, gather_in_place,
                    fit_memory_budget
 ``rules``          the SBPs that an operator's inputs and outputs may have together

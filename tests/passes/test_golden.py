@@ -76,6 +76,16 @@ class Bag(nn.Module):
         return self.bag(indices, offsets)
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.linear(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(query, key, value)
+
+
 def mlp(*widths: int, device: str = "cpu") -> nn.Module:
     layers = [nn.Linear(*pair, device=device) for pair in itertools.pairwise(widths)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
@@ -215,6 +225,10 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     "activations on the CPU": (with_activations_on_the_cpu, ("offload_activations",)),
     "files": (offloaded, ("offload",)),
     "any batch": (any_batch, ("bind_sizes",)),
+    "split sequence": (
+        lambda: step_of(Attention(), torch.ones(2, 4, 4), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
+        ("merge_exchanges",),
+    ),
     "budget": (
         lambda: step_of(mlp(8, 8, 8), torch.ones(4, 8), bucket_size=300, memory_budget="1GiB"),
         ("fit_memory_budget",),
