@@ -25,11 +25,13 @@ class Trainer:
             that of the whole batch.
         hidden_bytes: bytes of tensors that it keeps between steps where Python cannot see them.
         read_bytes: what it has read so far out of another rank's memory.
+        listed_bytes: what it says that a step sends to other hosts.
     """
 
     step: Step
     hidden_bytes: Callable[[], int] = _none
     read_bytes: Callable[[], int] = _none
+    listed_bytes: Callable[[], int] = _none
 
 
 def adamw(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.AdamW:

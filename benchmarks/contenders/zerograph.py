@@ -22,10 +22,16 @@ class TrainStep(zg.ZeroGraph):
         return loss
 
 
-def build(task: Task, stage: str, backend: str) -> Trainer:
+def step_of(task: Task, stage: str, backend: str) -> TrainStep:
     step = TrainStep(task, task.model())
     step.config.enable_zero(stage != "off", stage=1 if stage == "off" else int(stage))
     step.config.backend = backend
     # As all the others do: each rank normalises its part of the batch.
     step.config.batch_norm = "local"
-    return Trainer(step, read_bytes=bytes_read)
+    return step
+
+
+def build(task: Task, stage: str, backend: str) -> Trainer:
+    step = step_of(task, stage, backend)
+    listed = lambda: sum(one.between for one in step.collectives())  # noqa: E731
+    return Trainer(step, read_bytes=bytes_read, listed_bytes=listed)

@@ -62,6 +62,16 @@ def measure(
     return skipped or {"ranks": ranks}
 
 
+def run(command: Sequence[str], ranks: int, patience: float, hosts: Sequence[Host]) -> str:
+    """Run a command as each rank of a job on the hosts; return the error, or an empty text."""
+    processes = []
+    for rank in range(ranks):
+        place = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment(hosts, rank, ranks)}
+        entered = [*host_of(hosts, rank, ranks).enter(ROOT), *command]
+        processes.append(subprocess.Popen(entered, env=place, stdout=subprocess.DEVNULL))
+    return _wait(processes, patience)
+
+
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     number, size = str(rank), str(ranks)
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

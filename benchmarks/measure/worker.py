@@ -87,7 +87,8 @@ def run(contender_name: str, task_name: str, kind: str, steps: int) -> dict[str,
     dist.barrier()
     with torch.device("meta"):
         weight = sum(parameter.nbytes for parameter in task.create().parameters())
-    return {"losses": losses, "first_step": first_step, "weight": weight, **measured}
+    listed = trainer.listed_bytes()
+    return {"losses": losses, "first_step": first_step, "weight": weight, "listed": listed, **measured}
 
 
 def main() -> None:

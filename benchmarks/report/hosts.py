@@ -20,6 +20,8 @@ OVER_WIRE = {OFF: 1.15, "1": 1.15, "2": 1.15, "3": 1.08}
 OVER_COMPUTE = 1.10
 # Headers and the ranks' notes may add this much to the bytes that must leave a host.
 HEADERS = 1.06
+# Limit of predicted / measured step time, and of its inverse.
+PREDICTION = 1.15
 
 NOTES = """\
 **step**: median milliseconds of a step over all steps and ranks; all ranks begin each step together. **compute**: the
@@ -27,8 +29,10 @@ step of as many processes that exchange nothing, on the same cores. **wire**: by
 the parameters once (stages off to 2: half for the gradients, half for the update or the parameters), one and a half
 times at stage 3. **limit**: the greater of the two, reached if exchanges overlap computation entirely. **/ peer**:
 over the best peer of the stage. **sent**: MB of 10^6 bytes that a host sends in a step, by the counters of its
-interface, headers included. **flat**: bytes of whole parameters and gradients if every rank sent its pieces to every
-rank of the other host; a step that exchanges rows of an embedding sends less on any number of ranks.
+interface, headers included. **listed**: those that `step.collectives()` lists. **predicted**: milliseconds of a step
+that `zg.plan` predicts for the machine that `zerograph calibrate` has measured between the same hosts. **flat**: bytes
+of whole parameters and gradients if every rank sent its pieces to every rank of the other host; a step that exchanges
+rows of an embedding sends less on any number of ranks.
 **losses**: mean over the ranks, of the first steps."""
 
 
@@ -72,6 +76,8 @@ def _passes(stage: str) -> int:
 
 
 Table = Mapping[str, Row]
+# By the setting's name and the stage: seconds of a step as the planner predicts them.
+Predicted = Mapping[str, Mapping[str, float]]
 
 
 def limit(setting: Setting, stage: str, table: Table) -> float | None:
@@ -81,7 +87,9 @@ def limit(setting: Setting, stage: str, table: Table) -> float | None:
     return max(times) if base else None
 
 
-def verdicts(setting: Setting, table: Table, *, quiet: bool = True) -> Iterator[Verdict]:
+def verdicts(
+    setting: Setting, table: Table, predicted: Mapping[str, float] | None = None, *, quiet: bool = True
+) -> Iterator[Verdict]:
     """Yield the goals of a setting, met or not; those of times only if the machine was quiet."""
     for stage in STAGES:
         ours = table.get(f"zerograph-{stage}")
@@ -90,6 +98,14 @@ def verdicts(setting: Setting, table: Table, *, quiet: bool = True) -> Iterator[
         title = stage if stage == OFF else f"stage {stage}"
         if quiet:
             yield from _times(setting, stage, title, ours, table)
+            if predicted and stage in predicted and ours.median is not None:
+                value = max(predicted[stage] / ours.median, ours.median / predicted[stage])
+                goal = f"{title}: predicted and measured step time, the greater / the less"
+                yield Verdict(setting.name, goal, value, PREDICTION, True, ours.contender.title)
+        if ours.listed and ours.wire is not None:
+            value = ratio(ours.wire, ours.listed * setting.ranks_per_host)
+            goal = f"{title}: bytes that leave a host / those that collectives() lists"
+            yield Verdict(setting.name, goal, value, HEADERS, True, ours.contender.title)
         if setting.ranks_per_host > 1 and ours.wire is not None:
             value = ratio(ours.wire, setting.flat_sent(stage))
             goal = f"{title}: bytes that leave a host / of the flat exchange"
@@ -115,6 +131,7 @@ def page(
     titles: Mapping[str, str],
     tables: Mapping[Setting, Table],
     plots: Sequence[str],
+    predicted: Predicted | None = None,
     *,
     quiet: bool = True,
 ) -> str:
@@ -125,6 +142,7 @@ def page(
         titles: by size, what is trained.
         tables: by setting the rows of its contenders.
         plots: names of the pictures beside the page.
+        predicted: what the planner predicts.
         quiet: the machine did nothing else. Else no goal of a time is judged.
     """
     made = stamp("benchmarks/results/hosts.md")
@@ -133,16 +151,20 @@ def page(
     parts += [f"![{name}]({name})" for name in plots]
     if not quiet:
         parts.append("The machine did other work during this run: its times say nothing, only its bytes and losses do.")
-    goals = [goal for setting, table in tables.items() for goal in verdicts(setting, table, quiet=quiet)]
+    plans = {setting: (predicted or {}).get(setting.name, {}) for setting in tables}
+    goals = [
+        goal for setting, table in tables.items() for goal in verdicts(setting, table, plans[setting], quiet=quiet)
+    ]
     if goals:
         parts += ["## Goals", f"{sum(goal.met is True for goal in goals)} of {len(goals)} met.", goals_table(goals)]
     for setting, table in tables.items():
-        parts += [f"## {setting.name}", _table(setting, table), *problems(table)]
+        parts += [f"## {setting.name}", _table(setting, table, plans[setting]), *problems(table)]
     return "\n\n".join([*parts, "## What the columns mean", NOTES, ""])
 
 
-def _table(setting: Setting, table: Table) -> str:
-    head = ("contender", "stage", "step", "quartiles", "wire", "/ limit", "/ peer", "sent", "/ flat", "losses")
+def _table(setting: Setting, table: Table, predicted: Mapping[str, float]) -> str:
+    head = ("contender", "stage", "step", "quartiles", "predicted", "wire", "/ limit", "/ peer", "sent", "listed")
+    head = (*head, "/ flat", "losses")
     lines = [line(head), line(["---", "---", *["---:"] * (len(head) - 3), "---"])]
     for row in table.values():
         stage = row.contender.stage
@@ -152,10 +174,12 @@ def _table(setting: Setting, table: Table) -> str:
             "" if stage == REFERENCE else stage,
             number(row.median, 1000, 0),
             "" if row.quartiles is None else " to ".join(f"{one * 1000:.0f}" for one in row.quartiles),
+            number(predicted.get(stage), 1000, 0) if row.contender.name.startswith("zerograph") else "",
             "" if stage == REFERENCE else number(setting.wire(stage), 1000, 0),
             number(ratio(row.median, limit(setting, stage, table)), 1, 2),
             number(ratio(row.median, peer.median if peer else None), 1, 2),
             number(row.wire, 1e-6, 1),
+            number(row.listed * setting.ranks_per_host, 1e-6, 1) if row.listed else "",
             number(ratio(row.wire, setting.flat_sent(stage)), 1, 2),
             " ".join(f"{loss:.4f}" for loss in row.losses),
         ]

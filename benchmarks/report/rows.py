@@ -30,6 +30,7 @@ class Row:
         state: bytes of tensors between steps.
         sent: bytes that it sends in a step.
         wire: bytes that a host sends to other hosts in a step, by the counters of its interfaces (the largest).
+        listed: bytes that the contender says a rank sends to other hosts in a step; 0 if it says nothing.
         problem: why there is nothing, or what is wrong with it.
     """
 
@@ -44,6 +45,7 @@ class Row:
     state: int | None = None
     sent: int | None = None
     wire: int | None = None
+    listed: int = 0
     problem: str = ""
 
     @property
@@ -85,6 +87,7 @@ def _row(contender: Contender, measurements: Sequence[Measurement]) -> Row:
         largest("state"),
         largest("sent"),
         max((rank["wire"] for one in timed for rank in one["ranks"] if "wire" in rank), default=None),
+        max((rank.get("listed", 0) for one in timed for rank in one["ranks"]), default=0),
         problem,
     )
 

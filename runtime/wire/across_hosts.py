@@ -30,7 +30,7 @@ class Gather(dist.Work):
         self._hosts, self._pieces = hosts, pieces
         own, local = self._of(hosts.host), hosts.local
         mine = own[local.rank]
-        self._works = _swap(
+        self._works = swap(
             hosts,
             dict.fromkeys(hosts.other_hosts(), mine),
             {host: self._of(host)[local.rank] for host in hosts.other_hosts()},
@@ -89,7 +89,7 @@ class Reduction(dist.Work):
             self._codes = own.new_empty((hosts.hosts, len(own)))
             self._codes[hosts.host].copy_(own)
             self._incoming = dict(enumerate(self._codes))
-        self._works = _swap(hosts, self._outgoing, self._incoming)
+        self._works = swap(hosts, self._outgoing, self._incoming)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete. ``timeout`` is ignored: the group's own limit holds."""
@@ -118,7 +118,7 @@ class Sum(dist.Work):
         self._parts = {host: self._own.new_empty(self._own.shape) for host in others}
         # Sent from a copy: the sum is written where the part was.
         self._parts[hosts.host] = self._own.clone()
-        self._works = _swap(hosts, dict.fromkeys(others, self._parts[hosts.host]), self._parts)
+        self._works = swap(hosts, dict.fromkeys(others, self._parts[hosts.host]), self._parts)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete. ``timeout`` is ignored: the limits of group and peers hold."""
@@ -128,7 +128,7 @@ class Sum(dist.Work):
         return DirectExchange(local, [self._own] * len(self._pieces), self._pieces).wait()
 
 
-def _swap(hosts: SpanningGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
+def swap(hosts: SpanningGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
     """Start to exchange tensors with the ranks of this rank's position on other hosts, by host."""
     works: list[dist.Work | None] = []
     for host in hosts.other_hosts():

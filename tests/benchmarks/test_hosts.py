@@ -44,7 +44,15 @@ def test_two_ranks_of_a_host_send_half_of_the_flat_exchange() -> None:
 def test_the_page_names_goals_settings_and_bytes() -> None:
     text = page({"load": "0.1"}, {"mid": "GPT"}, {ONE: table(ONE, 1.5, sent=170_000_000)}, [])
     assert "## mid, 2 hosts of 1 rank, 1 Gbit/s" in text
-    assert "| zerograph off, eager | off | 1500 | 1500 to 1500 | 1344 | 1.12 | 0.50 | 170.0 | 1.01 |" in text
+    assert "| zerograph off, eager | off | 1500 | 1500 to 1500 |  | 1344 | 1.12 | 0.50 | 170.0 |  | 1.01 |" in text
+
+
+def test_a_prediction_is_judged_both_ways() -> None:
+    for predicted, met in ((1.4, True), (1.25, False), (1.8, False)):
+        goals = verdicts(ONE, table(ONE, 1.5), {"off": predicted})
+        verdict = next(goal for goal in goals if "predicted" in goal.goal)
+        assert verdict.value == pytest.approx(max(predicted / 1.5, 1.5 / predicted))
+        assert verdict.met is met
 
 
 def test_a_machine_that_does_other_work_judges_no_time() -> None:
@@ -81,3 +89,5 @@ def test_the_bench_runs_between_two_hosts(tmp_path: Path) -> None:
     text = (tmp_path / "run.md").read_text()
     assert "zerograph 2, eager" in text
     assert "All losses agree" in text
+    listed = next(line for line in text.splitlines() if "collectives() lists" in line)
+    assert "| met |" in listed

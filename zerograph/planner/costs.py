@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import is_view
+from zerograph.ir.hosts import HostLayout, hosts_of_equal_size, traffic
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
 from zerograph.ir.step_graph import nbytes
@@ -112,14 +113,27 @@ def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
     NCCL runs gathers and reductions on as many rings as a node has ranks of the group. Each ring enters and leaves a
     node once, by the link of another rank, so that these links share what crosses between nodes: the bus bandwidth
     that nccl-tests reports is that of all of a node's links together. An all-to-all and a shift send every piece
-    from its own rank, and so do the CPU's exchanges.
+    from its own rank, and so do the CPU's exchanges. Over hosts of several ranks these exchange inside of a host and
+    then between hosts, where each byte goes once per host.
     """
     crossed = list(_crossed(mesh, boxing.dim, machine.links))
     if not crossed or not boxing.sent:
         return 0.0
+    if (layout := _exchanged_by_hosts(mesh, machine)) is not None:
+        sent, (inside, between) = traffic(boxing, mesh, layout), (link for link, _, _ in crossed)
+        latency = inside.latency + between.latency
+        return latency + inside.rate.seconds(sent.inside) + between.rate.seconds(sent.between)
     latency = sum(link.latency * math.ceil(math.log2(members)) for link, members, _ in crossed)
     rings = machine.device.accelerator and boxing.kind not in ("all-to-all", "shift")
     return latency + max(link.rate.seconds(boxing.sent / (within if rings else 1)) for link, _, within in crossed)
+
+
+def _exchanged_by_hosts(mesh: Mesh, machine: Machine) -> HostLayout | None:
+    """Return the hosts of the ranks if exchanges cross the wire once per host, as over gloo; else None."""
+    per_host = machine.links[0].ranks
+    if machine.device.accelerator or mesh.dims > 1 or len(machine.links) != 2 or per_host is None:
+        return None
+    return hosts_of_equal_size(mesh.size, per_host) if 1 < per_host < mesh.size and not mesh.size % per_host else None
 
 
 def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link, int, int]]:

@@ -15,7 +15,7 @@ from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
 from zerograph.ir.sbp import broadcast, split
 from zerograph.planner.costs import seconds, wire_seconds
-from zerograph.planner.machine import Device, Rate, machine, names, write
+from zerograph.planner.machine import Device, Link, Rate, machine, names, write
 
 
 @pytest.mark.parametrize("name", ["a100", "cpu", "h100", "h200"])
@@ -119,5 +119,16 @@ def test_only_rings_share_the_links_of_a_node() -> None:
     assert turned.kind == "all-to-all"
     assert wire_seconds(turned, mesh, h100) > 1e9 * 7 / 8 / 64 / 40e9
     cpu = dataclasses.replace(h100, device=dataclasses.replace(h100.device, accelerator=False))
-    assert wire_seconds(gathers, mesh, cpu) == pytest.approx(63e-6 + 1e9 / 40e9, rel=1e-6)
-    assert wire_seconds(gathers, mesh, h100) < wire_seconds(gathers, mesh, cpu) / 7
+    # Not equally many on each node, so not exchanged node by node.
+    uneven = Mesh((60,), (0,), ("",))
+    assert wire_seconds(gather(uneven, 0, 1e9), uneven, cpu) == pytest.approx(1e9 / 40e9, rel=0.01)
+    assert wire_seconds(gathers, mesh, h100) < wire_seconds(gather(uneven, 0, 1e9), uneven, cpu) / 7
+
+
+def test_exchanges_over_gloo_cross_the_wire_once_per_host() -> None:
+    rates = {"inside": Rate(((1.0, 1e9),)), "between": Rate(((1.0, 1e8),))}
+    links = (Link(2, rates["inside"], 0.0), Link(None, rates["between"], 0.0))
+    hosts = dataclasses.replace(machine("cpu"), links=links)
+    gather = Boxing((split(0),), (broadcast,), 0, 4, "it", 4 * 10**8, "forward")
+    # A rank hands half of 400 MB on inside of its host, and sends its own quarter to the other host.
+    assert wire_seconds(gather, Mesh((4,), (0,), ("ranks",)), hosts) == pytest.approx(2e8 / 1e9 + 1e8 / 1e8)

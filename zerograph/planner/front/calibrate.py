@@ -27,7 +27,7 @@ from zerograph.planner.machine import Device, Link, Machine, Rate
 from zerograph.planner.operators import Run
 from zerograph.planner.plan import planned
 from zerograph.runtime.job.process_group import Job, initialise, join
-from zerograph.runtime.wire import selection
+from zerograph.runtime.wire import across_hosts, direct, selection
 
 c10d = torch.ops._c10d_functional
 
@@ -81,7 +81,9 @@ def calibrate(name: str) -> Machine:
         cpu_memory=None if device.type == "cpu" else _memory(torch.device("cpu"), job.size),
     )
     threads = f", {torch.get_num_threads()} thread(s) each" if device.type == "cpu" else ""
-    source = f"measured on {job.size} rank(s) of one machine{threads}, torch {torch.__version__}"
+    hosts = 1 if (layout := direct.layout(job)) is None else len(set(layout.hosts))
+    where = "one machine" if hosts == 1 else f"{hosts} hosts"
+    source = f"measured on {job.size} rank(s) of {where}{threads}, torch {torch.__version__}"
     apart = Machine(name, described, links, overlap, source)
     _say("a step")
     whole = dataclasses.replace(apart, device=dataclasses.replace(described, in_step=measure.in_step(apart)))
@@ -146,18 +148,51 @@ class _Measure:
         return self.seconds(run) / 100
 
     def links(self) -> Iterator[Link]:
-        """Yield one level: traffic between machines cannot be told from traffic within one."""
+        """Yield the levels of the network: two where each of several hosts has several ranks, else one."""
         if self._job.size == 1:
             yield Link(None, Rate(((1.0, 1e12),)), 0.0)
             return
-        latency = self.seconds(self._gather(_SENT[0]))
+        selection.select_exchanges(self._job)
+        hosts = direct.spanning_group(self._job.groups[0])
+        if hosts is None:
+            yield self._link(None, self._gather)
+            return
+        yield self._link(len(hosts.local.peers), functools.partial(self._inside, hosts.local))
+        yield self._link(None, functools.partial(self._between, hosts))
+
+    def _link(self, ranks: int | None, exchange: Callable[[int], Callable[[], Any]]) -> Link:
+        """Measure a level of the network.
+
+        Args:
+            exchange: returns an exchange in which each rank sends that many bytes.
+        """
+        latency = self.seconds(exchange(_SENT[0]))
         points = []
         for count in _SENT[1:]:
-            seconds = self.seconds(self._gather(count)) - latency
+            seconds = self.seconds(exchange(count)) - latency
             # A time close to the latency does not show the rate.
             if seconds > latency / 5 or count == _SENT[-1]:
                 points.append((float(count), count / max(seconds, 1e-9)))
-        yield Link(None, Rate(tuple(points)), latency)
+        return Link(ranks, Rate(tuple(points)), latency)
+
+    def _inside(self, local: direct.HostGroup, sent: int) -> Callable[[], Any]:
+        """Return an exchange between the ranks of each host, through memory."""
+        others = len(local.peers) - 1
+        own = torch.zeros(sent // others, dtype=torch.uint8)
+        received = [torch.zeros_like(own) for _ in local.peers]
+        return lambda: direct.DirectExchange(local, [own] * len(received), received).wait()
+
+    def _between(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Any]:
+        """Return an exchange between the ranks of equal position on all hosts."""
+        others = hosts.other_hosts()
+        own = torch.zeros(sent // len(others), dtype=torch.uint8)
+        received = {host: torch.zeros_like(own) for host in others}
+
+        def run() -> None:
+            for work in across_hosts.swap(hosts, dict.fromkeys(others, own), received):
+                work.wait()
+
+        return run
 
     def overlap(self) -> float:
         """Return the share of a gather's time that computing hides: 1 is all, 0 is none."""
