@@ -32,6 +32,7 @@ from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
+from zerograph.ir import experts
 from zerograph.ir.mesh import line
 
 SIZES = {
@@ -232,8 +233,8 @@ def test_a_checkpoint_of_split_experts_goes_on_in_any_other_layout(pool: Pool, t
 def switched() -> tuple[list[int], list[Tensor]]:
     """Train with whole experts, then with split ones, then with whole ones again."""
     step, sizes, losses = step_of("routed", 0), [], []
-    for experts, batch in zip((1, 2, 1), BATCHES, strict=False):
-        step.config.expert_parallel = experts
+    for number, batch in zip((1, 2, 1), BATCHES, strict=False):
+        step.config.expert_parallel = number
         losses.append(step(*map(part, batch)))
         sizes.append(step.state_bytes())
     return sizes, losses
@@ -254,6 +255,12 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
         ("routed", 3, {"expert_parallel": 2}, "config.expert_parallel = 2 does not divide the 3 ranks"),
         ("linear", 2, {"expert_parallel": 2}, "no module of experts"),
         ("annotated", 2, {"expert_parallel": 2}, "is placed by zg.annotate"),
+        (
+            "routed",
+            2,
+            {"expert_parallel": 2, "gradient_accumulation_steps": 2},
+            "Pass all ranks of a row the same rows",
+        ),
         ("routed", 2, {"expert_parallel": 2, "sequence_parallel": 4}, "both are the ranks of a row"),
     ],
 )
@@ -276,3 +283,35 @@ def test_the_planner_splits_experts_over_rows_of_ranks() -> None:
     )
     stacked = sum(p.numel() * 4 for name, p in model.named_parameters() if "experts" in name)
     assert whole.memory.kinds["parameters"] - split.memory.kinds["parameters"] == stacked // 2
+
+
+def test_experts_that_each_see_all_tokens_send_by_all_to_all() -> None:
+    """Llama 4 multiplies tokens [experts, tokens, width], weighted by zero or one."""
+    sizes = {**SIZES, "num_attention_heads": 4, "head_dim": 8, "intermediate_size_mlp": 64}
+    config = transformers.Llama4TextConfig(**sizes, num_local_experts=4)
+    model = LossOf(transformers.Llama4ForCausalLM(config), "input_ids", "labels")
+    step = LossStep(model, torch.optim.SGD(model.parameters()), expert_parallel=2)
+    prepared = step.prepare(line(2, 0, "ranks"), *text(torch.Generator(), 4))
+    assert {kind for phase, kind, _ in activations(prepared) if phase == "forward"} == {"all-to-all"}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_torchs_grouped_product_computes_what_the_loop_over_experts_computes(
+    groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerators run it. Here are experts 4 to 7 of 8, one of them without tokens."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((16, 8), (groups, 4 // groups, 8, 16)))
+    ids = torch.randint(7, (16, 2), generator=generator)
+    arguments = (8, groups)  # these groups begin after as many others
+
+    def results() -> list[Tensor]:
+        hidden = experts.expert_mm(x, weight, ids, *arguments)
+        back = experts.expert_mm(hidden, weight.transpose(2, 3), ids, *arguments)
+        gradients = [experts.expert_weight_gradient(y, hidden, ids, 4 // groups, *arguments) for y in (x, back)]
+        return [hidden, back, *gradients, experts.expert_mm_summed(hidden, weight.transpose(2, 3), ids, *arguments)]
+
+    wanted = results()
+    monkeypatch.setattr(experts, "_grouped_mm", lambda left, right: F.grouped_mm)
+    torch.testing.assert_close(results(), wanted, rtol=1e-5, atol=1e-5)
+    assert all(bool(one.any()) for one in wanted)

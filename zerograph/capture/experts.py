@@ -24,7 +24,7 @@ def is_experts(module: nn.Module) -> bool:
     """Return whether a module stacks the weights of experts in parameters, as transformers does for all its models."""
     weights = [getattr(module, name, None) for name in ("up_proj", "gate_up_proj", "down_proj")]
     stacked = [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 3]
-    return len(stacked) == 2 and hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    return len(stacked) == 2 and len({weight.shape[0] for weight in stacked}) == 1
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def captured_experts() -> Iterator[None]:
         @functools.wraps(forward)
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             replaced = name in (None, "eager", "grouped_mm") or _groups.get().get(id(module), 1) > 1
-            function = _forward if replaced and is_experts(module) else forward
+            function = _forward if replaced and is_experts(module) and hasattr(module, "has_gate") else forward
             return function(module, *args, **kwargs)
 
         return run

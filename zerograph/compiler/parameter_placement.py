@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from zerograph.capture.experts import is_experts
+from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import ConfigError, PlacementError
@@ -32,6 +33,13 @@ def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp
         raise PlacementError(
             f"{option}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
             "Leave config.placement out, or give it that many ranks along its last dimension."
+        )
+    if config.gradient_accumulation_steps > 1 and batch_on(config, mesh)[-1] == Split(0):
+        raise ConfigError(
+            f"{option} and config.gradient_accumulation_steps = {config.gradient_accumulation_steps}: micro-batches "
+            "are cut from each rank's own rows, and experts need those of all ranks of a row\n"
+            "Pass all ranks of a row the same rows, zg.sbp.broadcast as the last entry of config.batch_sbp, or call "
+            "backward() several times for a step in a loop of zg.prepare()."
         )
     stacked = _stacked(members)
     if not stacked:
