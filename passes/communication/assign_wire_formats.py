@@ -14,6 +14,7 @@ from torch import fx
 from zerograph.errors import PlacementError
 from zerograph.ir.blocks import Codec
 from zerograph.ir.metadata import Boxing, Coded, boxing_of, meta
+from zerograph.ir.sbp import PartialSum
 from zerograph.ir.wire import Kind, format_of
 from zerograph.passes.communication.error_feedback import feed_back
 from zerograph.passes.communication.received_weights import receive
@@ -35,6 +36,7 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
         PlacementError: a tensor cannot be coded in its format, or the mesh has no dimension that is named.
     """
     _check_dims(context)
+    _warn_of_exact_gradients(module.graph, context)
     for node in module.graph.find_nodes(op="call_function", target=boxing):
         change = boxing_of(node)
         if change is None or change.tensor.kind == "value" or change.ranks == 1 or change.dim == context.time_dim:
@@ -71,6 +73,46 @@ def _check_dims(context: Context) -> None:
                 f"config.wire: {kind!r} names the mesh dimension {missing[0]}, but the mesh {context.mesh.shape} has "
                 f"{dims}, numbered from 0\nName one of them, or set config.placement to a grid of ranks."
             )
+
+
+def _warn_of_exact_gradients(graph: fx.Graph, context: Context) -> None:
+    """Warn of buckets whose gradients are reduced one by one, as values, which are not coded.
+
+    That is so if the gradient of one of its parameters is whole on every rank and cannot be added to partial sums.
+    """
+    if context.ranks == 1 or format_of(context.numerics.wire, "reduce", context.policy.dim) is None:
+        return
+    for joined in graph.nodes:
+        if "gradient" not in meta(joined) or any(isinstance(sbp, PartialSum) for sbp in meta(joined)["sbp"]):
+            continue
+        name = meta(joined)["gradient"]
+        bucket = next(bucket for bucket in context.buckets if bucket.name == name)
+        slots = sorted(bucket.slots, key=lambda slot: slot.offset)
+        is_reduced = [_is_reduced(part) for part in joined.all_input_nodes]
+        if any(is_reduced) and not all(is_reduced):
+            parameter = slots[is_reduced.index(False)].name
+            context.missing_rules.warn(
+                f"config.wire: gradients of {name} are reduced one by one and not coded, because that of {parameter} "
+                f"is the same on all ranks\nFreeze {parameter} if it needs no gradient, or give it an optimizer of its "
+                "own."
+            )
+
+
+def _is_reduced(gradient: fx.Node) -> bool:
+    """Return whether a part of a bucket is the result of a reduction."""
+    while gradient.target in _FORMS:
+        gradient = gradient.all_input_nodes[0]
+    change = boxing_of(gradient)
+    return change is not None and isinstance(change.source[change.dim], PartialSum)
+
+
+_FORMS = {
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.constant_pad_nd.default,
+    torch.ops.aten._to_copy.default,
+}
 
 
 def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Context) -> Coded | None:

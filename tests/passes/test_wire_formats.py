@@ -173,6 +173,18 @@ def test_tiny_and_zero_blocks_are_finite() -> None:
     assert (decoded - values).abs().max() <= 1.2e-38 * 127
 
 
+def test_gradients_that_a_bucket_keeps_exact_are_a_warning() -> None:
+    """The gradient of a penalty is the same on all ranks, and cannot be concatenated with partial sums."""
+    module = nn.Linear(64, 64)
+
+    def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, module.weight).square().sum() + module.bias.square().sum()
+
+    step = LossStep(module, adamw(module), 2, penalised, wire={"reduce": "int8"})
+    with pytest.warns(UserWarning, match=r"gradients of bucket0 are reduced one by one .* model.bias is the same"):
+        assert not any(one.format for one in prepare(step, torch.randn(1024, 64)).collectives())
+
+
 def test_parameters_of_fp64_are_refused_with_their_name() -> None:
     with pytest.raises(zg.PlacementError, match=r"bucket0 \(model.weight, ...\) is torch.float64, which int8 cannot"):
         prepared(2, "int8", nn.Linear(64, 64, bias=False).double())
