@@ -40,6 +40,33 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
+class Scheduled(Net):
+    """Its loss depends on the step and the epoch; it logs numbers, and reads and logs some values only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) * (1 + 0.1 * self.global_step)
+        if self.current_epoch > 0:
+            loss = loss + 0.1 * self(batch[0]).square().mean()
+        if self.global_step % 3 == 2:
+            self.log("some", loss)
+            self.read += loss.item()
+        self.log("number", self.global_step + self.read)
+        return loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class KeepsATensor(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.loss = super().training_step(batch, batch_idx)
+        return self.loss
+
+
 class UsesIndex(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (1 + batch_idx)
@@ -51,7 +78,8 @@ class Seen(pl.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.numbers.append(float(trainer.callback_metrics["train_loss_step"]))
+            names = [name for name in ("train_loss_step", "some", "number") if name in trainer.callback_metrics]
+            self.numbers += [float(trainer.callback_metrics[name]) for name in names]
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         self.numbers += [float(trainer.callback_metrics[name]) for name in ("val_loss", "val_accuracy")]
@@ -114,8 +142,16 @@ def test_two_ranks_log_what_one_process_does(pool: Pool, tmp_path: Path, stage: 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_number_of_a_batch_is_an_error_in_a_step(tmp_path: Path) -> None:
+def test_a_step_depends_on_counters_and_reads_values(pool: Pool, tmp_path: Path) -> None:
+    expected = run(tmp_path / "plain", 1, None, kind=Scheduled)
+    for numbers in pool.run(2, run, tmp_path / "zero", 2, 3, 1, None, Scheduled):
+        assert numbers == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("kind", "message"), [(UsesIndex, "batch_idx"), (KeepsATensor, "keeps a tensor in self.loss")])
+def test_a_step_that_cannot_be_one_graph_is_an_error(tmp_path: Path, kind: Any, message: str) -> None:
     from zerograph.errors import CaptureError
 
-    with pytest.raises(CaptureError, match="batch_idx"):
-        run(tmp_path, 1, 1, kind=UsesIndex)
+    with pytest.raises(CaptureError, match=message):
+        run(tmp_path, 1, 1, kind=kind)

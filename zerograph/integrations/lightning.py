@@ -7,20 +7,23 @@ value after the update, and is logged then.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from zerograph import data
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError, ConfigError
 from zerograph.integrations.options import Zero, config_of
+from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
 from zerograph.integrations.rows import global_loader
 from zerograph.integrations.state import whole_state
-from zerograph.loops.deferred import values_of
+from zerograph.loops.deferred import Deferred, values_of
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 from zerograph.runtime.job.process_group import join
@@ -50,7 +53,7 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, stage: int | str = 3, *, zero: Zero = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.zero_config = config_of(stage if zero is None else zero)
-        self._logged: list[tuple[str, Tensor, dict[str, Any]]] = []
+        self._recorded: list[_Recorded] = []
 
     def setup(self, trainer: Any) -> None:
         """Move the model to its device and prepare it with its optimizers."""
@@ -151,12 +154,18 @@ class ZeroStrategy(DDPStrategy):
         batch, *others = args
         if kwargs or any(not isinstance(one, int) for one in others):
             raise ConfigError(f"{name}() of several loaders, or with keyword arguments, is not supported")
-        output, values = steps(name, batch, *others[1:])
-        if values:
-            # The weight of the batch in a mean over an epoch: Lightning's own is that of this rank's rows.
-            rows = self.reduce(torch.tensor(_rows(batch), device=self.root_device), reduce_op="sum")
-            for key, value in values.items():
-                self._logged.append((key, value, _logs_of(steps)[name][key] | {"batch_size": int(rows)}))
+        arguments = (batch, _BatchIndex(), *others[1:])
+        readings = steps.readings(name)
+        variant = readings.variant(self.lightning_module.training, arguments, {})
+        output, values, reads = steps(variant.number, variant.tensors(self.root_device), name, batch, *others[1:])
+        log = readings.log_of(variant.number)
+        rows = int(self.reduce(torch.tensor(_rows(batch), device=self.root_device), reduce_op="sum")) if values else 0
+        if log is not None and log.counts_samples:
+            check_shared_evenly(name, _rows(batch), rows, self._loop.parts())
+        repeat = None
+        if log is not None and not variant.is_done:
+            repeat = functools.partial(readings.repeat, log, arguments, {}, inputs=variant.inputs)
+        self._recorded.append(_Recorded(steps.logs(name, variant), values, rows, repeat, reads))
         return output
 
     def _compute(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,13 +175,21 @@ class ZeroStrategy(DDPStrategy):
 
     def _flush(self, name: str) -> None:
         """Log the values that recorded steps have logged; they are computed now."""
-        logged, self._logged = self._logged, []
+        recorded, self._recorded = self._recorded, []
         module = self.lightning_module
         before = module._current_fx_name
         module._current_fx_name = name
         try:
-            for key, value, options in logged:
-                module.log(key, values_of(value).detach(), **options)
+            for one in recorded:
+                logs = one.logs
+                if one.repeat is not None:
+                    with _collecting(module) as logs:
+                        one.repeat(list(map(_whole, one.reads)))
+                for key, (value, options) in logs.items():
+                    if isinstance(value, Tensor):
+                        value = values_of(one.values[key]).detach()
+                    # The weight of the batch in a mean over an epoch: Lightning's own is that of this rank's rows.
+                    module.log(key, value, **options | {"batch_size": one.rows or None})
         finally:
             module._current_fx_name = before
 
@@ -187,6 +204,29 @@ def _rows(batch: Any) -> int:
     return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
+# By name: a number, or a tensor without a value; and the options of log().
+_Logs = dict[str, tuple[float | Tensor, dict[str, Any]]]
+
+
+@dataclass
+class _Recorded:
+    """A recorded step of the module.
+
+    Attributes:
+        logs: what it logs.
+        values: the tensors that it logs, by name.
+        rows: number of samples on all ranks.
+        repeat: runs its Python once more with the values that it reads; None: it reads none.
+        reads: the tensors that it reads.
+    """
+
+    logs: _Logs
+    values: dict[str, Tensor]
+    rows: int
+    repeat: Callable[[list[Tensor]], None] | None
+    reads: list[Tensor]
+
+
 class _Steps(nn.Module):
     """The steps of a ``LightningModule``, recorded as a module."""
 
@@ -197,27 +237,44 @@ class _Steps(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, name: str, batch: Any, *others: int) -> tuple[Any, dict[str, Tensor]]:
-        """Call a step; return its output, and the values that it logs by name."""
-        values: dict[str, Tensor] = {}
-        options: dict[str, dict[str, Any]] = {}
-        with _collecting(self.module, values, options):
-            output = getattr(self.module, name)(batch, _BatchIndex(), *others)
-        _logs_of(self)[name] = options
-        return output, values
+        self._readings: dict[str, Readings] = {}
+        # Of each run of a step without values, and of the trace of each step and variant.
+        self._collected: list[_Logs] = []
+        self._traced: dict[tuple[str, int], _Logs] = {}
 
+    def readings(self, name: str) -> Readings:
+        """Return the logs of a step."""
+        if name not in self._readings:
+            self._readings[name] = Readings(getattr(self.module, name), self._collect)
+        return self._readings[name]
 
-# By the module: what each step logs, and how.
-_logs: WeakKeyDictionary[nn.Module, dict[str, dict[str, dict[str, Any]]]] = WeakKeyDictionary()
+    def logs(self, name: str, variant: Variant) -> _Logs:
+        """Return what the call that was just recorded logs."""
+        return self._collected[-1] if variant.is_done else self._traced[name, variant.number]
 
+    def forward(
+        self, variant: int, inputs: list[Tensor], name: str, batch: Any, *others: int
+    ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
+        """Call a step; return its output, the tensors that it logs by name, and those whose values it reads."""
+        collected, self._collected = self._collected, []
+        arguments = (batch, _BatchIndex(), *others)
+        output, reads = self.readings(name).traced(self.module.training, arguments, {}, variant, inputs)
+        # Other runs try values.
+        logs, self._collected = self._collected[0], collected
+        self._traced[name, variant] = logs
+        return output, {key: value for key, (value, _) in logs.items() if isinstance(value, Tensor)}, reads
 
-def _logs_of(steps: _Steps) -> dict[str, dict[str, dict[str, Any]]]:
-    return _logs.setdefault(steps.module, {})
+    @contextlib.contextmanager
+    def _collect(self) -> Iterator[None]:
+        with _collecting(self.module) as logs:
+            self._collected = [*self._collected[-1:], logs]
+            yield
 
 
 @contextlib.contextmanager
-def _collecting(module: nn.Module, values: dict[str, Tensor], options: dict[str, dict[str, Any]]) -> Iterator[None]:
-    """Collect what ``module.log()`` is given, while a step is traced."""
+def _collecting(module: nn.Module) -> Iterator[_Logs]:
+    """Collect what ``module.log()`` is given, while a step is traced or repeated."""
+    logs: _Logs = {}
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if args:
@@ -227,8 +284,8 @@ def _collecting(module: nn.Module, values: dict[str, Tensor], options: dict[str,
                 f"self.log({name!r}) of a {type(value).__name__} in a step that is one graph\n"
                 "Log a tensor; update metrics in on_train_batch_end or on_validation_batch_end."
             )
-        values[name] = value if isinstance(value, Tensor) else torch.tensor(float(value))
-        options[name] = kwargs
+        # An operator, so that logging is one of the calls which are compared.
+        logs[name] = value.detach() if isinstance(value, Tensor) else float(value), kwargs
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
@@ -236,10 +293,17 @@ def _collecting(module: nn.Module, values: dict[str, Tensor], options: dict[str,
 
     vars(module).update(log=log, log_dict=log_dict)
     try:
-        yield
+        yield logs
     finally:
         for name in ("log", "log_dict"):
-            del vars(module)[name]
+            vars(module).pop(name, None)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return the value of a result; of rows those of all ranks."""
+    is_part = isinstance(value, Deferred) and value.meta.batch_dim is not None
+    whole: Tensor = values_of(value)
+    return data.gather([whole])[0] if is_part else whole
 
 
 class _BatchIndex:

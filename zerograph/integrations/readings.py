@@ -25,10 +25,11 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.capture.selected import is_mask_of, selected
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, InputError
 from zerograph.graph import building
 from zerograph.integrations.checks import is_checked
 from zerograph.integrations.replay import (
+    ORIGINAL,
     READS,
     Call,
     Log,
@@ -89,7 +90,7 @@ class Readings:
 
     Args:
         method: the method. While it is traced it gets a copy of its object, which takes what the method changes.
-        substituted: a context in which the method is traced.
+        substituted: returns a context for each run of the method without values.
     """
 
     def __init__(self, method: Callable[..., Any], substituted: Callable[[], Any] = contextlib.nullcontext) -> None:
@@ -118,7 +119,7 @@ class Readings:
             return Variant()
         numbers = sorted(kind.logs, key=lambda number: (number != kind.now, -number))
         for number in numbers:
-            own = self._logs.get((self._key, False, number))
+            own = self._logs.get((self._key, True, number)) or self._logs.get((self._key, False, number))
             match = Match.EXACT if own is not None else Match.ANY_SIZE
             if (found := self._tried(own or kind.logs[number], args, kwargs, match)) is not None:
                 # A call that only led to numbers may be missing.
@@ -142,19 +143,18 @@ class Readings:
         owner = getattr(self._method, "__self__", None)
         # What changes nothing may run on the object itself.
         pure = not log.reads and not log.changes
-        call = self._method if pure else self._copied()[1]
-        before = dict(vars(owner)) if pure and owner is not None else {}
         replay = Replay(log, None, match=match)
-        try:
-            with self._substituted():
-                replay.run(call, args, kwargs)
-        except Reached:
-            pass
-        except PathError:
-            if pure and owner is not None:
-                vars(owner).clear()
-                vars(owner).update(before)
-            return Variant(0, replay.numbers) if match is Match.ANY_NUMBER else None
+        with self._substituted():
+            before = dict(vars(owner)) if pure and owner is not None else None
+            try:
+                replay.run(self._method if pure else self._copied()[1], args, kwargs)
+            except Reached:
+                pass
+            except PathError:
+                if before is not None:
+                    vars(owner).clear()
+                    vars(owner).update(before)
+                return Variant(0, replay.numbers) if match is Match.ANY_NUMBER else None
         return Variant(0, replay.numbers, pure)
 
     def traced(
@@ -185,10 +185,11 @@ class Readings:
         log = None if building() else Log()
         kind = self._variants.setdefault(_kind_of(training, args, kwargs), _Variants())
         trace = _Trace(log, [*tensors, *inputs], dict(zip(kind.places[number], inputs, strict=True)))
-        owner, call = self._copied()
-        before = _outline(vars(owner)) if owner is not None else {}
-        with self._substituted(), whole_batch(), modules_by(trace.call_module), trace:
-            result = _called(call, args, kwargs)
+        with self._substituted():
+            owner, call = self._copied()
+            before = _outline(vars(owner)) if owner is not None else {}
+            with whole_batch(), modules_by(trace.call_module), trace:
+                result = _called(call, args, kwargs)
         if log is None:
             return result, trace.reads
         if owner is not None:
@@ -246,6 +247,8 @@ class Readings:
         other = copy.copy(owner)
         for name, value in vars(owner).items():
             vars(other)[name] = _copied(value)
+        if isinstance(owner, nn.Module):
+            vars(other)[ORIGINAL] = owner
         return other, self._method.__func__.__get__(other)  # type: ignore[attr-defined]
 
     def _check_kept(self, owner: Any, before: Mapping[str, Any], trace: _Trace) -> None:
@@ -262,11 +265,9 @@ class Readings:
     def _check_paths(self, log: Log, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if other values would lead to other operators."""
         for guess in _GUESSES:
-            _, call = self._copied()
-            values = _Guesses(log, guess)
             try:
                 with self._substituted():
-                    Replay(log, values, log.inputs).run(call, args, kwargs)
+                    Replay(log, _Guesses(log, guess), log.inputs).run(self._copied()[1], args, kwargs)
             except PathError:
                 raise
             except _OWN_ERRORS:
@@ -406,6 +407,26 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     leaves, tree = pytree.tree_flatten((args, kwargs))
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     return function(*args, **kwargs)
+
+
+def check_shared_evenly(name: str, rows: int, total: int, parts: int) -> None:
+    """Raise for a method that counts samples of a batch which the ranks share unevenly.
+
+    Args:
+        name: the name of the method.
+        rows: number of this rank's samples.
+        total: number of samples of all ranks.
+        parts: number of parts of the batch.
+
+    Raises:
+        InputError: the ranks share the samples unevenly.
+    """
+    if total != rows * parts:
+        raise InputError(
+            f"{name}() counts the samples of a batch, {total}, which {parts} ranks share unevenly\n"
+            "Count with a tensor, such as torch.ones_like(labels).sum(), or leave out the last batch: drop_last=True, "
+            "dataloader_drop_last=True."
+        )
 
 
 def _kind_of(training: bool, args: Any, kwargs: Any) -> Hashable:

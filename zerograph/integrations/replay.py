@@ -56,6 +56,9 @@ class Numbered:
     number: int
 
 
+# The attribute of a copy of a module that refers to the module.
+ORIGINAL = "_zerograph_original"
+
 # An argument of a call: the number of the call, and that of the flat argument.
 Place = tuple[int, int]
 
@@ -250,6 +253,8 @@ def modules_by(call: Callable[..., Any]) -> Any:
 def key_of_call(callee: Any, args: Any, kwargs: Any, number: Callable[[Any], int | None]) -> tuple[Any, ...]:
     """Return the callee, how its arguments are nested, and the flat arguments with numbers for tensors."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
+    if isinstance(callee, nn.Module):
+        callee = vars(callee).get(ORIGINAL, callee)
     return callee, tree, [Numbered(n) if (n := number(leaf)) is not None else constant(leaf) for leaf in leaves]
 
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zerograph.errors import InputError
 from zerograph.graph import building
 from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
 from zerograph.integrations.checks import check_labels
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.readings import Readings
+from zerograph.integrations.readings import Readings, check_shared_evenly
 from zerograph.integrations.replay import Log, Place
 from zerograph.integrations.trl import substituted
 from zerograph.integrations.unsupported import unsupported, unsupported_trainer
@@ -121,11 +120,7 @@ class ZeroTrainerMixin(_Mixed):
     def _check_shared_evenly(self, inputs: Mapping[str, Any], parts: int) -> None:
         rows = next((len(one) for one in inputs.values() if isinstance(one, Tensor) and one.dim()), 0)
         count = int(self.accelerator.reduce(torch.tensor(rows, device=self.args.device), "sum"))
-        if count != rows * parts:
-            raise InputError(
-                f"compute_loss() counts the samples of a batch, {count}, which {parts} ranks share unevenly\n"
-                "Count with a tensor, such as torch.ones_like(labels).sum(), or set dataloader_drop_last=True."
-            )
+        check_shared_evenly("compute_loss", rows, count, parts)
 
     def _recorded_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Make a training step; its loss has a value after the update only, and is added to the sum then."""
