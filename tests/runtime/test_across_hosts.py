@@ -17,6 +17,7 @@ from zerograph.ir import blocks
 from zerograph.ir import hosts as hosts_of_ranks
 from zerograph.ir.mesh import line
 from zerograph.ir.wire import wire
+from zerograph.planner.front import calibrate
 from zerograph.runtime.job.process_group import join
 from zerograph.runtime.wire import collectives, direct, selection
 
@@ -180,3 +181,14 @@ def test_three_hosts_add_in_one_order_in_every_exchange() -> None:
     pool = Pool(size=6)
     assert pool.run(6, summed_twice, "aabbcc") == [True] * 6
     pool.close()
+
+
+def measured_links(hosts: str) -> list[tuple[int | None, bool]]:
+    with on_host(hosts), patch.object(calibrate, "_SENT", (2**10, 2**14)), patch.object(calibrate, "_REPEATS", 1):
+        links = calibrate._Measure(join(60.0), torch.device("cpu")).links()
+        return [(link.ranks, link.rate.seconds(2**20) > 0) for link in links]
+
+
+@pytest.mark.parametrize(("hosts", "levels"), [("aabb", [(2, True), (None, True)]), ("abcd", [(None, True)])])
+def test_calibration_measures_both_levels_of_the_network(pool: Pool, hosts: str, levels: list[Any]) -> None:
+    assert pool.run(4, measured_links, hosts) == [levels] * 4
