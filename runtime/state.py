@@ -30,6 +30,7 @@ from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
 from zerograph.runtime.parameters import hide, show
+from zerograph.runtime.tensor_hash import hash_bits
 
 PlainState = dict[str, Tensor]
 
@@ -89,6 +90,7 @@ class Store:
         accumulated: the sum of gradients that the next update uses; None: none were added up.
         residuals: by mesh dimension, what this rank's codes of gradients have lacked; see :func:`residual`.
         received: the bucket as all ranks have it from gathers that send differences; see :func:`received`.
+        unsharded_bits: a hash of the whole values that parameters got, where ``received`` depends on them.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
     """
 
@@ -107,6 +109,7 @@ class Store:
     accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``
     residuals: dict[int, Tensor] = field(default_factory=dict)
     received: Tensor | None = None  # this rank's part of a bucket with ``layout.gathered``
+    unsharded_bits: int | None = None
     sharded_state: ShardedState = ShardedState.SHARDED
     serial: int = field(default_factory=itertools.count(1).__next__, init=False)
 
@@ -199,12 +202,13 @@ def residual(store: Store, dim: int, sbp: NdSbp, dtype: torch.dtype) -> Tensor:
 def received(store: Store, dtype: torch.dtype) -> Tensor:
     """Return the bucket as all ranks have it from gathers that send differences.
 
-    Before the first gather it is what a checkpoint held, else the exact bucket: a collective then.
+    Before the first gather it is what a checkpoint held, else the exact bucket: a collective then. So it is where the
+    step before computed with another dtype.
 
     Args:
         dtype: the dtype that the step computes with.
     """
-    if store.received is None:
+    if store.received is None or store.received.dtype is not dtype:
         layout = store.layout
         whole = gather_whole(store.job, in_memory(store.flat).to(layout.device), layout.sbp).to(dtype)
         store.received = whole[local_part(layout.shape, layout.gathered, store.job.mesh)].clone()
@@ -218,6 +222,12 @@ def received(store: Store, dtype: torch.dtype) -> Tensor:
 _LOADED_RESIDUALS = "_zerograph_residuals"
 # The key of received weights beside residuals, whose keys are mesh dimensions.
 RECEIVED = -1
+
+
+def pending_residuals(parameter: nn.Parameter) -> dict[int, Tensor]:
+    """Return this rank's residuals of a checkpoint, by mesh dimension, that no step has read yet."""
+    pending: dict[int, Tensor] = vars(parameter).get(_LOADED_RESIDUALS, {})
+    return {dim: tensor for dim, tensor in pending.items() if dim != RECEIVED}
 
 
 def set_residuals(parameters: Iterable[nn.Parameter], loaded: Mapping[int, dict[int, Tensor]]) -> None:
@@ -273,6 +283,7 @@ def start_unshard(store: Store) -> Callable[[], None]:
         whole = finish()
         for parameter, slot in store.slots():
             show(parameter, _slot_part(whole, slot))
+        store.unsharded_bits = None if store.received is None else _bits(store)
         provisional = store.is_provisional
         store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
 
@@ -283,9 +294,18 @@ def reshard(store: Store, *, keep_changes: bool = True) -> None:
     """Undo :func:`unshard`: each rank keeps its own part, with the user's changes. No collective."""
     if store.is_unsharded:
         if keep_changes:
+            if store.received is not None and store.unsharded_bits != _bits(store):
+                # The user assigned other values, on every rank the same: no difference of an update.
+                store.received = None
             load_parameters(store, [parameter.detach() for parameter in store.parameters])
         bind_parameters(store)
         store.sharded_state = ShardedState.PROVISIONAL if store.is_provisional else ShardedState.SHARDED
+
+
+def _bits(store: Store) -> int:
+    """Return a hash of the whole values of an unsharded bucket's parameters: equal on all ranks."""
+    hashes = torch.stack([hash_bits(parameter.detach()) for parameter in store.parameters])
+    return int(hash_bits(hashes))
 
 
 def bind_parameters(store: Store) -> None:

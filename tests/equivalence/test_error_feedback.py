@@ -16,7 +16,7 @@ from tests.equivalence.test_wire_formats import inputs as batches
 from tests.harness import LossStep, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
-from zerograph.runtime.state import in_memory
+from zerograph.runtime.state import in_memory, pending_residuals
 
 FEEDBACK = {"reduce": zg.wire("int4", feedback=True)}
 Residuals = list[list[Tensor]]
@@ -118,6 +118,64 @@ def stand_still() -> list[float]:
     return errors
 
 
+def test_weights_that_the_user_assigns_are_received_exactly_and_a_look_at_them_changes_nothing(pool: Pool) -> None:
+    untouched, looked, repaired = pool.run(2, assign)[0]
+    assert torch.equal(untouched, looked)
+    assert repaired == 0
+
+
+def assign() -> tuple[Tensor, Tensor, float]:
+    """Return the received weights after a step, after a look and a step, and their error after a repair and a step."""
+    results = []
+    for change in (None, lambda weight: None, lambda weight: weight.data.fill_(torch.nan)):
+        step, (x, *_) = _step(DIFFERENCES), batches()
+        step(part(x))
+        if change is not None:
+            with step.full_parameters():
+                for weight in step.model.parameters():
+                    change(weight)
+        step(part(x))
+        (store,) = step._stores()
+        results.append(store.received)
+    with step.full_parameters():
+        for weight in step.model.parameters():
+            weight.data.fill_(0.5)
+    step(part(x))
+    assert store.received is not None
+    slots = [store.received[slot.offset : slot.offset + slot.numel] for slot in store.layout.slots]
+    return results[0], results[1], max(float((part - 0.5).abs().max()) for part in slots)
+
+
+def test_graphs_of_two_dtypes_share_parameters_that_are_gathered_by_differences(pool: Pool) -> None:
+    for losses in pool.run(2, alternate_dtypes):
+        assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def alternate_dtypes() -> list[float]:
+    step = _step(DIFFERENCES)
+    half = LossStep(step.model, step._optimizers[0], 2, sum_of_squares, wire=DIFFERENCES)
+    half.config.enable_amp(True)
+    step._optimizers[0].param_groups[0]["lr"] = 0.0
+    return [float(each(part(batches()[0]))) for each in (step, half, step)]
+
+
+def test_check_replicas_compares_received_weights(pool: Pool) -> None:
+    for message in pool.run(2, damage):
+        assert "model.0.weight (as received)[0, 3]" in message
+
+
+def damage() -> str:
+    step, (x, *_) = _step(DIFFERENCES), batches()
+    step.config.check_replicas = 1
+    step(part(x))
+    (store,) = step._stores()
+    assert store.received is not None
+    store.received[3] += zg.rank()
+    with pytest.raises(zg.ReplicaError) as error:
+        step(part(x))
+    return str(error.value)
+
+
 @pytest.mark.long
 def test_each_reduction_of_a_grid_has_a_residual(pool: Pool) -> None:
     for result in pool.run(4, on_a_grid)[0]:
@@ -216,7 +274,8 @@ def test_a_checkpoint_resumes_bitwise_and_its_residuals_are_summed_on_fewer_rank
     _, residuals = train_plainly(2, inputs[:2])
     ((_, loaded),) = pool.run(1, load_alone, str(tmp_path / "two"))
     for own, *parts in zip(loaded, *residuals, strict=True):
-        torch.testing.assert_close(own.view(parts[0].shape), sum(one.float() for one in parts), rtol=1e-2, atol=1e-6)
+        total = sum(one.float() for one in parts)
+        torch.testing.assert_close(own.float().view(parts[0].shape), total, rtol=1e-2, atol=1e-6)
 
 
 def test_a_checkpoint_has_the_weights_that_all_ranks_have_received(pool: Pool, tmp_path: Path) -> None:
@@ -250,4 +309,34 @@ def resume(path: str, wire: Any = FEEDBACK) -> list[dict[str, Tensor]]:
 def load_alone(path: str) -> tuple[int, list[Tensor]]:
     step = _step()
     step.load(path)
-    return 0, [next(iter(vars(parameter)["_zerograph_residuals"].values())) for parameter in step.model.parameters()]
+    return 0, [pending_residuals(parameter)[0] for parameter in step.model.parameters()]
+
+
+def test_residuals_that_no_step_has_read_are_saved_again(pool: Pool, tmp_path: Path) -> None:
+    saved = pool.run(2, save_residuals, str(tmp_path / "two"))
+    pool.run(1, copy_checkpoint, str(tmp_path / "two"), str(tmp_path / "one"))
+    pool.run(3, copy_checkpoint, str(tmp_path / "one"), str(tmp_path / "three"))
+    first, second = pool.run(2, load_residuals, str(tmp_path / "three"))
+    for row, own, other in zip(first, *saved, strict=True):
+        torch.testing.assert_close(row, (own.float() + other.float()).bfloat16())
+    assert not any(row.any() for row in second)
+
+
+def save_residuals(path: str) -> list[Tensor]:
+    step = _step()
+    step(part(batches()[0]))
+    step.save(path)
+    (store,) = step._stores()
+    return [store.residuals[0][slot.offset : slot.offset + slot.numel] for slot in store.layout.slots]
+
+
+def copy_checkpoint(source: str, target: str) -> None:
+    step = _step()
+    step.load(source)
+    step.save(target)
+
+
+def load_residuals(path: str) -> list[Tensor]:
+    step = _step()
+    step.load(path)
+    return [pending_residuals(parameter)[0] for parameter in step.model.parameters()]

@@ -167,7 +167,10 @@ def _values(bits: Tensor, ranks: Sequence[int], dtype: torch.dtype) -> Iterator[
 
 
 def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Replica]:
-    """Return the parameters, optimizer state and buffers of which several ranks have the same part, in equal order."""
+    """Return the tensors of which several ranks have the same part, in equal order.
+
+    They are parameters, also as gathers of differences have left them, optimizer state and buffers.
+    """
     whole = all_broadcast(mesh.dims)
     replicas: list[Replica] = []
     for store in stores_of(members.parameters.values()):
@@ -179,6 +182,9 @@ def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Re
             layout = store.layouts.get(name)
             suffix = store.layout.slots[0].name + "." + name if layout is None else "." + name
             replicas.append(Replica(suffix, part, whole if layout is None else layout.sbp, layout))
+        if store.received is not None:
+            gathered = replace(store.layout, sbp=store.layout.gathered)
+            replicas.append(Replica(" (as received)", store.received, gathered.sbp, gathered))
     for name, parameter in members.parameters.items():
         if store_of(parameter) is None:
             replicas.append(Replica(name, parameter.detach(), whole))

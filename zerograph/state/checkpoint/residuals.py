@@ -12,7 +12,7 @@ from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.pieces import Pieces
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job.process_group import Job
-from zerograph.runtime.state import RECEIVED, stores_of
+from zerograph.runtime.state import RECEIVED, pending_residuals, stores_of
 from zerograph.state.checkpoint.load import read_pieces
 
 _PREFIX, _RECEIVED_PREFIX = "residuals", "received"
@@ -22,7 +22,8 @@ def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
     """Return this rank's row of each parameter's residual, and its part of the weights that all ranks have.
 
     They are ``residuals.<mesh dimension>.<parameter>`` and ``received.<parameter>``. Only residuals of whole gradients
-    are saved. On a grid of ranks those of the second reduction, of sums that are split, begin anew.
+    are saved. On a grid of ranks those of the second reduction, of sums that are split, begin anew. Residuals that were
+    loaded and that no step has read are saved as they are.
     """
     pieces: dict[str, Pieces] = {}
     names = members.names()
@@ -33,9 +34,7 @@ def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
             for parameter, slot in store.slots():
                 if id(parameter) in names and slot.numel:
                     name = f"{_PREFIX}.{dim}.{names[id(parameter)]}"
-                    pieces[name] = piece = Pieces((job.size, slot.numel), residual.dtype)
-                    start = job.rank * slot.numel
-                    piece.add(start, start + slot.numel, functools.partial(_flat, residual), slot.offset)
+                    pieces[name] = _row(job, residual, slot.offset, slot.numel)
         copy = store.received
         if copy is not None and tuple(copy.shape) == (store.layout.padded,):
             for number, (parameter, slot) in enumerate(store.slots()):
@@ -44,7 +43,18 @@ def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
                     pieces[name] = Pieces((slot.numel,), copy.dtype)
                     if number % job.size == job.rank:
                         pieces[name].add(0, slot.numel, functools.partial(_flat, copy), slot.offset)
+    for name, parameter in members.parameters.items():
+        for dim, residual in pending_residuals(parameter).items():
+            pieces.setdefault(f"{_PREFIX}.{dim}.{name}", _row(job, residual, 0, residual.numel()))
     return pieces
+
+
+def _row(job: Job, residual: Tensor, offset: int, numel: int) -> Pieces:
+    """Return this rank's row of a tensor with a row for each rank."""
+    row = Pieces((job.size, numel), residual.dtype)
+    start = job.rank * numel
+    row.add(start, start + numel, functools.partial(_flat, residual), offset)
+    return row
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -78,7 +88,9 @@ def read_residuals(job: Job, reader: Reader, members: Members) -> dict[int, dict
         read_pieces(job, reader, pieces)
         for name in pieces:
             totals[name] = totals[name] + rows[name].float() if name in totals else rows[name]
-    for name, total in totals.items():
+    for name in saved:
+        entry = reader.index.tensors[name]
+        total = totals.get(name, torch.zeros(entry.shape[1])).to(DTYPES[entry.dtype])
         _, dim, parameter = name.split(".", 2)
         if parameter in members.parameters and total.numel() == members.parameters[parameter].numel():
             residuals.setdefault(id(members.parameters[parameter]), {})[int(dim)] = total
