@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, size_key
-from zerograph.ir.attention import BACKWARD, FORWARD
+from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.ir.dims import Size
 from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.metadata import meta, origin
@@ -36,9 +36,9 @@ from zerograph.passes.context import Context
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_ATTENTION_BACKWARD = (BACKWARD, flex_attention_backward)
+_ATTENTION_BACKWARD = (BACKWARD, flex_attention_backward, *ACCELERATED.values())
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_ATTENTION = (FORWARD, flex_attention, *_ATTENTION_BACKWARD)
+_ATTENTION = (FORWARD, flex_attention, *ACCELERATED, *_ATTENTION_BACKWARD)
 
 # For each index that ranks split, the dimension of a tensor that runs over it, or None.
 _Dims = tuple[int | None, ...]

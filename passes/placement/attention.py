@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from zerograph.errors import ConfigError
-from zerograph.ir.attention import BACKWARD, FORWARD, HEADS, POSITIONS
+from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD, HEADS, POSITIONS
 from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import Signature, Split, broadcast, wire_bytes
@@ -21,8 +21,9 @@ from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.placement.problem import PlacementProblem
 
-_BACKWARD = (BACKWARD, flex_attention_backward)
-ATTENTION = (FORWARD, flex_attention, *_BACKWARD)
+_FORWARD = (FORWARD, flex_attention, *ACCELERATED)
+_BACKWARD = (BACKWARD, flex_attention_backward, *ACCELERATED.values())
+ATTENTION = (*_FORWARD, *_BACKWARD)
 _SPLIT = {"ulysses": Split(HEADS), "gather": Split(POSITIONS)}
 
 
@@ -107,11 +108,7 @@ def _forward_of(node: fx.Node) -> fx.Node:
     """Return the forward of a backward: that of the same queries."""
     arguments = rules.arguments(node)
     users: Sequence[fx.Node] = list(arguments["query"].users)
-    return next(
-        user
-        for user in users
-        if user.target in (FORWARD, flex_attention) and rules.arguments(user)["key"] is arguments["key"]
-    )
+    return next(user for user in users if user.target in _FORWARD and rules.arguments(user)["key"] is arguments["key"])
 
 
 def _cost(node: fx.Node, signature: Signature, problem: PlacementProblem) -> float:
@@ -134,6 +131,8 @@ def _not_possible(node: fx.Node, query: fx.Node, form: str, ranks: int) -> str:
         problem = f"the attention has {shown}, which {ranks} ranks do not divide"
     elif node.target is flex_attention:
         problem = "FlexAttention splits heads only"
+    elif node.target in ACCELERATED:
+        problem = "torch's kernels for accelerators split heads only"
     elif form == "ring":
         problem = (
             f"the attention has {positions} queries and {keys} keys. A ring needs numbers that {ranks} ranks divide, "

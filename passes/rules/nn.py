@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.ir.attention import BACKWARD, FORWARD
+from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.ir.flex_attention import BATCH, HEADS
 from zerograph.ir.flex_attention import flex_attention as FLEX
 from zerograph.ir.flex_attention import flex_attention_backward as FLEX_BACKWARD
@@ -92,26 +92,22 @@ def _attention(operands: Operands) -> str:
     """Return the notation of attention on accelerators: batch and heads can be split, positions and channels cannot.
 
     Queries, keys, values, masks and results have four dimensions, their log-sum-exp three or four. The state of a
-    random generator is whole. Heads that several queries share are not split.
+    random generator is whole. Several heads of queries may share one of keys.
     """
     values = (*operands.inputs, *operands.outputs)
-    shared = len({value.shape[1] for value in values if value.dim() == 4 and value.shape[1] != 1}) > 1
+    counts = {value.shape[1] for value in values if value.dim() == 4 and value.shape[1] != 1}
     operand_texts = []
     for number, value in enumerate(values):
-        heads = f"h{number}!" if shared else "h"
+        heads = "(h g)" if len(counts) > 1 and value.dim() > 1 and value.shape[1] == max(counts) else "h"
         own = [f"v{number}x{i}!" for i in range(value.dim())]
         operand_texts.append(" ".join(["b", heads, *own[2:]] if value.dim() in (3, 4) else own))
     inputs = len(operands.inputs)
     return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
 
 
-for _forward, _backward in (
-    (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
-    (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
-    (aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward),
-):
-    rule(_forward.default, _attention, batch=4)
-    rule(_backward.default, _attention, linear=(0,), batch=4)
+for _forward, _backward in ACCELERATED.items():
+    rule(_forward, _attention, batch=4)
+    rule(_backward, _attention, linear=(0,), batch=4)
 
 
 def _flex(operands: Operands) -> list[str]:

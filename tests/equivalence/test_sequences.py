@@ -327,6 +327,36 @@ def test_a_form_that_attention_does_not_have_is_refused() -> None:
         prepared(SlidingWindow(), mesh, batch_sbp, *tokens(mesh), attention="ring")
 
 
+class Accelerated(nn.Module):
+    """Attention by a kernel of accelerators, which is traced but cannot run here, between projections."""
+
+    def __init__(self, kernel: str, key_heads: int) -> None:
+        super().__init__()
+        self.kernel, self.embed = kernel, nn.Embedding(64, 32)
+        self.query, self.key, self.value = (nn.Linear(32, 8 * heads) for heads in (4, key_heads, key_heads))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        heads = [part(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.query, self.key, self.value)]
+        attend = getattr(torch.ops.aten, f"_scaled_dot_product_{self.kernel}_attention")
+        options = (0.0, True) if self.kernel == "flash" else (None, True, 0.0, True)
+        logits = attend(*heads, *options)[0].transpose(1, 2).flatten(2) @ self.embed.weight.t()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("kernel", "key_heads"), [("flash", 4), ("flash", 2), ("efficient", 4), ("cudnn", 2)])
+def test_kernels_of_accelerators_split_heads_and_keep_the_sequence_split(kernel: str, key_heads: int) -> None:
+    mesh, batch_sbp = MESHES["sequence"]
+    step = prepared(Accelerated(kernel, key_heads), mesh, batch_sbp, *tokens(mesh), backend="eager")
+    one = 4 * ROWS * LENGTH * 32
+    # Queries, keys and values together; with fewer heads of keys, keys and values.
+    sizes = [3 * one, one] if key_heads == 4 else [one, one, one]
+    wanted = [(phase, "all-to-all", size) for phase in ("forward", "backward") for size in sizes]
+    assert sorted(activations(step)) == sorted(wanted)
+    with pytest.raises(zg.ConfigError, match="'gather': torch's kernels for accelerators split heads only"):
+        prepared(Accelerated(kernel, key_heads), mesh, batch_sbp, *tokens(mesh), attention="gather")
+
+
 def masks(name: str, queries: int, keys: int) -> Tensor | None:
     """A mask that is added to scores: in each a query has no key on some rank, in the second one on none."""
     near = torch.arange(queries).unsqueeze(1) - torch.arange(keys)
