@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import zerograph as zg
@@ -89,6 +90,32 @@ class Routed(nn.Module):
         return loss
 
 
+class LowRank(nn.Module):
+    """Add a product of two narrow matrices to the weight of each expert, as adapters do."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        self.left = nn.Parameter(torch.randn(experts, rows, 2) / 4)
+        self.right = nn.Parameter(torch.randn(experts, 2, columns) / 4)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.left @ self.right
+
+
+def adapted() -> nn.Module:
+    """Frozen experts with trained adapters, as parametrizations of their weights; one weight is a buffer."""
+    model = Routed()
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(model.experts, name).requires_grad_(False)
+        parametrize.register_parametrization(model.experts, name, LowRank(weight))
+    of_down = model.experts.parametrizations.down_proj  # type: ignore[union-attr]
+    original = of_down.original.data
+    del of_down.original
+    of_down.register_buffer("original", original)
+    return model
+
+
 def rows(generator: torch.Generator, size: int) -> tuple[Tensor, ...]:
     return (torch.randn(3 * size, 8, generator=generator),)
 
@@ -99,6 +126,7 @@ FAMILIES = {
         Family("mixtral", mixtral, text),
         Family("qwen3-moe", qwen3_moe, text),
         Family("routed", Routed, rows),
+        Family("adapted", adapted, rows),
         Family("batched", lambda: Routed("batched_mm"), rows),
     )
 }
@@ -120,6 +148,7 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
         pytest.param("routed", torch.float64, EXPERTS, STAGES, EXACT, id="routed-2"),
         pytest.param("routed", torch.float64, ROWS_AND_EXPERTS, (1, 3), EXACT, id="routed-2x2"),
         pytest.param("batched", torch.float64, EXPERTS, (2,), EXACT, id="batched-2"),
+        pytest.param("adapted", torch.float64, EXPERTS, (2,), EXACT, id="adapted-2"),
         pytest.param("mixtral", torch.float64, ROWS_AND_EXPERTS, (3,), ROUNDED, id="mixtral-2x2"),
         pytest.param("qwen3-moe", torch.float32, EXPERTS, (2,), ROUNDED, id="qwen3-moe-2"),
         pytest.param(
@@ -174,7 +203,7 @@ def test_tokens_travel_once_to_the_experts_and_once_back_in_forward_and_in_backw
     ]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "adapted"])
 def test_without_expert_parallelism_no_token_travels(name: str) -> None:
     assert activations(prepared(name, 2, 2)) == []
 
@@ -255,6 +284,12 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
         ("routed", 3, {"expert_parallel": 2}, "config.expert_parallel = 2 does not divide the 3 ranks"),
         ("linear", 2, {"expert_parallel": 2}, "no module of experts"),
         ("annotated", 2, {"expert_parallel": 2}, "is placed by zg.annotate"),
+        (
+            "routed",
+            2,
+            {"expert_parallel": 2, "batch_sbp": (zg.sbp.split(1),), "gradient_accumulation_steps": 2},
+            "and experts need those of all ranks of a row",
+        ),
         (
             "routed",
             2,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from zerograph.ir.experts import expert_mm
 
@@ -20,11 +21,19 @@ from zerograph.ir.experts import expert_mm
 _groups: ContextVar[Mapping[int, int]] = ContextVar("expert_groups", default=MappingProxyType({}))
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module stacks the weights of experts in parameters, as transformers does for all its models."""
-    weights = [getattr(module, name, None) for name in ("up_proj", "gate_up_proj", "down_proj")]
+def expert_count(module: nn.Module) -> int:
+    """Return the number of experts whose weights a module stacks, as transformers does for all its models; or 0."""
+    weights = [_stored(module, name) for name in ("up_proj", "gate_up_proj", "down_proj")]
     stacked = [weight for weight in weights if isinstance(weight, Tensor) and weight.dim() == 3]
-    return len(stacked) == 2 and len({weight.shape[0] for weight in stacked}) == 1
+    counts = {weight.shape[0] for weight in stacked}
+    return counts.pop() if len(stacked) == 2 and len(counts) == 1 else 0
+
+
+def _stored(module: nn.Module, name: str) -> Any:
+    """Return an attribute; of a parametrized one the original, as computing the attribute may draw random numbers."""
+    if parametrize.is_parametrized(module, name):
+        return getattr(module.parametrizations[name], "original", None)  # type: ignore[index]
+    return getattr(module, name, None)
 
 
 @contextlib.contextmanager
@@ -56,7 +65,7 @@ def captured_experts() -> Iterator[None]:
         @functools.wraps(forward)
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             replaced = name in (None, "eager", "grouped_mm") or _groups.get().get(id(module), 1) > 1
-            function = _forward if replaced and is_experts(module) and hasattr(module, "has_gate") else forward
+            function = _forward if replaced and expert_count(module) and hasattr(module, "has_gate") else forward
             return function(module, *args, **kwargs)
 
         return run

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from zerograph.capture.experts import is_experts
+from zerograph.capture.experts import expert_count
 from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import Members
 from zerograph.config import Config
@@ -34,7 +34,7 @@ def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp
             f"{option}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
             "Leave config.placement out, or give it that many ranks along its last dimension."
         )
-    if config.gradient_accumulation_steps > 1 and batch_on(config, mesh)[-1] == Split(0):
+    if config.gradient_accumulation_steps > 1 and isinstance(batch_on(config, mesh)[-1], Split):
         raise ConfigError(
             f"{option} and config.gradient_accumulation_steps = {config.gradient_accumulation_steps}: micro-batches "
             "are cut from each rank's own rows, and experts need those of all ranks of a row\n"
@@ -82,22 +82,26 @@ def expert_groups(members: Members, mesh: Mesh, config: Config) -> dict[int, int
     Raises:
         ZeroGraphError: as :func:`expert_sbps`.
     """
-    sbps, names = expert_sbps(members, mesh, config), members.names()
-    groups = {}
-    for module in filter(is_experts, members.root.modules()):
-        weight = module.get_parameter("down_proj")
-        sbp = sbps.get(names[id(weight)]) or annotation(weight) or ()
-        sizes = [ranks for ranks, entry in zip(mesh.shape, sbp, strict=False) if entry == _EXPERTS]
-        groups[id(module)] = sizes[0] if sizes and not weight.shape[0] % sizes[0] else 1
+    sbps, groups = expert_sbps(members, mesh, config), {}
+    for module in filter(expert_count, members.root.modules()):
+        placed = (sbps.get(name) or annotation(weight) or () for name, weight in _stacked_in(module, members).items())
+        sizes = {ranks for sbp in placed for ranks, entry in zip(mesh.shape, sbp, strict=False) if entry == _EXPERTS}
+        size = max(sizes, default=1)
+        groups[id(module)] = 1 if expert_count(module) % size else size
     return groups
 
 
 def _stacked(members: Members) -> dict[str, nn.Parameter]:
-    """Return the weights that stack those of experts, by name."""
-    names = members.names()
+    """Return the parameters that have a first dimension of experts, by name."""
+    modules = filter(expert_count, members.root.modules())
+    return {name: parameter for module in modules for name, parameter in _stacked_in(module, members).items()}
+
+
+def _stacked_in(module: nn.Module, members: Members) -> dict[str, nn.Parameter]:
+    """Return those of a module of experts, and of its parametrizations."""
+    names, count = members.names(), expert_count(module)
     return {
         names[id(parameter)]: parameter
-        for module in filter(is_experts, members.root.modules())
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() == 3
+        for parameter in module.parameters()
+        if parameter.dim() == 3 and parameter.shape[0] == count
     }
