@@ -50,14 +50,17 @@ def feed_back(node: fx.Node, change: Boxing, codec: Codec, context: Context) -> 
         return emit_like(gradient, target, *args, **kwargs)
 
     with graph.inserting_before(node):
-        share = put(aten._to_copy.default, residual, dtype=torch.float32)
+        # A sum with fp32 is in fp32, as it is in any case: this saves a copy.
+        is_exact = gradient.meta["val"].dtype is torch.float32 and shares == 1 and scale is None
+        share = residual if is_exact else put(aten._to_copy.default, residual, dtype=torch.float32)
         if shares > 1:
             share = put(aten.mul.Tensor, share, 1 / shares)
         if scale is not None:
             share = put(aten.mul.Tensor, share, scale)
         total = put(aten.add.Tensor, gradient, share)
         code = put(blocks.encode, total, *codec.arguments)
-        error = put(blocks.coding_error, total, code, *codec.arguments)
+        error_dtype = DTYPE if scale is None and shares == 1 else torch.float32
+        error = put(blocks.coding_error, total, code, *codec.arguments, error_dtype)
         if scale is not None:
             error = put(aten.div.Tensor, error, scale)
         node.replace_input_with(gradient, total)
@@ -68,7 +71,9 @@ def feed_back(node: fx.Node, change: Boxing, codec: Codec, context: Context) -> 
     skipped = None if update is None else update.found_inf_of(found_infs(graph))
     # A skipped update has used neither the gradient nor the residual. Whether it is skipped is known at the end.
     with graph.inserting_before(node if skipped is None else graph.output_node()):
-        new = emit(graph, aten._to_copy.default, (error,), _UPDATE, like=residual, dtype=DTYPE)
+        new = error
+        if error_dtype is not DTYPE:
+            new = emit(graph, aten._to_copy.default, (error,), _UPDATE, like=residual, dtype=DTYPE)
         if skipped is not None:
             device = residual.meta["val"].device
             flag = emit(graph, aten.ne.Scalar, (skipped, 0), _UPDATE, like=skipped)

@@ -164,6 +164,23 @@ def test_a_block_with_a_number_that_is_not_finite_is_not_finite(code: str, bad: 
     assert decoded[32:].isfinite().all()
 
 
+@pytest.mark.parametrize("code", ["bf16", "int8", "int4"])
+def test_the_error_of_a_code_is_what_it_lacks_and_0_where_it_is_not_finite(code: str) -> None:
+    codec = wire(code).codec
+    blocks_of = {"zeros": torch.zeros(256), "outlier": torch.full((256,), 1e-3), "nan": torch.ones(256)}
+    blocks_of["outlier"][7], blocks_of["nan"][7] = 1e20, float("nan")
+    blocks_of["denormal"], blocks_of["normal"] = torch.full((256,), 1e-40), torch.randn(256)
+    values = torch.cat(list(blocks_of.values()))
+    coded = blocks.encode(values, *codec.arguments)
+    error = blocks.coding_error(values, coded, *codec.arguments, torch.float32)
+    lacking = values - blocks.decode(coded, *codec.arguments, torch.float32)
+    assert torch.equal(error, lacking.nan_to_num(0.0))
+    assert error.isfinite().all()
+    if code == "int4":
+        # What an outlier leaves no code for is kept.
+        assert torch.equal(error[256 + 8 : 512], values[256 + 8 : 512])
+
+
 def test_tiny_and_zero_blocks_are_finite() -> None:
     codec = wire("int8", block=16).codec
     values = torch.cat([torch.zeros(16), torch.full((16,), 1e-45), torch.full((16,), 3e-38)])

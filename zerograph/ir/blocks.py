@@ -222,18 +222,21 @@ def _sum_decoded_fake(coded: Tensor, code: Code, block: int, scales: torch.dtype
     return _decode_fake(coded[0], code, block, scales, dtype)
 
 
-def _coding_error(x: Tensor, coded: Tensor, code: Code, block: int, scales: torch.dtype) -> Tensor:
-    """Return what a code lacks of its tensor ``[..., n]``, in fp32; 0 in blocks that are not finite."""
+def _coding_error(x: Tensor, coded: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return what a code lacks of its tensor ``[..., n]``, in ``dtype``; 0 in blocks that are not finite."""
     if code == "bf16":
-        return x.float().sub(coded).nan_to_num_(0.0, 0.0, 0.0)
-    error = x.to(torch.float32, copy=True)
-    for values, source in _chunks(error, coded, Codec(code, block, scales)):
-        values.sub_(_decoded_blocks(source, code, block, scales)).nan_to_num_(0.0, 0.0, 0.0)
+        return x.float().sub(coded).nan_to_num_(0.0, 0.0, 0.0).to(dtype)
+    codec = Codec(code, block, scales)
+    error = torch.empty_like(x, dtype=dtype)
+    for (values, source), (into, _) in zip(_chunks(x, coded, codec), _chunks(error, coded, codec), strict=True):
+        into.copy_(values.sub(_decoded_blocks(source, code, block, scales)).nan_to_num_(0.0, 0.0, 0.0))
     return error
 
 
-def _coding_error_fake(x: Tensor, coded: Tensor, code: Code, block: int, scales: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=torch.float32)
+def _coding_error_fake(
+    x: Tensor, coded: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
 
 
 def _difference(x: Tensor, received: Tensor, start: int) -> Tensor:
@@ -267,5 +270,7 @@ def _define(name: str, takes: str, run: Any, fake: Any) -> Any:
 encode = _define("encode", f"Tensor x, {CODEC}", _encode, _encode_fake)
 decode = _define("decode", f"Tensor coded, {CODEC}, ScalarType dtype", _decode, _decode_fake)
 sum_decoded = _define("sum_decoded", f"Tensor coded, {CODEC}, ScalarType dtype", _sum_decoded, _sum_decoded_fake)
-coding_error = _define("coding_error", f"Tensor x, Tensor coded, {CODEC}", _coding_error, _coding_error_fake)
+coding_error = _define(
+    "coding_error", f"Tensor x, Tensor coded, {CODEC}, ScalarType dtype", _coding_error, _coding_error_fake
+)
 difference = _define("difference", "Tensor x, Tensor received, int start", _difference, _difference_fake)

@@ -175,9 +175,6 @@ def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Re
     replicas: list[Replica] = []
     for store in stores_of(members.parameters.values()):
         replicas.append(Replica("", store.flat, store.layout.sbp, store.layout))
-        if store.received is not None:
-            gathered = replace(store.layout, sbp=store.layout.gathered)
-            replicas.append(Replica(" as received", store.received, gathered.sbp, gathered))
         for name, part in store.state.items():
             layout = store.layouts.get(name)
             suffix = store.layout.slots[0].name + "." + name if layout is None else "." + name
