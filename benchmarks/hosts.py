@@ -37,6 +37,7 @@ from benchmarks.peers import SIZES, about  # noqa: E402
 from benchmarks.report import hosts, plots  # noqa: E402
 from benchmarks.report.hosts import RATES, Setting  # noqa: E402
 from benchmarks.report.rows import rows, succeeded  # noqa: E402
+from zerograph.base import source  # noqa: E402
 
 EAGER = ["alone-2", "ddp", "zero-redundancy", "fsdp2*", "zerograph-*"]
 # Ranks on each host x rate. Four ranks share two cores: there the bytes count, of a small model.
@@ -78,6 +79,8 @@ def main(
         load = os.getloadavg()[0]
         ranks = "one compute thread each, gloo; the hosts share the cores"
         facts = about(rounds, steps) | {"ranks": ranks, "load": f"{load:.1f} before the run"}
+        # Not the page's own, which may be written anew later.
+        facts["commit"] = source.commit(ROOT) or "unknown"
         run = {"about": facts, "quiet": load < QUIET, "predicted": {}, "measurements": []}
         bytes_only = chosen if contenders != EAGER else choose(FOR_BYTES, chosen)
         for one in measurements(wanted, chosen, bytes_only, rounds, steps, patience):
