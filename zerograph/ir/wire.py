@@ -34,6 +34,9 @@ class WireFormat:
     codec: Codec
     feedback: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.codec}, with feedback" if self.feedback else str(self.codec)
+
 
 def wire(
     code: str, *, block: int | None = None, scales: torch.dtype | None = None, feedback: bool = False
