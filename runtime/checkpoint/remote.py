@@ -22,6 +22,8 @@ from zerograph.errors import CheckpointError
 
 # Protocols of fsspec whose files others can see half written.
 _NOT_ATOMIC = ("arrow_hdfs", "dbfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav", "webhdfs")
+# Protocols that open another file system or a file: what they write is elsewhere, or nowhere.
+_NO_FOLDERS = ("blockcache", "cached", "data", "dir", "filecache", "libarchive", "reference", "simplecache", "tar", "zip")
 # Entries of ``info()`` that change whenever an object is replaced.
 _VERSIONS = ("ETag", "etag", "generation", "content_md5")
 
@@ -194,7 +196,7 @@ def folder_of(path: object) -> Folder:
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"{path!r:.60} is not a path of a checkpoint: give the path of a folder, or a URL")
-    if isinstance(path, os.PathLike) and (wrong := re.match(r"([a-z][a-z0-9+]+):/(?!/)(.*)", text)):
+    if wrong := re.match(r"([a-z][a-z0-9+]+):/(?!/)(.*)", text):
         raise CheckpointError(f"{text} was a URL before it became a path: give the string '{wrong[1]}://{wrong[2]}'")
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+._-]*)(?:::.*)?://", text)
     if scheme is None:
@@ -207,6 +209,8 @@ def _remote(url: str, scheme: str) -> Folder:
 
     if "::" in url:
         raise CheckpointError(f"{url} is a chain of URLs: give that of the folder alone")
+    if scheme in _NO_FOLDERS:
+        raise CheckpointError(f"{url} cannot hold a checkpoint: {scheme} opens other files\nGive the URL of a folder.")
     if scheme in _NOT_ATOMIC:
         raise CheckpointError(
             f"{url} cannot hold a checkpoint: over {scheme} others can see files that are half written\n"
@@ -215,8 +219,9 @@ def _remote(url: str, scheme: str) -> Folder:
     try:
         # Other ranks write into the folder: a listing from before would lack their files.
         system, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
-    except (ImportError, ValueError) as error:
-        raise CheckpointError(f"{url} cannot be opened: {error}") from error
+    except Exception as error:
+        # Each file system has errors of its own for a bad URL, settings and credentials that are missing.
+        raise CheckpointError(f"{url} cannot be opened: {str(error) or type(error).__name__}") from error
     if "file" in ((system.protocol,) if isinstance(system.protocol, str) else system.protocol):
         return Path(path)
     if not path.strip("/"):

@@ -233,6 +233,8 @@ def test_ranks_that_do_not_share_the_store_are_told(pool: Pool) -> None:
     [
         ("sftp://host/run", "over sftp others can see files that are half written"),
         ("simplecache::memory://run", "is a chain of URLs"),
+        ("zip://run.zip", "zip opens other files"),
+        ("s3:/bucket/run", "give the string 's3://bucket/run'"),
         ("nothing://bucket/run", "Protocol not known: nothing"),
         ("memory://", "names no folder"),
         (Path("s3://bucket/run"), "give the string 's3://bucket/run'"),
