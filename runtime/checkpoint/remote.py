@@ -23,7 +23,18 @@ from zerograph.errors import CheckpointError
 # Protocols of fsspec whose files others can see half written.
 _NOT_ATOMIC = ("arrow_hdfs", "dbfs", "ftp", "hdfs", "sftp", "smb", "ssh", "webdav", "webhdfs")
 # Protocols that open another file system or a file: what they write is elsewhere, or nowhere.
-_NO_FOLDERS = ("blockcache", "cached", "data", "dir", "filecache", "libarchive", "reference", "simplecache", "tar", "zip")
+_NO_FOLDERS = (
+    "zip",
+    "blockcache",
+    "cached",
+    "data",
+    "dir",
+    "filecache",
+    "libarchive",
+    "reference",
+    "simplecache",
+    "tar",
+)
 # Entries of ``info()`` that change whenever an object is replaced.
 _VERSIONS = ("ETag", "etag", "generation", "content_md5")
 
