@@ -222,7 +222,7 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
 
 
 def prepared_loop(sequence_parallel: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Train on whole sequences from a loader by a prepared loop; the loss is weighted by a tensor that is no batch."""
+    """Train on whole sequences from a loader by a prepared loop; a tensor that is no batch weights the loss."""
     torch.manual_seed(0)
     model = Mean().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -233,11 +233,13 @@ def prepared_loop(sequence_parallel: int = 1) -> tuple[list[float], dict[str, Te
         config = zg.Config(sequence_parallel=sequence_parallel)
         model, optimizer, loader = zg.prepare(model, optimizer, loader, config=config)
     losses, weights = [], torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
-    for batch in loader:
+    for number, batch in enumerate(loader):
         loss = (model(*batch) * weights).sum()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        # The first step has the gradients of two batches, the second those of one.
+        if number > 0:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
     return losses, model.state_dict()
 

@@ -187,7 +187,9 @@ def read_batch(
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
-    length = sequence_length(inputs, sequence_parallel) if sequence_parallel > 1 else None
+    # An update of accumulated gradients has no inputs, or numbers only.
+    has_parts = any(leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf) for _, leaf in inputs)
+    length = sequence_length(inputs, sequence_parallel) if sequence_parallel > 1 and has_parts else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
