@@ -54,7 +54,7 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
                 if difference:
                     receive(node, change, context)
                 continue
-            change = replace(change, reduced=coded)
+            change = replace(change, reduced=replace(coded, feedback=feedback))
             if feedback:
                 feed_back(node, change, coded.codec, context)
         meta(node)["boxing"] = change

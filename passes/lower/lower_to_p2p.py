@@ -49,10 +49,10 @@ def _sum_in_hosts(graph: fx.Graph, total: fx.Node, context: Context) -> None:
     (wait,) = total.all_input_nodes
     (start,) = wait.all_input_nodes
     (code,) = start.all_input_nodes
-    if len(code.users) > 1:
-        # Error feedback needs the code of each rank's own part.
-        return
     change: Boxing = meta(start)["boxing"]
+    if change.reduced is not None and change.reduced.feedback:
+        # It needs the code of each rank's own part.
+        return
     (parts,) = code.all_input_nodes
     with graph.inserting_before(code):
         exchange = context.backend.exchanges["reduce-scatter, coded"]

@@ -192,3 +192,14 @@ def measured_links(hosts: str) -> list[tuple[int | None, bool]]:
 @pytest.mark.parametrize(("hosts", "levels"), [("aabb", [(2, True), (None, True)]), ("abcd", [(None, True)])])
 def test_calibration_measures_both_levels_of_the_network(pool: Pool, hosts: str, levels: list[Any]) -> None:
     assert pool.run(4, measured_links, hosts) == [levels] * 4
+
+
+def test_where_each_rank_codes_its_own_part_all_codes_are_listed() -> None:
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), 2, wire={"reduce": wire("int8", feedback=True)})
+    batch = [tensor.chunk(4)[0] for tensor in batches("gpt", 1)[0]]
+    listed = step.prepare(line(4, 0, "ranks"), *batch, transport="hosts").collectives()
+    moved = [one for one in listed if one.format.endswith("with error feedback")]
+    assert moved
+    # Of the three pieces for other ranks two go to the other host.
+    assert all(abs(one.between * 3 - one.bytes * 2) <= 3 and one.bytes < one.tensor_bytes / 4 for one in moved)

@@ -43,8 +43,8 @@ def traffic(boxing: Boxing, mesh: Mesh, layout: HostLayout | None) -> Traffic:
     """Return the bytes that this rank of the mesh sends in a collective.
 
     With H hosts of L ranks, ``once``, an all-gather or a reduce-scatter of M bytes sends M (H-1) / (H L) bytes to other
-    hosts, and M (L-1) / L inside of the host. An all-reduce sends M (H-1) / L and 2 M (L-1) / L. Otherwise a rank sends
-    equally many bytes to each other rank, or all to the next one.
+    hosts, and M (L-1) / L inside of the host. An all-reduce sends M (H-1) / L and 2 M (L-1) / L. Otherwise, and where
+    error feedback codes each rank's part, a rank sends equally many bytes to each other rank, or all to the next one.
     """
     if layout is None or boxing.kind == "slice":
         return Traffic(boxing.sent, 0.0)
@@ -52,7 +52,8 @@ def traffic(boxing: Boxing, mesh: Mesh, layout: HostLayout | None) -> Traffic:
         hosts = len(set(layout.hosts))
         local = boxing.ranks // hosts
         return Traffic(2 * boxing.bytes * (local - 1) / local, boxing.bytes * (hosts - 1) / local)
-    if layout.once and boxing.kind in ("all-gather", "reduce-scatter"):
+    own_parts = boxing.reduced is not None and boxing.reduced.feedback
+    if layout.once and boxing.kind in ("all-gather", "reduce-scatter") and not own_parts:
         hosts = len(set(layout.hosts))
         coded = boxing.bytes if (code := boxing.reduced or boxing.gathered) is None else code.bytes
         # Inside of a host sums are exact; gathers pass codes on.

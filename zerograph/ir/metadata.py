@@ -114,14 +114,17 @@ class Coded:
         codec: how it is coded.
         bytes: size of the code of what the ranks of a boxing hold together.
         difference: it is coded less what all ranks have received of it before.
+        feedback: each rank's own part is coded, with what its earlier codes have lacked.
     """
 
     codec: Codec
     bytes: int
     difference: bool = False
+    feedback: bool = False
 
     def __str__(self) -> str:
-        return f"{self.codec}, differences" if self.difference else str(self.codec)
+        form = ", differences" if self.difference else ", with error feedback" if self.feedback else ""
+        return f"{self.codec}{form}"
 
 
 @dataclass(frozen=True)
