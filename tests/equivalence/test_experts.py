@@ -29,7 +29,7 @@ from tests.equivalence.training import (
     train,
     train_plainly,
 )
-from tests.harness import LossStep
+from tests.harness import LossStep, Predict
 from tests.models import part
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
@@ -296,6 +296,12 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
             {"expert_parallel": 2, "gradient_accumulation_steps": 2},
             "Pass all ranks of a row the same rows",
         ),
+        (
+            "annotated",
+            2,
+            {"gradient_accumulation_steps": 2},
+            "model.experts.down_proj is split over ranks, and config.grad",
+        ),
         ("routed", 2, {"expert_parallel": 2, "sequence_parallel": 4}, "both are the ranks of a row"),
     ],
 )
@@ -308,6 +314,12 @@ def test_experts_that_cannot_be_split_are_an_error(
     step = LossStep(model, torch.optim.SGD(model.parameters()), loss=lambda model, x: model(x).sum(), **options)
     with pytest.raises(zg.ZeroGraphError, match=message):
         step.prepare(line(ranks, 0, "ranks"), torch.randn(4, 8))
+
+
+def test_micro_batches_of_a_step_that_only_predicts_do_not_matter() -> None:
+    step = Predict(Routed())
+    step.config.expert_parallel, step.config.gradient_accumulation_steps = 2, 2
+    assert step.prepare(line(2, 0, "ranks"), torch.randn(4, 8)).context.batch.micro_batches == 1
 
 
 def test_the_planner_splits_experts_over_rows_of_ranks() -> None:

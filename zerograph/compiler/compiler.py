@@ -393,7 +393,7 @@ class Compiler:
             artifact: has the captured graph, if it was loaded from a file.
         """
         clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * self.micro_batches
-        groups = tuple(expert_groups(members, mesh, self.config).values())
+        groups = tuple(expert_groups(members, mesh, self.config, self.micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
         options = (self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
         key = (key, clip, batch_norm_groups, groups, *options)
@@ -446,7 +446,7 @@ class Compiler:
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         )
-        with in_groups(expert_groups(members, mesh, config)):
+        with in_groups(expert_groups(members, mesh, config, self.micro_batches)):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         return accelerator.moved(captured) if members.on_accelerator else captured

@@ -14,7 +14,7 @@ from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.annotate import annotated_sbp, annotation
 from zerograph.ir.buckets import Bucket, split_dim
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, Split, broadcast, dims_split
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, dims_split
 
 _EXPERTS = Split(0)
 
@@ -33,13 +33,6 @@ def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp
         raise PlacementError(
             f"{option}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
             "Leave config.placement out, or give it that many ranks along its last dimension."
-        )
-    if config.gradient_accumulation_steps > 1 and isinstance(batch_on(config, mesh)[-1], Split):
-        raise ConfigError(
-            f"{option} and config.gradient_accumulation_steps = {config.gradient_accumulation_steps}: micro-batches "
-            "are cut from each rank's own rows, and experts need those of all ranks of a row\n"
-            "Pass all ranks of a row the same rows, zg.sbp.broadcast as the last entry of config.batch_sbp, or call "
-            "backward() several times for a step in a loop of zg.prepare()."
         )
     stacked = _stacked(members)
     if not stacked:
@@ -76,19 +69,36 @@ def is_placed_so(bucket: Bucket, names: Iterable[str], members: Members, mesh: M
     return wanted == {(bucket.slots[0].split, *dims_split([bucket.gathered]))}
 
 
-def expert_groups(members: Members, mesh: Mesh, config: Config) -> dict[int, int]:
+def expert_groups(members: Members, mesh: Mesh, config: Config, micro_batches: int) -> dict[int, int]:
     """Return the number of groups that ranks split experts into, by ``id`` of the module.
 
     Raises:
+        ConfigError: each rank cuts micro-batches from rows of its own.
         ZeroGraphError: as :func:`expert_sbps`.
     """
     sbps, groups = expert_sbps(members, mesh, config), {}
     for module in filter(expert_count, members.root.modules()):
-        placed = (sbps.get(name) or annotation(weight) or () for name, weight in _stacked_in(module, members).items())
-        sizes = {ranks for sbp in placed for ranks, entry in zip(mesh.shape, sbp, strict=False) if entry == _EXPERTS}
-        size = max(sizes, default=1)
+        sbp_of = {
+            name: sbps.get(name) or annotation(weight) or () for name, weight in _stacked_in(module, members).items()
+        }
+        split = {
+            dim: name for name, sbp in sbp_of.items() for dim in range(mesh.dims) if sbp[dim : dim + 1] == (_EXPERTS,)
+        }
+        for dim, name in split.items() if micro_batches > 1 else ():
+            _check_rows(name, batch_on(config, mesh)[dim], micro_batches)
+        size = max((mesh.shape[dim] for dim in split), default=1)
         groups[id(module)] = 1 if expert_count(module) % size else size
     return groups
+
+
+def _check_rows(name: str, rows: Sbp, micro_batches: int) -> None:
+    if isinstance(rows, Split):
+        raise ConfigError(
+            f"{name} is split over ranks, and config.gradient_accumulation_steps is {micro_batches}: micro-batches are "
+            "cut from each rank's own rows, and experts need those of all ranks of a row\n"
+            "Pass all ranks of a row the same rows, zg.sbp.broadcast as the last entry of config.batch_sbp, or call "
+            "backward() several times for a step in a loop of zg.prepare()."
+        )
 
 
 def _stacked(members: Members) -> dict[str, nn.Parameter]:
