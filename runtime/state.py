@@ -21,7 +21,7 @@ from zerograph.ir import blocks
 from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
 from zerograph.ir.coded_state import decode_entry, encode_entry
 from zerograph.ir.mesh import local_part, local_shape
-from zerograph.ir.sbp import NdSbp
+from zerograph.ir.sbp import NdSbp, PartialSum
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
@@ -89,6 +89,7 @@ class Store:
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
         accumulated: the sum of gradients that the next update uses; None: none were added up.
         residuals: by mesh dimension, what this rank's codes of gradients have lacked; see :func:`residual`.
+        own_residual: the mesh dimension of the residual of gradients that no two ranks share; None: there is none.
         received: the bucket as all ranks have it from gathers that send differences; see :func:`received`.
         unsharded_bits: a hash of the whole values that parameters got, where ``received`` depends on them.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
@@ -108,6 +109,7 @@ class Store:
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
     accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``
     residuals: dict[int, Tensor] = field(default_factory=dict)
+    own_residual: int | None = None
     received: Tensor | None = None  # this rank's part of a bucket with ``layout.gathered``
     unsharded_bits: int | None = None
     sharded_state: ShardedState = ShardedState.SHARDED
@@ -182,20 +184,26 @@ def accumulated(store: Store) -> Tensor:
 def residual(store: Store, dim: int, sbp: NdSbp, dtype: torch.dtype) -> Tensor:
     """Return this rank's residual of the reductions along a mesh dimension.
 
-    Before the first step it has what a checkpoint held (:func:`keep_residual`), else zeros.
+    Before the first step that of each rank's own gradients has what a checkpoint held (:func:`set_residuals`), whatever
+    mesh that was of. Others are zeros.
 
     Args:
         sbp: the placement of the gradients that are coded.
         dtype: dtype of the residual.
     """
+    sizes = store.job.mesh.shape
+    is_own = all(isinstance(entry, PartialSum) for entry, size in zip(sbp, sizes, strict=False) if size > 1)
+    if is_own:
+        store.own_residual = dim
     if dim not in store.residuals:
         layout = store.layout
         shape = local_shape(layout.shape, sbp, store.job.mesh)
         store.residuals[dim] = new = torch.zeros(shape, dtype=dtype, device=layout.device)
         for parameter, slot in store.slots():
-            loaded = vars(parameter).get(_LOADED_RESIDUALS, {}).pop(dim, None)
-            if loaded is not None and shape == layout.shape == (layout.padded,):
-                new[slot.offset : slot.offset + slot.numel].copy_(loaded)
+            for saved_dim, loaded in pending_residuals(parameter).items() if is_own else ():
+                del vars(parameter)[_LOADED_RESIDUALS][saved_dim]
+                if shape == layout.shape == (layout.padded,):
+                    new[slot.offset : slot.offset + slot.numel].copy_(loaded)
     return store.residuals[dim]
 
 

@@ -16,7 +16,9 @@ from tests.equivalence.test_wire_formats import inputs as batches
 from tests.harness import LossStep, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
+from zerograph.ir.sbp import partial_sum
 from zerograph.runtime.state import in_memory, pending_residuals
+from zerograph.runtime.state import residual as residual_of
 
 FEEDBACK = {"reduce": zg.wire("int4", feedback=True)}
 Residuals = list[list[Tensor]]
@@ -340,3 +342,32 @@ def load_residuals(path: str) -> list[Tensor]:
     step = _step()
     step.load(path)
     return [pending_residuals(parameter)[0] for parameter in step.model.parameters()]
+
+
+def test_a_line_of_ranks_owes_what_each_rank_of_a_grid_owed(pool: Pool, tmp_path: Path) -> None:
+    for lost in pool.run(4, from_grid_to_line, str(tmp_path)):
+        assert lost == [0, 0]
+
+
+def from_grid_to_line(path: str) -> list[float]:
+    """Return how far the residuals of a line are from those of the grid, at stages 0 and 2."""
+    lost = []
+    for stage in (0, 2):
+        module = model()
+        grid = LossStep(module, optimizer(module), stage, sum_of_squares, wire=FEEDBACK)
+        grid.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+        grid(part(batches()[0]))
+        grid.save(f"{path}/{stage}")
+        line = _step()
+        line.load(f"{path}/{stage}")
+        line.compile(part(batches()[0]))
+        (store,), (new,) = grid._stores(), line._stores()
+        residual = residual_of(new, 0, (partial_sum,), torch.bfloat16)
+        pairs = zip(store.layout.slots, new.layout.slots, strict=True)
+        old = store.residuals[1]
+        parts = [
+            (old.narrow(0, one.offset, one.numel), residual.narrow(0, two.offset, two.numel)) for one, two in pairs
+        ]
+        assert any(own.any() for own, _ in parts)
+        lost.append(max(float((own - other).abs().max()) for own, other in parts))
+    return lost
