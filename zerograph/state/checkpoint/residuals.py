@@ -21,9 +21,9 @@ _PREFIX, _RECEIVED_PREFIX = "residuals", "received"
 def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
     """Return this rank's row of each parameter's residual, and its part of the weights that all ranks have.
 
-    They are ``residuals.<mesh dimension>.<parameter>`` and ``received.<parameter>``. Only residuals of
-    gradients that no two ranks share are saved. On a grid of ranks those of the second reduction begin anew: it adds sums
-    that several ranks have. Residuals that were loaded and that no step has read are saved as they are.
+    They are ``residuals.<mesh dimension>.<parameter>`` and ``received.<parameter>``. Only residuals of gradients
+    that no two ranks share are saved. On a grid of ranks those of the second reduction begin anew: it adds sums that
+    several ranks have. Residuals that were loaded and that no step has read are saved as they are.
     """
     pieces: dict[str, Pieces] = {}
     names = members.names()
