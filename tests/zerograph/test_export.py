@@ -116,6 +116,7 @@ def test_tied_weights_are_written_once_and_read_twice(tied: Path, tmp_path: Path
         (["nowhere", "out"], "there is no checkpoint in nowhere"),
         (["{tied}", "{tied}/index.json"], "cannot be written"),
         (["{tied}", "out", "--module", "head"], "no module 'head'; it has model"),
+        (["{tied}", "s3://bucket/model.safetensors"], "s3:/bucket/model.safetensors is a URL"),
     ],
 )
 def test_what_cannot_be_exported_is_named(tied: Path, tmp_path: Path, arguments: list[str], said: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,8 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: st
         CheckpointError: there is no checkpoint, or it is damaged, or the file cannot be written.
         ConfigError: there is no such module, or there are several and ``module`` is None.
     """
+    if re.match(r"[a-z][a-z0-9+]+:/", os.fspath(out)):
+        raise CheckpointError(f"{os.fspath(out)} is a URL: export into a local file or folder, and copy it from there")
     reader = open_checkpoint(path)
     document = written(reader)
     modules = modules_in(reader)
