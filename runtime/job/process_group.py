@@ -468,7 +468,7 @@ def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseExc
     head = f"rank {liveness.rank} of {liveness.size} lost {liveness.name(lost) if lost else 'the others'} while {doing}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     liveness.report_failure(CommunicationError(head), lost)
-    lines = [head, f"  {first}", *(f"  {line}" for line in answers.lines())]
+    lines = [head, f"  {first}", *(f"  {line}" for line in answers.lines(liveness.name))]
     if own is None:
         return "\n".join([*lines, _advice(lost, timeout)])
     return "\n".join(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 # Lines of a message for the other ranks' answers.
@@ -60,14 +60,18 @@ class Answers:
         diverged = {rank for rank, report in reports.items() if report.failed is None and report.doing != self.doing}
         return tuple(sorted(failed | set(self.silent) | set(self.ended) or lost_by_others or store_host or diverged))
 
-    def lines(self) -> list[str]:
-        """Return the answers as lines of a message: ended and silent ranks first, equal reports together."""
+    def lines(self, name: Callable[[Iterable[int]], str]) -> list[str]:
+        """Return the answers as lines of a message: ended and silent ranks first, equal reports together.
+
+        Args:
+            name: names ranks, with their hosts where there are several.
+        """
         lines = []
         if self.ended:
-            lines.append(f"{name_ranks(self.ended)}: its process has ended without a report: killed, or out of memory")
+            lines.append(f"{name(self.ended)}: its process has ended without a report: killed, or out of memory")
         if self.silent:
             lines.append(
-                f"{name_ranks(self.silent)}: no sign of life: died, is stopped, is held up in native code, or the "
+                f"{name(self.silent)}: no sign of life: died, is stopped, is held up in native code, or the "
                 "network to it is cut"
             )
         if not self.reached:
@@ -80,7 +84,7 @@ class Answers:
         for rank, report in self.reports.items():
             text = f"alive, {report.doing}" if report.failed is None else f"failed, {report.doing}: {report.failed}"
             ranks_by_text.setdefault(text, []).append(rank)
-        lines += [f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        lines += [f"{name(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
         return lines if len(lines) <= _MAX_LINES else [*lines[:_MAX_LINES], f"... and {len(lines) - _MAX_LINES} more"]
 
 

@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
-from zerograph.runtime.job.reports import Answers
+from zerograph.runtime.job.reports import Answers, name_ranks
 from zerograph.state import state_dict
 
 # Seconds until the others know of an interrupt: some looks into the store, and a loaded machine. The timeout is longer.
@@ -243,5 +243,5 @@ def test_a_process_that_is_known_to_have_ended_is_not_asked(tmp_path: Path) -> N
 
 
 def test_a_cut_network_is_named_as_a_cause() -> None:
-    assert "network" in "".join(Answers(0, "step 1", {}, silent=(1,)).lines())
-    assert "network" in "".join(Answers(0, "step 1", {}, reached=False, store_rank=1).lines())
+    assert "network" in "".join(Answers(0, "step 1", {}, silent=(1,)).lines(name_ranks))
+    assert "network" in "".join(Answers(0, "step 1", {}, reached=False, store_rank=1).lines(name_ranks))
