@@ -31,10 +31,13 @@ from tests.equivalence.training import (
 )
 from tests.harness import LossStep, Predict
 from tests.models import part
+from tests.peak_memory import most_allocated
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
 from zerograph.ir import experts
+from zerograph.ir.memory import temporary_bytes
 from zerograph.ir.mesh import line
+from zerograph.ir.step_graph import nbytes
 
 SIZES = {
     "vocab_size": 61,
@@ -362,3 +365,21 @@ def test_torchs_grouped_product_computes_what_the_loop_over_experts_computes(
     monkeypatch.setattr(experts, "_grouped_mm", lambda left, right: F.grouped_mm)
     torch.testing.assert_close(results(), wanted, rtol=1e-5, atol=1e-5)
     assert all(bool(one.any()) for one in wanted)
+
+
+@pytest.mark.parametrize("target", experts.FIRST)
+@pytest.mark.parametrize("width", [16, 96])
+def test_the_memory_inside_of_products_by_expert_is_predicted(target: Any, width: int) -> None:
+    x, ids = torch.randn(512, width), torch.randint(4, (512, 2))
+    if target is not experts.EXPERT_MM:
+        x = torch.randn(1, 512, 2, width)
+    other = torch.randn((1, 512, 2, 48) if target is experts.EXPERT_WEIGHT_GRADIENT else (1, 4, width, 48))
+    sizes = (4, 4, 0) if target is experts.EXPERT_WEIGHT_GRADIENT else (4, 0)
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("x", "other", "ids")]
+    for node, value in zip(inputs, (x, other, ids), strict=True):
+        node.meta["val"] = value
+    node = graph.call_function(target, (*inputs, *sizes))
+    node.meta["val"] = target(x, other, ids, *sizes)
+    seen = most_allocated(lambda: target(x, other, ids, *sizes), before=lambda: target(x, other, ids, *sizes))
+    assert nbytes(node.meta["val"]) + temporary_bytes(node) == pytest.approx(seen, rel=0.02)

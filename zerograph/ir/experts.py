@@ -77,10 +77,10 @@ class _Routes:
         return x.reshape(-1, x.shape[-1])[self._places()]
 
     def scattered(self, rows: Tensor) -> Tensor:
-        """Return a row for each pair, the others zero: [groups, tokens, choices, width]."""
+        """Return a row for each pair, the others zero: [groups, tokens, choices, width]. Write over ``rows``."""
         pairs = len(self.order)
-        rows = rows.masked_fill((self.experts == self.groups * self.per_group).unsqueeze(1), 0)
-        result = rows.new_zeros(self.groups * pairs, rows.shape[1]).index_copy(0, self._places(), rows)
+        rows.masked_fill_((self.experts == self.groups * self.per_group).unsqueeze(1), 0)
+        result = rows.new_zeros(self.groups * pairs, rows.shape[1]).index_copy_(0, self._places(), rows)
         return result.view(self.groups, pairs // self.choices, self.choices, rows.shape[1])
 
     def _places(self) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from zerograph.base.sizes import show_bytes as show_bytes
 from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, shared_arguments
+from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ir.flex_attention import flex_attention, scores_of
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
@@ -395,9 +396,23 @@ def workspace_bytes(node: fx.Node) -> int:
     if node.target is aten.convolution_backward.default:
         out, x, weight = _first_values(node, 3)
         return max(nbytes(x) + nbytes(out), nbytes(weight)) if _blocked(x) else _columns(x, weight, out)
+    if node.target in FIRST:
+        return _rows_of_pairs(node, *_first_values(node, 3))
     if (scores := scores_of(node)) is not None:
         return (3 if node.target is flex_attention else 5) * math.prod(scores[0]) * scores[2].itemsize
     return 0
+
+
+def _rows_of_pairs(node: fx.Node, x: Tensor, other: Tensor, ids: Tensor) -> int:
+    """Return the size of rows read and computed for each pair of a token and an expert, and of their numbers."""
+    pairs = math.prod(largest(ids.shape))
+    # Two numbers of each pair give the order of experts; its place among the results takes three more to compute.
+    order, places = 2 * 8 * pairs, 3 * 8 * pairs
+    if node.target is EXPERT_WEIGHT_GRADIENT:
+        return pairs * (x.shape[-1] + other.shape[-1]) * x.itemsize + order
+    groups, _, width_in, width_out = other.shape
+    read, computed = (pairs * width * x.itemsize for width in (width_in, width_out))
+    return computed + order + max(read, groups * computed + places) - nbytes(node.meta["val"])
 
 
 def _convolution_forward(x: Tensor, weight: Tensor, out: Tensor) -> int:
