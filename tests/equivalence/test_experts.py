@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import zerograph as zg
@@ -74,11 +75,12 @@ def qwen3_moe() -> nn.Module:
 class Routed(nn.Module):
     """Experts of Mixtral behind a router in the model's own precision, with its load-balancing loss and z-loss."""
 
-    def __init__(self, implementation: str = "eager") -> None:
+    def __init__(self, implementation: str = "eager", kind: type[nn.Module] = MixtralExperts) -> None:
         super().__init__()
-        config = transformers.MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4)
+        config_of = transformers.MixtralConfig if kind is MixtralExperts else transformers.GptOssConfig
+        config = config_of(hidden_size=8, intermediate_size=12, num_local_experts=4)
         config._experts_implementation = implementation
-        self.router, self.experts = nn.Linear(8, 4, bias=False), MixtralExperts(config)
+        self.router, self.experts = nn.Linear(8, 4, bias=False), kind(config)
         for parameter in self.experts.parameters():
             nn.init.normal_(parameter, std=0.3)
 
@@ -130,6 +132,7 @@ FAMILIES = {
         Family("qwen3-moe", qwen3_moe, text),
         Family("routed", Routed, rows),
         Family("adapted", adapted, rows),
+        Family("biased", lambda: Routed(kind=GptOssExperts), rows),
         Family("batched", lambda: Routed("batched_mm"), rows),
     )
 }
@@ -152,6 +155,7 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
         pytest.param("routed", torch.float64, ROWS_AND_EXPERTS, (1, 3), EXACT, id="routed-2x2"),
         pytest.param("batched", torch.float64, EXPERTS, (2,), EXACT, id="batched-2"),
         pytest.param("adapted", torch.float64, EXPERTS, (2,), EXACT, id="adapted-2"),
+        pytest.param("biased", torch.float64, ROWS_AND_EXPERTS, (2,), EXACT, id="biased-2x2"),
         pytest.param("mixtral", torch.float64, ROWS_AND_EXPERTS, (3,), ROUNDED, id="mixtral-2x2"),
         pytest.param("qwen3-moe", torch.float32, EXPERTS, (2,), ROUNDED, id="qwen3-moe-2"),
         pytest.param(

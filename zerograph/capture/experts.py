@@ -82,27 +82,27 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         hidden_states: [tokens, width].
         top_k_index, top_k_weights: the experts of each token, and their shares [tokens, choices].
     """
-    up = "gate_up_proj" if self.has_gate else "up_proj"
-    hidden = _linear(self, up, hidden_states, top_k_index)  # [groups, tokens, choices, inner]
-    if self.has_bias:
-        hidden = hidden + getattr(self, f"{up}_bias")[top_k_index]
+    hidden = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states, top_k_index)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     result = _linear(self, "down_proj", hidden, top_k_index).sum(0)  # [tokens, choices, width]
-    if self.has_bias:
-        result = result + self.down_proj_bias[top_k_index]
     if self.has_post_expert_norm:
         result = self.post_expert_norm(result)
     return (result * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def _linear(self: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
-    weight = getattr(self, name)
+    """Return tokens through a linear layer of each of their experts: [groups, tokens, choices, out]."""
+    weight, groups = getattr(self, name), _groups.get().get(id(self), 1)
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     total = weight.shape[0]
-    grouped = weight.to(dtype).unflatten(0, (_groups.get().get(id(self), 1), -1))
+    matrices = weight.to(dtype).unflatten(0, (groups, -1))
     if not self.is_transposed:
-        grouped = grouped.transpose(2, 3)
-    result: Tensor = expert_mm(x.to(dtype), grouped, ids, total, 0)
+        matrices = matrices.transpose(2, 3)
+    result: Tensor = expert_mm(x.to(dtype), matrices, ids, total, 0)
+    if self.has_bias:
+        # As a product with ones, which is zero where a token's expert is in another group.
+        bias = getattr(self, f"{name}_bias").to(dtype).unflatten(0, (groups, -1)).unsqueeze(2)
+        result = result + expert_mm(result.new_ones(ids.shape[0], 1), bias, ids, total, 0)
     return result

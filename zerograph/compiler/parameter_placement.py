@@ -112,6 +112,6 @@ def _stacked_in(module: nn.Module, members: Members) -> dict[str, nn.Parameter]:
     names, count = members.names(), expert_count(module)
     return {
         names[id(parameter)]: parameter
-        for parameter in module.parameters()
-        if parameter.dim() == 3 and parameter.shape[0] == count
+        for name, parameter in module.named_parameters()
+        if (parameter.dim() == 3 or name.endswith("_proj_bias")) and parameter.shape[0] == count
     }

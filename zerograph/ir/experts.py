@@ -77,27 +77,31 @@ class _Routes:
         return x.reshape(-1, x.shape[-1])[self._places()]
 
     def scattered(self, rows: Tensor) -> Tensor:
-        """Return a row for each pair, the others zero: [groups, tokens, choices, width]. Write over ``rows``."""
+        """Return the row of each pair in its group, zero in other groups: [groups, tokens, choices, width]."""
         pairs = len(self.order)
-        rows.masked_fill_((self.experts == self.groups * self.per_group).unsqueeze(1), 0)
-        result = rows.new_zeros(self.groups * pairs, rows.shape[1]).index_copy_(0, self._places(), rows)
+        shape = self.groups * pairs, rows.shape[1]
+        # One group has a row of every pair.
+        result = rows.new_empty(shape) if self.groups == 1 else rows.new_zeros(shape)
+        result.index_copy_(0, self._places(), rows)
         return result.view(self.groups, pairs // self.choices, self.choices, rows.shape[1])
 
     def _places(self) -> Tensor:
-        """Return the index of each pair in [groups, pairs], in the last group for pairs of others."""
+        """Return the index of each pair in [groups, pairs]; pairs of other groups, of zeros, are in the last one."""
         group = (self.experts // self.per_group).clamp(max=self.groups - 1)
         return group * len(self.order) + self.order
 
     def products(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Return the product of each pair's row with the weight [experts, in, out] of its expert."""
+        """Return the product of each pair's row with its expert's weight, of [experts, in, out]; 0 for other groups."""
         grouped = _grouped_mm(rows, weight)
         if grouped is not None:
-            return grouped(rows, weight, offs=self.ends.int())
-        result, start = rows.new_zeros(len(rows), weight.shape[2]), 0
+            others = self.experts == self.groups * self.per_group
+            return grouped(rows, weight, offs=self.ends.int()).masked_fill_(others.unsqueeze(1), 0)
+        result, start = rows.new_empty(len(rows), weight.shape[2]), 0
         for expert, end in enumerate(self.ends.tolist()):
             if start < end:
                 torch.mm(rows[start:end], weight[expert], out=result[start:end])
             start = end
+        result[start:].zero_()
         return result
 
     def outer_products(self, rows: Tensor, gradients: Tensor) -> Tensor:
