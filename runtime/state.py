@@ -276,8 +276,12 @@ def initial_value(spec: StateSpec) -> float:
 
 def unshard(stores: Iterable[Store]) -> None:
     """Give split parameters their whole values, for the user to read or change. A collective; gathers overlap."""
+    stores = list(stores)
     for finish in [start_unshard(store) for store in stores]:
         finish()
+    for store in stores:
+        if store.received is not None and store.is_unsharded:
+            store.unsharded_bits = _bits(store)
 
 
 def start_unshard(store: Store) -> Callable[[], None]:
@@ -291,7 +295,7 @@ def start_unshard(store: Store) -> Callable[[], None]:
         whole = finish()
         for parameter, slot in store.slots():
             show(parameter, _slot_part(whole, slot))
-        store.unsharded_bits = None if store.received is None else _bits(store)
+        store.unsharded_bits = None
         provisional = store.is_provisional
         store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
 
