@@ -21,7 +21,7 @@ from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
 from zerograph.integrations.checks import check_labels
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.readings import Readings, check_shared_evenly
+from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
 from zerograph.integrations.replay import Log, Place
 from zerograph.integrations.trl import substituted
 from zerograph.integrations.unsupported import unsupported, unsupported_trainer
@@ -96,7 +96,7 @@ class ZeroTrainerMixin(_Mixed):
         (loss_module,) = (one for one in loop.modules.values() if isinstance(one, _Loss))
         inputs = dict(inputs.items())
         arguments = self.model.training, (model, inputs, *args), kwargs
-        variant = self._readings.variant(*arguments)
+        variant = Variant() if self._has_stock_loss() else self._readings.variant(*arguments)
         result, reads = loss_module(variant.number, variant.tensors(self.args.device), inputs, *args, **kwargs)
         log = self._readings.log_of(variant.number)
         if log is not None and not variant.is_done:
@@ -109,6 +109,11 @@ class ZeroTrainerMixin(_Mixed):
         result = values_of(result)
         self._read()
         return result
+
+    def _has_stock_loss(self) -> bool:
+        """Return whether compute_loss() is that of transformers, which depends on its arguments only."""
+        own = type(self).compute_loss is transformers.Trainer.compute_loss
+        return own and self.compute_loss_func is None and self.label_smoother is None
 
     def _read(self) -> None:
         """Let compute_loss() read its values, which are computed now."""
