@@ -21,6 +21,7 @@ from tests.passes.test_rules import SAMPLES, _floating, graph_of, joined, pieces
 from zerograph._torch import fake_mode, graph_module, pytree, raw_sizes, size_env
 from zerograph.capture.decompositions import symbolic_table, table
 from zerograph.ir.dims import Dim
+from zerograph.ir.experts import FIRST
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.random import uniform
@@ -260,6 +261,9 @@ def test_unequal_parts_compute_what_the_whole_operator_computes(operator: Any) -
         whole = [one for one in pytree.tree_leaves(operator(*given[0], **given[1])) if isinstance(one, Tensor)]
         signatures = list(split_signatures(operator, args, kwargs))
         for signature in signatures:
+            if operator in FIRST and signature.inputs[1] == Split(0):
+                # Groups of experts are those of a parameter, whose sizes no input decides.
+                continue
             sample = SymbolicSample(operator, args, kwargs, signature, beside(signature, signatures))
             assert all(guard.holds({"s0": sample.rows, "s1": sample.columns}) for guard in sample.guards)
             assert sample.signatures is not None

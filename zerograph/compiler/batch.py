@@ -188,7 +188,10 @@ def read_batch(
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
     # An update of accumulated gradients has no inputs, or numbers only.
-    has_parts = any(leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf) for _, leaf in inputs)
+    has_parts = any(
+        isinstance(leaf, Tensor) and leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf)
+        for _, leaf in inputs
+    )
     length = sequence_length(inputs, sequence_parallel) if sequence_parallel > 1 and has_parts else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(

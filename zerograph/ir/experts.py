@@ -74,7 +74,7 @@ class _Routes:
         """Return the row of each pair: [pairs, width]."""
         if x.dim() == 2:
             return x[self.order // self.choices]
-        return x.reshape(-1, x.shape[-1])[self._places()]
+        return x.flatten(0, -2)[self._places()]
 
     def scattered(self, rows: Tensor) -> Tensor:
         """Return the row of each pair in its group, zero in other groups: [groups, tokens, choices, width]."""
