@@ -83,6 +83,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("any_batch", "zerograph/compiler/dimensions.py", "zerograph/ir/sizes.py"),
         _page("compile_time", "passes/pipeline.py"),
         _page("equivalence"),
+        _page("first_step", "zerograph/artifact/*.py", "zerograph/compiler/step_cache.py"),
         _page("hosts", *_PEERS[1:], command="python benchmarks/hosts.py"),
         _page("generate", "zerograph/state/generate.py"),
         _page("features", command="make bench-memory"),
