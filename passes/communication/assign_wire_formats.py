@@ -43,19 +43,17 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
             continue
         for use in _USES.get(change.kind, ()):
             wanted = format_of(context.numerics.wire, use, change.dim)
-            coded = None if wanted is None else _coded(node, change, use, wanted.codec, context)
-            if coded is None:
+            if wanted is None or (coded := _coded(node, change, use, wanted.codec, context)) is None:
                 continue
-            feedback = wanted is not None and wanted.feedback
             if use == "gather":
                 # The sums of an all-reduce are gathered as they are.
-                difference = feedback and change.kind == "all-gather" and change.tensor.kind == "bucket"
+                difference = wanted.feedback and change.kind == "all-gather" and change.tensor.kind == "bucket"
                 change = replace(change, gathered=replace(coded, difference=difference))
                 if difference:
                     receive(node, change, context)
                 continue
-            change = replace(change, reduced=replace(coded, feedback=feedback))
-            if feedback:
+            change = replace(change, reduced=replace(coded, feedback=wanted.feedback))
+            if wanted.feedback:
                 feed_back(node, change, coded.codec, context)
         meta(node)["boxing"] = change
     return module

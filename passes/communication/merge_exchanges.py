@@ -141,7 +141,7 @@ def _exchange(start: fx.Node) -> _Exchange | None:
 
 
 def _merge(graph: fx.Graph, group: list[_Exchange]) -> None:
-    """Emit one exchange in place of the last one; move what follows from the others behind it."""
+    """Emit one exchange in place of the last one; move what follows from the others to after it."""
     first, last = group[0], group[-1]
     early = _between(first, last)
     rows = sum(member.rows for member in group)

@@ -73,7 +73,7 @@ def qwen3_moe() -> nn.Module:
 
 
 class Routed(nn.Module):
-    """Experts of Mixtral behind a router in the model's own precision, with its load-balancing loss and z-loss."""
+    """Experts of Mixtral after a router in the model's own precision, with its load-balancing loss and z-loss."""
 
     def __init__(self, implementation: str = "eager", kind: type[nn.Module] = MixtralExperts) -> None:
         super().__init__()

@@ -188,11 +188,11 @@ def read_batch(
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
     # An update of accumulated gradients has no inputs, or numbers only.
-    has_parts = any(
+    has_sequence = sequence_parallel > 1 and any(
         isinstance(leaf, Tensor) and leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf)
         for _, leaf in inputs
     )
-    length = sequence_length(inputs, sequence_parallel) if sequence_parallel > 1 and has_parts else None
+    length = sequence_length(inputs, sequence_parallel) if has_sequence else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
