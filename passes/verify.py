@@ -33,15 +33,15 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
     """
     computed: set[fx.Node] = set()
     changed: set[fx.Node] = set()
+    # This loop visits every node after every pass: it calls nothing that it can do without.
     for node in module.graph.nodes:
-        sources, node_meta = node.all_input_nodes, meta(node)
+        sources, node_meta = node.all_input_nodes, node.meta
         if not computed.issuperset(sources):
             missing = next(source for source in sources if source not in computed)
             _fail(after, node, f"reads {missing.name}, which is computed later")
         computed.add(node)
-        boxing = boxing_of(node)
-        if boxing is not None and boxing.format and boxing.tensor.kind == "value":
-            _fail(after, node, f"sends {boxing.tensor} as {boxing.format}: only parameters and gradients may be lossy")
+        if "boxing" in node_meta:
+            _check_format(after, node)
         if placed and "sbp" not in node_meta and "local" not in node_meta and isinstance(node_meta.get("val"), Tensor):
             _fail(after, node, "has no SBP")
         if not boxed:
@@ -52,11 +52,18 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
         if last is None or not all(map(is_, state, last)):
             seen[node] = state
             changed.add(node)
-        if node in changed or not changed.isdisjoint(sources):
-            for dim, signature in enumerate(signatures):
-                _check_signature(after, node, dim, signature)
+        elif not signatures or changed.isdisjoint(sources):
+            continue
+        for dim, signature in enumerate(signatures):
+            _check_signature(after, node, dim, signature)
     if placed:
         _check_state(module.graph, after)
+
+
+def _check_format(after: str, node: fx.Node) -> None:
+    boxing = boxing_of(node)
+    if boxing is not None and boxing.format and boxing.tensor.kind == "value":
+        _fail(after, node, f"sends {boxing.tensor} as {boxing.format}: only parameters and gradients may be lossy")
 
 
 def _check_signature(after: str, node: fx.Node, dim: int, signature: Signature) -> None:

@@ -55,6 +55,7 @@ from zerograph._torch.distributed import (
     single_process_store,
 )
 from zerograph._torch.expressions import describe_number, rebuild_number, unknown_numbers
+from zerograph._torch.fake_results import empty_fake
 from zerograph._torch.modules import (
     adaptive_output,
     hook_tables,
@@ -181,6 +182,7 @@ __all__ = [
     "differs_from_one",
     "eager_checkpoint_policies",
     "emit_size",
+    "empty_fake",
     "errors_unlogged",
     "evaluate_number",
     "evaluate_size",

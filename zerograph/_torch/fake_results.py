@@ -34,14 +34,31 @@ class _Result:
 
     def make(self, mode: FakeTensorMode, tensors: Sequence[Tensor]) -> FakeTensor:
         """Return a fake tensor like the result of the first call."""
-        assert mode.shape_env is not None
-        # The first call has recorded the conditions on sizes.
-        with in_kernel_invocation_manager(mode), mode.shape_env.suppress_guards():
-            if self.base is None:
-                elem = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
-            else:
-                elem = torch.as_strided(tensors[self.base], self.shape, self.strides, self.offset)
+        if self.base is None:
+            return empty_fake(mode, self.shape, self.strides, self.dtype, self.device)
+        with in_kernel_invocation_manager(mode), _conditions_known(mode, (*self.shape, *self.strides, self.offset)):
+            elem = torch.as_strided(tensors[self.base], self.shape, self.strides, self.offset)
         return FakeTensor(mode, elem, self.device)
+
+
+def empty_fake(
+    mode: FakeTensorMode, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """Return a fake tensor with a storage of its own, without the way through the dispatcher and the modes."""
+    with in_kernel_invocation_manager(mode), _conditions_known(mode, (*shape, *strides)):
+        elem = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return FakeTensor(mode, elem, device)
+
+
+def _conditions_known(mode: FakeTensorMode, sizes: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """Record no conditions on symbolic sizes: the first call has recorded them."""
+    if all(isinstance(size, int) for size in sizes):
+        return _NOTHING
+    assert mode.shape_env is not None
+    return mode.shape_env.suppress_guards()
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class _NotCachedError(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload, size_key
+from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload, empty_fake, size_key
 from zerograph.ir.metadata import value
 
 
@@ -29,20 +29,20 @@ def evaluate(node: fx.Node) -> Any:
         return mode.results[key]
     # Integers become the default dtype where an operator divides them.
     global_key = (torch.get_default_dtype(), *key)
-    with mode, torch.no_grad():
-        if global_key in _LAYOUTS:
-            result = _from_layout(_LAYOUTS[global_key])
-        else:
+    if global_key in _LAYOUTS:
+        result = _from_layout(_LAYOUTS[global_key], mode)
+    else:
+        with mode, torch.no_grad():
             result = node.target(*args, **kwargs)  # type: ignore[operator]
-            layout = _layout(result)
-            if layout is not None and _depends_on_arguments_only(node):
-                if len(_LAYOUTS) >= _MAX_LAYOUTS:
-                    _LAYOUTS.clear()
-                _LAYOUTS[global_key] = layout
-            if layout is not None:
-                # A view references its base where the garbage collector does not see it. In the cache of its base's
-                # mode it would keep all of them alive for ever.
-                result = _from_layout(layout)
+        layout = _layout(result)
+        if layout is not None and _depends_on_arguments_only(node):
+            if len(_LAYOUTS) >= _MAX_LAYOUTS:
+                _LAYOUTS.clear()
+            _LAYOUTS[global_key] = layout
+        if layout is not None:
+            # A view references its base where the garbage collector does not see it. In the cache of its base's
+            # mode it would keep all of them alive for ever.
+            result = _from_layout(layout, mode)
     # The number in a tensor is a symbol of its own, even if the calls are equal.
     if not isinstance(result, _SYMBOLS):
         mode.results[key] = result
@@ -83,13 +83,12 @@ def _layout(result: Any) -> Any:
     return tuple(result.shape), result.stride(), result.dtype, result.device
 
 
-def _from_layout(layout: Any) -> Any:
-    """Return fake tensors with the layout, in the current mode."""
+def _from_layout(layout: Any, mode: CachingFakeMode) -> Any:
+    """Return fake tensors of the mode with the layout."""
     if isinstance(layout[0], type):
         kind, *parts = layout
-        return kind(map(_from_layout, parts))
-    shape, strides, dtype, device = layout
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return kind(_from_layout(part, mode) for part in parts)
+    return empty_fake(mode, *layout)
 
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
