@@ -67,6 +67,7 @@ class BatchLayout:
         packed: outputs have one entry per micro-batch.
         early_outputs: number of outputs, the first ones, that a loop reads before backward.
         attention: the form of attention where ranks split the sequence; see ``config.attention``.
+        expert_capacity: capacity of an exchange of tokens for experts; see ``config.expert_capacity``.
     """
 
     inputs: tuple[NdSbp, ...]
@@ -75,6 +76,7 @@ class BatchLayout:
     packed: bool = False
     early_outputs: int = 0
     attention: str = "auto"
+    expert_capacity: float | None = None
 
 
 @dataclass(frozen=True)

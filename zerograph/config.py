@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.base.options import (
+    POSITIVE,
     SWITCH,
     Check,
     check_by,
@@ -70,10 +71,7 @@ class Config:
     )
     clip_grad_norm: float | None = option(
         None,
-        Check(
-            lambda value: value is None or (is_number(value) and 0 < value < float("inf")),
-            "give the largest norm that gradients may have, more than 0, or None",
-        ),
+        POSITIVE,
         """Clip all gradients together to this norm at the end of ``build()``, as
         ``torch.nn.utils.clip_grad_norm_`` over all parameters does. Default None: do not clip.""",
     )
@@ -98,8 +96,8 @@ class Config:
             lambda value: callable(value) or is_one_of(value, "auto", "eager", "inductor"),
             "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable",
         ),
-        """``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, example_inputs) -> callable``, or ``"auto"``
-        (default): Inductor on accelerators, eager on CPU.""",
+        """``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, inputs) -> callable``, or ``"auto"`` (default):
+        Inductor on accelerators, eager on CPU.""",
     )
     batch_norm: str = option(
         "global",
@@ -229,11 +227,7 @@ class Config:
         Check(
             lambda value: (
                 value is None
-                or (
-                    isinstance(value, tuple)
-                    and bool(value)
-                    and all(isinstance(sbp, Split) or sbp == broadcast for sbp in value)
-                )
+                or (isinstance(value, tuple) and value != () and all(type(x) is Split or x == broadcast for x in value))
             ),
             "give a tuple of sbp.split(d) and sbp.broadcast, one per mesh dimension",
         ),
@@ -252,6 +246,12 @@ class Config:
         whole_number(1, "ranks"),
         """Number of ranks that split the experts of a mixture of experts. Without ``placement`` the ranks form rows of
         so many; each rank of a row stores and computes its experts, for the tokens of the row. Default 1: none.""",
+    )
+    expert_capacity: float | None = option(
+        1.25,
+        POSITIVE,
+        """Rows that a rank sends each rank in the first round of an all-to-all of tokens, times those of even routing;
+        a second round has the rest. Default 1.25. None: gather tokens always.""",
     )
     attention: str = option(
         "auto",

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from zerograph import errors
 from zerograph.ir.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ir.dims import Size
+from zerograph.ir.dispatch import COMBINE, DISPATCH
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ir.memory import computed_bytes
@@ -27,6 +28,7 @@ from zerograph.passes.buckets.coded_updates import CodedUpdate, update_module
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
 from zerograph.passes.lower.coded import lower_coded
+from zerograph.passes.lower.dispatch import lower_dispatch
 from zerograph.passes.lower.inline import inline_region
 from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic, split_dim
 from zerograph.passes.lower.ring import is_ring, lower_ring
@@ -98,6 +100,8 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
             _begin_mask_at_own_queries(node, context)
     elif node.target in FIRST:
         _begin_at_own_group(node, context)
+    elif node.target in (DISPATCH, COMBINE):
+        lower_dispatch(node, shapes[0], context)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)
     # A whole tensor that is computed from whole tensors only is the same on all ranks.

@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from zerograph.errors import CaptureError
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.sbp import NdSbp, Sbp, Signature, Split, all_broadcast, broadcast, wire_bytes
 from zerograph.ir.step_graph import output_nodes, writes
@@ -27,6 +26,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.attention import ATTENTION, of_one_form, report_unused_form
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.cost import PACKET
+from zerograph.passes.placement.experts import of_own_experts
 from zerograph.passes.placement.problem import PlacementProblem, TensorId, placement_problem
 from zerograph.passes.placement.solve import improve
 from zerograph.passes.rules.discover import discover
@@ -206,7 +206,7 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
         return (rules.all_broadcast(node),)
     signatures = problem.signatures(node)
     if signatures is not None:
-        return _by_own_experts(node, of_one_form(node, signatures, problem, context), problem)
+        return of_own_experts(node, of_one_form(node, signatures, problem, context), problem, context)
     # Along time nothing can be gathered: ``hoist_batch_statistics`` refuses what needs it.
     if problem.ranks > 1 and not (problem.is_time and context.missing_rules.action == "gather"):
         if context.missing_rules.action == "discover":
@@ -219,15 +219,6 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
                 return signatures
         _report_missing_rule(node, problem, context)
     return (rules.all_broadcast(node),)
-
-
-def _by_own_experts(
-    node: fx.Node, signatures: tuple[Signature, ...], problem: PlacementProblem
-) -> tuple[Signature, ...]:
-    """Return the signatures in which ranks multiply by the experts that they store, where the user splits experts."""
-    if node.target not in (EXPERT_MM, EXPERT_MM_SUMMED) or problem.sbp_of(problem.inputs(node)[1]) != Split(0):
-        return signatures
-    return tuple(one for one in signatures if one.inputs[1] == Split(0)) or signatures
 
 
 def _split_if_readers_do(node: fx.Node, problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> None:

@@ -23,6 +23,7 @@ from zerograph.ir.alias import is_view_or_copy, shared_arguments
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
+from zerograph.passes.placement.experts import exchanged_along
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding
 
 aten = torch.ops.aten
@@ -149,5 +150,7 @@ def _is_recomputable(value: fx.Node) -> bool:
     if target is boxing:
         return bool(meta(node)["boxing"].kind == "slice")
     if target is local or not isinstance(target, OpOverload) or is_mutable(target):
+        return False
+    if exchanged_along(node, meta(node).get("signature", ())) is not None:
         return False
     return "looked_up" not in node.meta and not is_sharded_embedding(node)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,11 @@ def qwen3_moe() -> nn.Module:
 class Routed(nn.Module):
     """Experts of Mixtral after a router in the model's own precision, with its load-balancing loss and z-loss."""
 
-    def __init__(self, implementation: str = "eager", kind: type[nn.Module] = MixtralExperts) -> None:
+    def __init__(
+        self, implementation: str = "eager", kind: type[nn.Module] = MixtralExperts, prefers: float = 0.0
+    ) -> None:
         super().__init__()
+        self.prefers = prefers
         config_of = transformers.MixtralConfig if kind is MixtralExperts else transformers.GptOssConfig
         config = config_of(hidden_size=8, intermediate_size=12, num_local_experts=4)
         config._experts_implementation = implementation
@@ -85,7 +90,8 @@ class Routed(nn.Module):
             nn.init.normal_(parameter, std=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = self.router(x)
+        # With a preference all tokens go to the last two experts.
+        logits = self.router(x) + self.prefers * torch.arange(4)
         shares = logits.softmax(-1)
         chosen, experts = shares.topk(2, -1)
         y = self.experts(x, experts, chosen / chosen.sum(-1, keepdim=True))
@@ -133,6 +139,7 @@ FAMILIES = {
         Family("routed", Routed, rows),
         Family("adapted", adapted, rows),
         Family("biased", lambda: Routed(kind=GptOssExperts), rows),
+        Family("preferred", lambda: Routed(prefers=50.0), rows),
         Family("batched", lambda: Routed("batched_mm"), rows),
     )
 }
@@ -140,6 +147,11 @@ SPLIT = zg.sbp.split(0)
 OPTIONS = (("expert_parallel", 2),)
 EXPERTS = Arrangement("2 ranks, experts", (SPLIT,), ranks=(0, 1), options=OPTIONS)
 ROWS_AND_EXPERTS = Arrangement("2x2, rows and experts", (SPLIT, SPLIT), options=OPTIONS)
+# Tokens by all-to-all, most of them in the second round.
+LITTLE = ("expert_capacity", 0.25)
+EXCHANGED = Arrangement("4 ranks, exchanged", (SPLIT,), ranks=(0, 1, 2, 3), options=(("expert_parallel", 4), LITTLE))
+ROWS_AND_EXCHANGED = replace(ROWS_AND_EXPERTS, title="2x2, rows and exchanged", options=(*OPTIONS, LITTLE))
+EXPERTS_OF_FOUR = replace(EXCHANGED, title="4 ranks, experts", options=(("expert_parallel", 4),))
 # The losses and routers of transformers compute in fp32.
 EXACT, ROUNDED = 1e-10, 1e-6
 
@@ -153,6 +165,10 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
     [
         pytest.param("routed", torch.float64, EXPERTS, STAGES, EXACT, id="routed-2"),
         pytest.param("routed", torch.float64, ROWS_AND_EXPERTS, (1, 3), EXACT, id="routed-2x2"),
+        pytest.param("routed", torch.float64, EXCHANGED, (1, 3), EXACT, id="routed-exchanged-4"),
+        pytest.param("preferred", torch.float64, EXCHANGED, (2,), EXACT, id="preferred-exchanged-4"),
+        pytest.param("routed", torch.float64, ROWS_AND_EXCHANGED, (2,), EXACT, id="routed-exchanged-2x2"),
+        pytest.param("mixtral", torch.float64, EXPERTS_OF_FOUR, (2,), ROUNDED, id="mixtral-exchanged-4"),
         pytest.param("batched", torch.float64, EXPERTS, (2,), EXACT, id="batched-2"),
         pytest.param("adapted", torch.float64, EXPERTS, (2,), EXACT, id="adapted-2"),
         pytest.param("biased", torch.float64, ROWS_AND_EXPERTS, (2,), EXACT, id="biased-2x2"),
@@ -190,9 +206,9 @@ def prepared(name: str, ranks: int, stage: int, **options: Any) -> Prepared:
     return step_of(name, stage, **options).prepare(line(ranks, 0, "ranks"), *(x.chunk(ranks)[0] for x in batch))
 
 
-def activations(step: Prepared) -> list[tuple[str, str, int]]:
+def activations(step: Prepared, sums: int = 64) -> list[tuple[str, str, int]]:
     """Phase, kind and sent bytes of collectives that move more than sums over the batch, beside those of buckets."""
-    large = [one for one in step.collectives() if one.bytes > 64 and "bucket" not in one.what]
+    large = [one for one in step.collectives() if (one.bytes > sums or not sums) and "bucket" not in one.what]
     return [(one.phase, one.kind, one.bytes) for one in large]
 
 
@@ -208,6 +224,18 @@ def test_tokens_travel_once_to_the_experts_and_once_back_in_forward_and_in_backw
         ("backward", "reduce-scatter", shares),
         ("backward", "reduce-scatter", whole),
     ]
+
+
+def test_tokens_are_exchanged_in_two_rounds_where_that_sends_fewer_bytes() -> None:
+    tokens, width, choices, ranks = 2 * 12, 32, 2, 4
+    options = {"expert_parallel": ranks, "dtype": torch.float32}
+    exchanges = [one for one in activations(prepared("mixtral", ranks, 2, **options), 0) if one[1] == "all-to-all"]
+    # One rank has the experts of half of the tokens, if routing is even.
+    first = math.ceil(1.25 * tokens / 2) * width * 4 * (ranks - 1)
+    assert exchanges == [(phase, "all-to-all", n) for phase in ("forward", "backward") for n in (first, 0, first, 0)]
+    gathers = activations(prepared("mixtral", ranks, 2, **options, expert_capacity=None), 2 * first // 3)
+    assert [sent for _, _, sent in gathers] == [tokens * width * 4 * (ranks - 1)] * 4
+    assert sum(n for *_, n in exchanges) + 5 * tokens * choices * 8 < 4 * gathers[0][2]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "adapted"])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.passes.samples import Sample, ints, s, x
 from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ir.dispatch import COMBINE, DISPATCH
 from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
 from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.rows import shift_offsets
@@ -287,7 +288,10 @@ SAMPLES: dict[Any, list[Sample]] = {
     EXPERT_WEIGHT_GRADIENT: [
         s(x(4, 3), x(2, 4, 2, 8), ints(4, 4, 2), 2, 4, 0),
         s(x(2, 4, 2, 3), x(2, 4, 2, 4), ints(4, 4, 2), 2, 4, 0),
+        s(x(2, 4, 3), x(2, 4, 2, 4), ints(4, 4, 2), 2, 4, 0),
     ],
+    DISPATCH: [s(x(4, 3), ints(4, 4, 2), 4, 4)],
+    COMBINE: [s(x(4, 8, 3), ints(4, 8, 2), 4)],
     CTC_LOSS: [s(*_spoken(), 0, True), s(*_end_to_end(), 0, False)],
     CTC_LOSS_BACKWARD: [s(x(4), *_spoken(), 0, True), s(x(4), *_end_to_end(), 0, False)],
 }

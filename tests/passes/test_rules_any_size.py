@@ -21,6 +21,7 @@ from tests.passes.test_rules import SAMPLES, _floating, graph_of, joined, pieces
 from zerograph._torch import fake_mode, graph_module, pytree, raw_sizes, size_env
 from zerograph.capture.decompositions import symbolic_table, table
 from zerograph.ir.dims import Dim
+from zerograph.ir.dispatch import COMBINE, DISPATCH
 from zerograph.ir.experts import FIRST
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Role, meta
@@ -261,7 +262,9 @@ def test_unequal_parts_compute_what_the_whole_operator_computes(operator: Any) -
         whole = [one for one in pytree.tree_leaves(operator(*given[0], **given[1])) if isinstance(one, Tensor)]
         signatures = list(split_signatures(operator, args, kwargs))
         for signature in signatures:
-            if operator in FIRST and signature.inputs[1] == Split(0):
+            groups = dict.fromkeys(FIRST, signature.inputs[1:])
+            groups |= {DISPATCH: signature.outputs, COMBINE: signature.inputs}
+            if groups.get(operator, (broadcast,))[0] == Split(0):
                 # Groups of experts are those of a parameter, whose sizes no input decides.
                 continue
             sample = SymbolicSample(operator, args, kwargs, signature, beside(signature, signatures))

@@ -69,6 +69,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+POSITIVE = Check(
+    lambda value: value is None or (is_number(value) and 0 < value < float("inf")), "give a number above 0, or None"
+)
 SWITCH = Check(lambda value: isinstance(value, bool), "choose True or False")
 
 

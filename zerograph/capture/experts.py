@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from zerograph.ir.dispatch import combine, dispatch
 from zerograph.ir.experts import expert_mm
 
 # Number of groups that ranks split the experts into, by ``id`` of the module.
@@ -82,9 +83,16 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         hidden_states: [tokens, width].
         top_k_index, top_k_weights: the experts of each token, and their shares [tokens, choices].
     """
-    hidden = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", hidden_states, top_k_index)
+    groups, total = _groups.get().get(id(self), 1), expert_count(self)
+    x: Tensor = hidden_states if groups == 1 else dispatch(hidden_states, top_k_index, groups, total)
+    hidden = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", x, top_k_index)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    result = _linear(self, "down_proj", hidden, top_k_index).sum(0)  # [tokens, choices, width]
+    result = _linear(self, "down_proj", hidden, top_k_index)  # [groups, tokens, choices, width]
+    if groups > 1 and not self.has_post_expert_norm:
+        weighted = (result * top_k_weights.unsqueeze(-1)).sum(2)
+        summed: Tensor = combine(weighted, top_k_index, total)
+        return summed.to(hidden_states.dtype)
+    result = result.sum(0)
     if self.has_post_expert_norm:
         result = self.post_expert_norm(result)
     return (result * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)

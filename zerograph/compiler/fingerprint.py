@@ -32,8 +32,8 @@ def graph_lines(graph: fx.Graph) -> list[str]:
             for position, argument in enumerate(node.args)
         )
         # The name of a collective's process group differs between ranks too.
-        if (boxing := boxing_of(node)) is not None and "rank_arguments" not in node.meta:
-            args = (*node.args[:-1], f"along mesh dimension {boxing.dim}")
+        if (boxing := boxing_of(node)) is not None and isinstance(node.args[-1], str):
+            args = (*args[:-1], f"along mesh dimension {boxing.dim}")
         value = node.meta.get("val")
         shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else ""
         # The text of a Python function has its address.

@@ -236,6 +236,7 @@ class Preparation:
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
                 early_outputs=self.early_outputs,
                 attention=config.attention,
+                expert_capacity=config.expert_capacity,
             ),
             gradients=self.gradients,
             numerics=Numerics(

@@ -21,7 +21,8 @@ def expert_mm(x: Tensor, weight: Tensor, ids: Tensor, total: int, first: int) ->
     """Return the product of each token with each of its experts: [groups, tokens, choices, out].
 
     Args:
-        x: tokens [tokens, in], or one row for each expert of a token, [groups, tokens, choices, in].
+        x: tokens [tokens, in], or those of each group [groups, tokens, in], or one row for each expert of a token,
+            [groups, tokens, choices, in].
         weight: [groups, experts of a group, in, out].
         ids: number of each expert that a token goes to [tokens, choices].
         total: number of experts of all ranks.
@@ -74,6 +75,8 @@ class _Routes:
         """Return the row of each pair: [pairs, width]."""
         if x.dim() == 2:
             return x[self.order // self.choices]
+        if x.dim() == 3:
+            return x.flatten(0, 1)[self._places() // self.choices]
         return x.flatten(0, -2)[self._places()]
 
     def scattered(self, rows: Tensor) -> Tensor:
@@ -152,6 +155,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[0]:
         product = expert_mm_summed if x.dim() == 2 else expert_mm
         of_x = product(gradient, weight.transpose(2, 3), ids, *numbers)
+        of_x = of_x.sum(2) if x.dim() == 3 else of_x
     if ctx.needs_input_grad[1]:
         of_weight = expert_weight_gradient(x, gradient, ids, weight.shape[1], *numbers)
     return of_x, of_weight, None, None, None

@@ -1,0 +1,64 @@
+"""Experts along a mesh dimension that splits them: ranks multiply by their own, and gather or exchange tokens.
+
+Tokens are gathered before the experts, and results reduce-scattered after them; or both are exchanged by all-to-all,
+see ``ir/dispatch.py``, where that sends fewer bytes.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerograph.ir.dispatch import COMBINE, DISPATCH, capacity
+from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED
+from zerograph.ir.sbp import Signature, Split, broadcast
+from zerograph.passes import rules
+from zerograph.passes.context import Context
+from zerograph.passes.placement.problem import PlacementProblem
+
+_EXCHANGE = Signature((Split(0), broadcast), (Split(0),))
+
+
+def of_own_experts(
+    node: fx.Node, signatures: tuple[Signature, ...], problem: PlacementProblem, context: Context
+) -> tuple[Signature, ...]:
+    """Return the signatures in which ranks multiply by the experts that they store, where the user splits experts."""
+    if node.target in (DISPATCH, COMBINE):
+        return (_EXCHANGE,) if _exchange_pays(node, problem, context) else signatures
+    if node.target not in (EXPERT_MM, EXPERT_MM_SUMMED) or problem.sbp_of(problem.inputs(node)[1]) != Split(0):
+        return signatures
+    return tuple(one for one in signatures if one.inputs[1] == Split(0)) or signatures
+
+
+def exchanged_along(node: fx.Node, signatures: tuple[Signature, ...]) -> int | None:
+    """Return the mesh dimension along which a node exchanges tokens by all-to-all; None for any other node."""
+    return signatures.index(_EXCHANGE) if node.target in (DISPATCH, COMBINE) and _EXCHANGE in signatures else None
+
+
+def capacity_of(node: fx.Node, tokens: int, ranks: int, context: Context) -> int:
+    """Return the rows that a rank sends each other rank in the first round.
+
+    Args:
+        node: the node that exchanges.
+        tokens: number of tokens of a rank.
+        ranks: number of ranks.
+        context: the context of the passes.
+    """
+    arguments, factor = rules.arguments(node), context.batch.expert_capacity
+    assert factor is not None
+    return capacity(tokens, arguments["ids"].meta["val"].shape[1], arguments["experts"], ranks, factor)
+
+
+def _exchange_pays(node: fx.Node, problem: PlacementProblem, context: Context) -> bool:
+    """Return whether an exchange of tokens, with the experts of all tokens on all ranks, sends less than a gather."""
+    splits_experts = any(bucket.rows is not None and bucket.sbp[problem.dim] == Split(0) for bucket in context.buckets)
+    if context.batch.expert_capacity is None or not splits_experts or not problem.batch_is_split or problem.is_time:
+        return False
+    (rows, ids), ranks = (problem.values[source][index] for source, index in problem.inputs(node)), problem.ranks
+    groups = rows.shape[0] if node.target is COMBINE else rules.arguments(node)["groups"]
+    if groups != ranks or not isinstance(ids.shape[0], int) or ids.shape[0] % ranks:
+        return False
+    tokens = ids.shape[0] // ranks
+    # The experts of a token, and their shares.
+    of_router = ids.shape[1] * (ids.itemsize + rows.itemsize)
+    width = rows.shape[-1] * rows.itemsize
+    return capacity_of(node, tokens, ranks, context) * width + tokens * of_router < tokens * width
