@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
+from zerograph.artifact.file import write_file
 from zerograph.capture.wrappers import inner_optimizer
-from zerograph.compiler.artifacts import read_artifact, write_artifact
+from zerograph.compiler.artifacts import artifact_content, read_artifact
 from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
@@ -293,7 +294,7 @@ class ZeroGraph(Inspected, Stateful):
         if prepared is not None:
             members = replace(members, meta=prepared.device)
         trace = self._compiler.recording_of(step, members)
-        write_artifact(step, path, self._steps.dependencies(members).code(trace))
+        write_file(path, artifact_content(step, self._steps.dependencies(members).code(trace)))
 
     @one_thread("load_compiled()")
     def load_compiled(self, path: str | os.PathLike[str]) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.ir.sbp import NdSbp, Split
+from zerograph.runtime.job.messages import hang_up
 from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import collectives, direct
 
 c10d = torch.ops._c10d_functional
 
 _GATHERING = "gathering state outside a step"
+# A wait that ends when rank 0 answers or is lost, and not before.
+_UNLIMITED = timedelta(days=365)
+# Seconds between two looks at whether rank 0 has answered: a part of those waited, up to the second.
+_NAP, _MOST_NAP = 0.05, 0.02
 
 
 def broadcast_number(job: Job, number: int) -> int:
@@ -25,6 +33,53 @@ def broadcast_number(job: Job, number: int) -> int:
     with explaining_failures(job, "taking over rank 0's seed"):
         dist.broadcast(shared, group_src=0, group=job.control)
     return int(shared)
+
+
+def broadcast_when_ready(job: Job, number: int, doing: str) -> tuple[int, BaseException | None]:
+    """Return rank 0's 64-bit number on every rank. The others wait until rank 0 calls this, for as long as it lives.
+
+    An interrupt of a rank that waits is caught, and returned with the number: rank 0 may send more after it. A second
+    one is raised.
+
+    Args:
+        job: the ranks.
+        number: rank 0's; on a simulated job this rank's.
+        doing: what the others wait for, for messages.
+
+    Raises:
+        CommunicationError: rank 0 is lost.
+    """
+    if job.size == 1:
+        return number, None
+    shared, interrupt = torch.tensor([number], device="cpu"), None
+    options = dist.BroadcastOptions()
+    options.timeout = _UNLIMITED
+    with explaining_failures(job, doing):
+        work = job.control.broadcast([shared], options)
+        began = asked = time.monotonic()
+        while not work.is_completed():
+            try:
+                now = time.monotonic()
+                time.sleep(min(_NAP * (now - began), _MOST_NAP))
+                if now - asked > job.timeout:
+                    _check_first(job)
+                    asked = now
+            except Exception:
+                hang_up(job.control)
+                raise
+            except BaseException as error:
+                if interrupt is not None:
+                    raise
+                interrupt = error
+        work.wait()
+    return int(shared), interrupt
+
+
+def _check_first(job: Job) -> None:
+    """Raise a RuntimeError unless rank 0 lives, and has not failed."""
+    report: Any = job.liveness.ask().reports.get(0)
+    if job.rank and (report is None or report.failed is not None):
+        raise RuntimeError(f"rank 0 has not answered for {job.timeout:g} seconds")
 
 
 def broadcast_small(job: Job, tensors: Sequence[Tensor], name: str) -> None:

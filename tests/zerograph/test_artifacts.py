@@ -27,7 +27,7 @@ from tests.scripts import run_by_torchruns_agent
 from tests.zerograph.inspection import models
 from zerograph.artifact.code import names_of, recorded
 from zerograph.artifact.digest import Digest, Visited
-from zerograph.artifact.file import read_file, write_file
+from zerograph.artifact.file import file_content, read_file, write_file
 from zerograph.base.recording import followed
 from zerograph.capture.trace import Capture
 from zerograph.compiler import preparation
@@ -198,7 +198,7 @@ def tampered(path: Path) -> Iterator[Path]:
         document, tensors = read_file(path)
         change(document["captured"]["graph"])
         other = path.with_name(f"{name}.zg")
-        write_file(other, document, tensors)
+        write_file(other, file_content(document, tensors))
         yield other
 
 

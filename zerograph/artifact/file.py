@@ -18,14 +18,19 @@ from zerograph.errors import ArtifactError
 _MAGIC = b"zerograph artifact 1\n"
 
 
-def write_file(path: str | os.PathLike[str], document: Any, tensors: Mapping[str, Tensor]) -> None:
+def file_content(document: Any, tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the content of the file that has a document and tensors."""
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    content = b"%d\n" % len(text) + text + safetensors.torch.save(dict(tensors))
+    return _MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Replace the file at ``path`` atomically. Only its owner can read it.
 
     Raises:
         ArtifactError: it cannot be written.
     """
-    text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    content = b"%d\n" % len(text) + text + safetensors.torch.save(dict(tensors))
     file = Path(path)
     # Two jobs may write the same file at the same time.
     beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
@@ -33,7 +38,7 @@ def write_file(path: str | os.PathLike[str], document: Any, tensors: Mapping[str
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with os.fdopen(descriptor, "wb") as opened:
-                opened.write(_MAGIC + hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+                opened.write(content)
             os.replace(beside, file)
         except BaseException:
             beside.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import fx, nn
 
 from zerograph.artifact.code import described, digests
-from zerograph.artifact.file import parse_file, read_file, write_file
+from zerograph.artifact.file import file_content, parse_file, read_file
 from zerograph.artifact.graphs import GraphReader, GraphWriter
 from zerograph.artifact.process import process_texts
 from zerograph.artifact.programs import read_captured, read_program, write_captured, write_program
@@ -99,16 +99,15 @@ def _without_index(text: str, meta: str) -> str:
     return re.sub(r"device\(type='(\w+)', index=\d+\)", r"device(type='\1')", text)
 
 
-def write_artifact(step: RewrittenStep, path: str | os.PathLike[str], code: Mapping[str, str]) -> None:
-    """Write a step to a file.
+def artifact_content(step: RewrittenStep, code: Mapping[str, str]) -> bytes:
+    """Return the content of the file of a step.
 
     Args:
         step: the step.
-        path: the file.
         code: digests of what its trace ran, by name.
 
     Raises:
-        ArtifactError: a part of the step cannot be written to a file, or the file cannot be written.
+        ArtifactError: a part of the step cannot be written to a file.
     """
     context = step.context
     if any(bucket.device == ACCELERATOR for bucket in context.buckets):
@@ -134,7 +133,7 @@ def write_artifact(step: RewrittenStep, path: str | os.PathLike[str], code: Mapp
         "warnings": list(step.warnings),
         "table": writer.table,
     }
-    write_file(path, document, writer.tensors)
+    return file_content(document, writer.tensors)
 
 
 def _updates(context: Context) -> tuple[dict[str, list[Any]], list[UpdateProgram]]:

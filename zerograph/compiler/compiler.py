@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.experts import in_groups
 from zerograph.capture.python_state import Place
-from zerograph.compiler import step_cache
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.binding import bind_step
@@ -45,6 +43,7 @@ from zerograph.compiler.parameter_placement import expert_groups, expert_sbps
 from zerograph.compiler.plain_inputs import Comparison, check_inputs, compare_inputs, explain_failure
 from zerograph.compiler.preparation import Observer, Preparation, Target, lay_out
 from zerograph.compiler.shared_memory import check_shared_memory
+from zerograph.compiler.step_cache import StepSource
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
@@ -99,9 +98,8 @@ class Compiler:
     _guards: dict[Hashable, Place] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
-    # A step of the cache, and whether traces are recorded, while a step is prepared.
-    _cached: Artifact | None = None
-    _records: bool = False
+    # While a step is compiled.
+    _source: StepSource | None = None
 
     def __post_init__(self) -> None:
         self.updates = Updates(self.optimizers)
@@ -129,33 +127,35 @@ class Compiler:
         self.observer.started()
         facts = dependencies.texts()
         present = {**self.requirements(members, facts), **input_requirements(job.mesh, batch)}
-        cached, keeps = step_cache.look_up(job, members, batch, present, dependencies.graph)
+        source = StepSource(job, members, batch, present, dependencies)
+        source.look_up()
         try:
-            with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(cached, keeps):
+            source.receive()
+            with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
                 prepared = self.prepare(target, members, batch, key, facts)
+            source.send(prepared)
             with job.liveness.busy(f"compiling {doing} with the backend"):
                 backend, function = self._run_backend(members, prepared.graph)
             places = reserve_files(prepared.layout, job.mesh, job.rank)
         except BaseException as error:
             problem = error
+            source.decline()
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
-        texts = functools.partial(step_cache.with_code, dependencies, prepared, numbered(lines))
-        agree(job, f"running {doing}", digest(lines), texts, problem)
+        agree(job, f"running {doing}", digest(lines), lambda: {**source.code(prepared), **numbered(lines)}, problem)
         assert prepared is not None
-        if keeps and cached is None:
-            step_cache.keep(job, prepared, dependencies)
+        source.keep(prepared)
         with reporting_failures(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
         return bind_step(job, members, prepared, backend, function, stores, self.config)
 
     @contextlib.contextmanager
-    def _using(self, cached: Artifact | None, keeps: bool) -> Iterator[None]:
-        """Prepare inside the block from a step of the cache; without one, record traces if their steps are kept."""
-        self._cached, self._records = cached, keeps and cached is None and step_cache.may_record()
+    def _using(self, source: StepSource) -> Iterator[None]:
+        """Prepare inside the block from a source's step; without one, record traces if their steps are kept."""
+        self._source = source
         try:
             yield
         finally:
-            self._cached, self._records = None, False
+            self._source = None
 
     def prepare(
         self, target: Target, members: Members, batch: Batch, key: Hashable, facts: Mapping[str, str]
@@ -174,9 +174,12 @@ class Compiler:
         self._check(members)
         mesh, comparison = target.mesh, target.comparison
         required, of_inputs = self.requirements(members, facts), input_requirements(mesh, batch)
-        artifact = self.loaded.find({**required, **of_inputs}, batch) or self._cached
+        source = self._source
+        artifact = self.loaded.find({**required, **of_inputs}, batch) or (None if source is None else source.artifact)
         with explain_failure(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh, key, artifact)
+        if source is not None:
+            source.traced(captured.recording)
         self._check_captured(captured, mesh, batch, comparison)
         updates, update_seconds = self._trace_updates(members, captured, artifact)
         preparation = Preparation(
@@ -406,7 +409,7 @@ class Compiler:
             self._captures[key] = artifact.captured, time.perf_counter() - start, parts
             return self._captures[key][:2]
         tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
-        if self._records:
+        if self._source is not None and self._source.records:
             with recorded() as recording:
                 captured = self._trace(members, batch, mesh)
             captured = replace(captured, recording=recording)

@@ -65,12 +65,19 @@ class Dependencies:
         visited.executed = ()
         self._digests(visited, attributes, names)
         visited.executed = executed
-        doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited, named)]
-        if not any(code.co_name == "build" for code in trace.codes) or _is_of_framework(type(self.graph)):
-            doubts.append("the graph is not a direct subclass of zg.ZeroGraph: its class keeps state of its own")
+        doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited, named), *self.foreseen_doubts()]
+        if not any(code.co_name == "build" for code in trace.codes):
+            doubts.append("no build() ran")
         # Counts of steps, for instance.
         hidden = (getattr(self.graph, "__dict__", {}).keys() - self.attributes.keys()) & own_names(trace)
         doubts += [f"the code reads {name}, an attribute of zg.ZeroGraph" for name in sorted(hidden)]
+        return doubts
+
+    def foreseen_doubts(self) -> list[str]:
+        """Return those of :meth:`doubts` that no trace is needed for."""
+        doubts = []
+        if _is_of_framework(type(self.graph)):
+            doubts.append("the graph is not a direct subclass of zg.ZeroGraph: its class keeps state of its own")
         if modes := _torch.active_modes():
             doubts.append(f"modes of torch are active: {', '.join(modes)}")
         if self.config.on_missing_rule == "discover":

@@ -1,8 +1,11 @@
 """The cache of compiled steps in ``$ZEROGRAPH_CACHE/steps``, which jobs fill and read by themselves.
 
-Rank 0 looks a step up and writes it. The other ranks receive its file, and every rank compares it with its own process:
-a step is used if it fits on all ranks. The file of a step is found by its inputs and options. Everything else that it
-depends on is in the file.
+Rank 0 looks a step up. The other ranks receive its file, and every rank compares it with its own process: a step is
+used if it fits on all ranks. The file of a step is found by its inputs and options. Everything else that it depends on
+is in the file.
+
+If there is none, rank 0 traces and rewrites the step, writes it, and sends it to the other ranks, which wait for it. A
+rank that it does not fit traces by itself. Every rank does so if the step cannot be written to a file.
 """
 
 from __future__ import annotations
@@ -15,22 +18,26 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from zerograph.artifact.code import digests
+from zerograph.artifact.file import write_file
 from zerograph.base.cache import folder
 from zerograph.base.collection import collection_paused
+from zerograph.base.recording import Recording
 from zerograph.base.sizes import in_bytes
 from zerograph.base.source import levels_to_user
-from zerograph.compiler.artifacts import Artifact, read_artifact, write_artifact
+from zerograph.compiler.artifacts import Artifact, artifact_content, read_artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.members import Members
-from zerograph.errors import ArtifactError, ConfigError
-from zerograph.runtime.job.exchange import broadcast_number, broadcast_small
-from zerograph.runtime.job.process_group import Job, agree
+from zerograph.errors import ArtifactError, CommunicationError, ConfigError
+from zerograph.runtime.job.exchange import broadcast_number, broadcast_small, broadcast_when_ready
+from zerograph.runtime.job.process_group import Job, agree, digest
 
 VARIABLE = "ZEROGRAPH_CACHE_STEPS"
 # A file that another job is writing is younger.
@@ -39,8 +46,10 @@ _log = logging.getLogger("zerograph.cache")
 # Steps that differ in one of these have files of their own.
 _IN_NAMES = ("config.", "input ", "the mesh", "parameters: ", "buffers: ")
 _MOST_DIFFERENCES = 5
-# The numbers that rank 0 sends in place of a length.
-_OFF, _MISSING = -1, 0
+# The numbers that rank 0 sends in place of a length: without cache; each rank traces; rank 0 traces for all.
+_OFF, _EACH, _ONCE = -2, -1, 0
+# Digests among sizes, see :mod:`zerograph.runtime.job.messages`.
+_MOST_OF_SIZES = 2**61 - 1
 
 
 def limit() -> int:
@@ -79,47 +88,191 @@ def file_of(present: Mapping[str, str], graph: object) -> Path:
     return folder("steps") / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.zg"
 
 
-def look_up(
-    job: Job, members: Members, batch: Batch, present: Mapping[str, str], graph: object
-) -> tuple[Artifact | None, bool]:
-    """Return the step of the cache, if there is one that all ranks can use, and whether a new one is to be kept.
+@dataclass(eq=False)
+class StepSource:
+    """The cache of steps, and rank 0, as the sources of one step. Without either, each rank traces it.
 
-    A collective.
-
-    Args:
-        job: the ranks.
-        members: the modules and tensors of the graph.
-        batch: the inputs.
-        present: the requirements of the step.
-        graph: the graph.
+    Attributes:
+        artifact: the step, if a source has it.
+        keeps: rank 0 writes the step to the cache once it is traced.
     """
-    data, number = b"", _OFF
-    if job.rank == 0 and _is_on():
-        data, number = _read(file_of(present, graph)), _MISSING
-    number = broadcast_number(job, len(data) or number)
-    if number <= 0:
-        return None, number == _MISSING
-    file = file_of(present, graph)
-    if job.size > 1:
-        content = torch.frombuffer(bytearray(data or bytes(number)), dtype=torch.uint8)
-        broadcast_small(job, [content], "compiled step")
-        data = content.numpy().tobytes()
-    artifact, differences = _fitting(file, data, members, batch, present)
-    fits = agree(job, "using a step of the cache", 0, dict, None, [int(artifact is not None)])
-    if differences:
-        more = f"; and {len(differences) - _MOST_DIFFERENCES} more" if len(differences) > _MOST_DIFFERENCES else ""
-        _tell(job, f"{file.name} is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
-    others = [rank for rank, (used,) in enumerate(fits) if not used and rank != job.rank]
-    if artifact is not None and others:
-        _tell(job, f"{file.name} is not used: rank {others[0]} has other code or values")
+
+    job: Job
+    members: Members
+    batch: Batch
+    present: Mapping[str, str]
+    dependencies: Dependencies
+    artifact: Artifact | None = None
+    keeps: bool = False
+    # Rank 0 traces, and the other ranks wait for its answer.
+    _waits: bool = False
+    _doubts: list[str] | None = None
+    _content: bytes = b""
+
+    @property
+    def records(self) -> bool:
+        """True if a trace is to be recorded."""
+        return self.keeps and self.artifact is None
+
+    @property
+    def _file(self) -> Path:
+        return file_of(self.present, self.dependencies.graph)
+
+    @property
+    def _mark(self) -> Path:
+        """The empty file that stands for a step which cannot be kept: then no rank waits for rank 0."""
+        return self._file.with_suffix(".each")
+
+    def look_up(self) -> None:
+        """Take the step of the cache, if all ranks can use it; else agree on who traces. A collective."""
+        job, data, number = self.job, b"", _OFF
+        if job.rank == 0 and _is_on():
+            data = _read(self._file)
+            number = _EACH if not data and (self.dependencies.foreseen_doubts() or self._mark.exists()) else _ONCE
+        number = broadcast_number(job, len(data) or number)
+        if number == _OFF:
+            return
+        self.keeps = may_record()
         artifact = None
-    if artifact is not None:
-        _tell(job, f"{file.name} is used")
-        with contextlib.suppress(OSError):
-            # The least recently used steps are removed first.
-            if job.rank == 0:
-                os.utime(file)
-    return artifact, True
+        if number > 0:
+            artifact = self._received(data, number)
+            fits = agree(job, "using a step of the cache", 0, dict, None, [int(artifact is not None)])
+            others = [rank for rank, (used,) in enumerate(fits) if not used and rank != job.rank]
+            if artifact is not None and others:
+                _tell(job, f"{self._file.name} is not used: rank {others[0]} has other code or values")
+                artifact = None
+            # If it fits on rank 0, the other ranks cannot use what rank 0 traces either.
+            number = _EACH if fits[0] == [1] else _ONCE
+        if artifact is not None:
+            _tell(job, f"{self._file.name} is used")
+            with contextlib.suppress(OSError):
+                # The least recently used steps are removed first.
+                if job.rank == 0:
+                    os.utime(self._file)
+            self.artifact = artifact
+        elif number == _ONCE and job.size > 1:
+            own = digest(sorted(self.present.items())) & _MOST_OF_SIZES
+            numbers = agree(job, "tracing a step", 0, dict, None, [own, int(self.keeps)])
+            self._waits = numbers[0][1] == 1 and all(row[0] == numbers[0][0] for row in numbers)
+
+    def receive(self) -> None:
+        """Wait on the other ranks until rank 0 has traced and rewritten the step, and take it if it fits."""
+        if self.job.rank and self._waits:
+            number, interrupt = broadcast_when_ready(self.job, 0, "waiting for rank 0 to trace and rewrite a step")
+            self._waits = False
+            if number:
+                self.artifact = self._received(b"", number)
+                if self.artifact is not None:
+                    _tell(self.job, f"{self._file.name} is that of rank 0")
+            if interrupt is not None:
+                raise interrupt
+
+    def traced(self, trace: Recording | None) -> None:
+        """Have each rank trace, as soon as rank 0's trace shows that its step cannot be written to a file.
+
+        Args:
+            trace: what it ran.
+        """
+        if self.job.rank == 0 and self.records:
+            if trace is not None:
+                self._doubts = self.dependencies.doubts(trace)
+            if trace is None or self._doubts:
+                self._answer(b"")
+
+    def send(self, step: RewrittenStep) -> None:
+        """Send the traced and rewritten step of rank 0 to the ranks that wait for it."""
+        if self.job.rank == 0 and self._waits:
+            # Why it cannot be sent is logged when it cannot be written either.
+            with contextlib.suppress(Exception):
+                self._content = self._content_of(step)
+            self._answer(self._content)
+
+    def decline(self) -> None:
+        """Have each rank trace: rank 0 has failed, and the others find out where."""
+        with contextlib.suppress(CommunicationError):
+            if self.job.rank == 0:
+                self._answer(b"")
+
+    def _answer(self, content: bytes) -> None:
+        """Send the content of rank 0's file, if the other ranks still wait for it; empty if each rank is to trace."""
+        if self._waits:
+            self._waits = False
+            broadcast_when_ready(self.job, len(content), "sending a step")
+            if content:
+                _exchange(self.job, content, len(content))
+
+    def _received(self, data: bytes, number: int) -> Artifact | None:
+        """Return rank 0's step, if it fits. Log why it does not.
+
+        Args:
+            data: its file; empty on other ranks.
+            number: its length.
+        """
+        artifact, differences = _fitting(
+            self._file, _exchange(self.job, data, number), self.members, self.batch, self.present
+        )
+        if differences:
+            more = f"; and {len(differences) - _MOST_DIFFERENCES} more" if len(differences) > _MOST_DIFFERENCES else ""
+            _tell(self.job, f"{self._file.name} is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
+        return artifact
+
+    def _content_of(self, step: RewrittenStep) -> bytes:
+        """Return the content of a step's file.
+
+        Raises:
+            ArtifactError: it cannot be written to a file.
+        """
+        trace = step.captured.recording
+        assert trace is not None
+        if self._doubts:
+            raise ArtifactError("; ".join(self._doubts[:3]))
+        return artifact_content(step, self.dependencies.code(trace))
+
+    def keep(self, step: RewrittenStep) -> None:
+        """Write a step that rank 0 has traced to the cache. Log why not."""
+        trace = step.captured.recording
+        if trace is None or not self.records:
+            return
+        try:
+            if self.job.rank == 0:
+                self._write(step, trace)
+        except Exception as error:
+            # The step runs without it.
+            _tell(self.job, f"the step is not kept: {error}")
+        finally:
+            # The recording lives as long as the step; what closures contain need not.
+            trace.cells.clear()
+
+    def _write(self, step: RewrittenStep, trace: Recording) -> None:
+        if self._doubts is None:
+            self._doubts = self.dependencies.doubts(trace)
+        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            content = self._content or self._content_of(step)
+        except Exception:
+            self._mark.touch(0o600)
+            raise
+        write_file(self._file, content)
+        self._mark.unlink(missing_ok=True)
+        _remove_oldest(self._file.parent, limit())
+        _tell(self.job, f"{self._file.name} is written")
+
+    def code(self, step: RewrittenStep | None) -> dict[str, str]:
+        """Return digests of what the trace of a step ran, by name, for messages about ranks that differ."""
+        if self.artifact is not None:
+            names: Mapping[str, str] = self.artifact.document["code"]
+            return {f"the code of {name}": text for name, text in digests(names).items()}
+        trace = None if step is None else step.captured.recording
+        return {f"the code of {name}": text for name, text in self.dependencies.code(trace).items()} if trace else {}
+
+
+def _exchange(job: Job, data: bytes, length: int) -> bytes:
+    """Return rank 0's bytes on every rank."""
+    if job.size == 1:
+        return data
+    content = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8)
+    broadcast_small(job, [content], "compiled step")
+    return content.numpy().tobytes()
 
 
 @collection_paused()
@@ -153,36 +306,6 @@ def _read(file: Path) -> bytes:
         return b""
 
 
-def keep(job: Job, step: RewrittenStep, dependencies: Dependencies) -> None:
-    """Write a step, which was just compiled and not read, to the cache. Says why not in the log.
-
-    Args:
-        job: the ranks; rank 0 writes.
-        step: the step.
-        dependencies: what it depends on.
-    """
-    trace = step.captured.recording
-    if trace is None:
-        return
-    if job.rank:
-        trace.cells.clear()
-        return
-    file = file_of({**step.requirements, **step.input_requirements}, dependencies.graph)
-    try:
-        if doubts := dependencies.doubts(trace):
-            raise ArtifactError("; ".join(doubts[:3]))
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_artifact(step, file, dependencies.code(trace))
-        _remove_oldest(file.parent, limit())
-        _tell(job, f"{file.name} is written")
-    except Exception as error:
-        # The step runs without it.
-        _tell(job, f"the step is not kept: {error}")
-    finally:
-        # The recording lives as long as the step; what closures contain need not.
-        trace.cells.clear()
-
-
 def _remove_oldest(path: Path, most: int) -> None:
     """Remove files, the least recently used first, until the others take at most so many bytes."""
     files = []
@@ -190,7 +313,7 @@ def _remove_oldest(path: Path, most: int) -> None:
         # Another job may remove files at the same time.
         with contextlib.suppress(OSError):
             status = file.stat()
-            if file.suffix == ".zg":
+            if file.suffix in (".zg", ".each"):
                 files.append((status.st_mtime, status.st_size, file))
             elif file.name.startswith(".") and status.st_mtime < time.time() - _ABANDONED_SECONDS:
                 file.unlink()
@@ -209,13 +332,6 @@ def may_record() -> bool:
         return True
     _log.info("the step is not kept: a profiler of Python is active")
     return False
-
-
-def with_code(dependencies: Dependencies, step: RewrittenStep | None, lines: Mapping[str, str]) -> dict[str, str]:
-    """Return texts by name, after digests of what the trace of a step ran, for messages about ranks that differ."""
-    trace = None if step is None else step.captured.recording
-    code = {} if trace is None else dependencies.code(trace)
-    return {**{f"the code of {name}": text for name, text in code.items()}, **lines}
 
 
 def _tell(job: Job, text: str) -> None:
