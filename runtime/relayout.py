@@ -210,7 +210,7 @@ def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp
     split_mesh_dim = next(dim for dim, placement in enumerate(sbp) if isinstance(placement, Split))
     described = Parameter(name, tuple(parameter.shape), parameter.dtype, piece.device, None, sbp)
     (layout,) = plan_buckets(
-        [described], mesh=job.mesh, zero_dim=split_mesh_dim, split=True, min_split_numel=0, bucket_bytes=None
+        [described], mesh=job.mesh, zero_dims=(split_mesh_dim,), split=True, min_split_numel=0, bucket_bytes=None
     )
     shard = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=piece.dtype, device=piece.device)
     shard[0, : piece.numel()] = piece.reshape(-1)
@@ -225,7 +225,7 @@ def provisional_layout(job: Job, parameter: nn.Parameter) -> Bucket:
         sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0))
         slot = Slot("parameter", tuple(parameter.shape), 0, numel)
         kind = parameter.dtype, parameter.device, sbp
-    return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, mesh.dims - 1)
+    return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, (mesh.dims - 1,))
 
 
 def create_provisional_store(job: Job, layout: Bucket, parameter: nn.Parameter, shard: Tensor) -> Store:

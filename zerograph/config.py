@@ -23,6 +23,7 @@ from zerograph.base.options import (
     option,
     refuse_unknown,
     whole_number,
+    whole_numbers,
 )
 from zerograph.base.sizes import in_bytes
 from zerograph.errors import ConfigError, UnknownOptionError, did_you_mean
@@ -260,13 +261,12 @@ class Config:
         attention and back after it, ``"gather"`` gathers keys and values, ``"ring"`` passes them from rank to rank.
         ``"auto"`` (default): the one of the first two that sends and holds fewer bytes, for each attention.""",
     )
-    zero_dim: int | None = option(
+    zero_dim: int | tuple[int, ...] | None = option(
         None,
-        whole_number(0, "mesh dimensions", optional=True),
-        """The mesh dimension along which ZeRO splits; along the others its shards are broadcast. Default None: the last
-        dimension along which inputs are split and no parameter is; otherwise the last one along which inputs are split.
-        If sequences are split, it is the one of most ranks among these.
-        Parameters that the user split along it stay as they are: ZeRO splits the others.""",
+        whole_numbers(0, "mesh dimensions"),
+        """The mesh dimension along which ZeRO splits, or a tuple of them (then backward gathers along the first only);
+        along others its shards are broadcast. Default None: the last dimension along which inputs are split and no
+        parameter is; else the last one along which inputs are split; with split sequences, the one of most ranks.""",
     )
     recompute: str = option(
         "none",

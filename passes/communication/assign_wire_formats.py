@@ -78,7 +78,7 @@ def _warn_of_exact_gradients(graph: fx.Graph, context: Context) -> None:
 
     That is so if the gradient of one of its parameters is whole on every rank and cannot be added to partial sums.
     """
-    if context.ranks == 1 or format_of(context.numerics.wire, "reduce", context.policy.dim) is None:
+    if context.ranks == 1 or not any(format_of(context.numerics.wire, "reduce", dim) for dim in context.policy.dims):
         return
     for joined in graph.nodes:
         if "gradient" not in meta(joined) or any(isinstance(sbp, PartialSum) for sbp in meta(joined)["sbp"]):

@@ -32,6 +32,13 @@ def receive(node: fx.Node, change: Boxing, context: Context) -> None:
             "config.wire: gathers with feedback=True send differences from the last gathered weights, which stage 3 "
             f"frees ({change.tensor})\nChoose stage 1 or 2, or a format without feedback for 'gather'."
         )
+    bucket = next(bucket for bucket in context.buckets if bucket.name == change.tensor.name)
+    if len(bucket.zero_dims) > 1:
+        raise PlacementError(
+            "config.wire: gathers with feedback=True send differences from what all ranks have received. With "
+            f"config.zero_dim = {bucket.zero_dims} no single gather reaches all ranks\nName one mesh dimension there, "
+            "or choose a format without feedback for 'gather'."
+        )
     graph, received = node.graph, Role("received", f"{change.tensor.name}.received")
     if any(role(other) == received for other in placeholders(graph, "received")):
         raise PlacementError(

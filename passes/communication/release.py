@@ -12,7 +12,7 @@ from torch import fx
 
 from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, is_view
-from zerograph.ir.metadata import meta, origin
+from zerograph.ir.metadata import boxing_of, meta, origin
 from zerograph.ir.rewrite import closure, move_after
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import source_bucket
@@ -42,7 +42,10 @@ def _is_gathered(node: fx.Node) -> bool:
         node = node.all_input_nodes[0]
     if node.target is not WAIT:
         return False
-    return source_bucket(node.all_input_nodes[0].all_input_nodes[0]) is not None
+    start = node.all_input_nodes[0]
+    change = boxing_of(start)
+    gathers = change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
+    return gathers or source_bucket(start.all_input_nodes[0]) is not None
 
 
 def _computes_gradient(start: fx.Node, end: fx.Node) -> bool:

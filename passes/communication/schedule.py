@@ -10,7 +10,7 @@ from torch import fx
 from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
-from zerograph.ir.metadata import meta, role
+from zerograph.ir.metadata import boxing_of, meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import placeholders, sent_forms, source_bucket
@@ -34,7 +34,7 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if wait.users:
             move_before(wait, _first_user(wait))
     for start in _starts(graph):
-        if not _reads_bucket(start):
+        if not _reads_bucket(start) and not (context.policy.reshard_after_forward and _gathers_further(start)):
             _move_after_inputs(start, start.all_input_nodes)
     if not placeholders(graph):
         # A graph of constants gathers and reduces nothing.
@@ -57,6 +57,13 @@ def _starts(graph: fx.Graph) -> list[fx.Node]:
 
 def _reads_bucket(start: fx.Node) -> bool:
     return source_bucket(start.all_input_nodes[0]) is not None
+
+
+def _gathers_further(start: fx.Node) -> bool:
+    """Return whether a gather reads what a gather along another mesh dimension has made of a bucket."""
+    change = boxing_of(start)
+    gathers = change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
+    return gathers and not _reads_bucket(start)
 
 
 def _advance_batch_collectives(graph: fx.Graph) -> fx.Node:
@@ -102,22 +109,37 @@ def _prefetch_gathers(graph: fx.Graph, place: fx.Node, *, one_by_one: bool) -> N
         graph: the graph.
         place: the node after which gathers may start.
         one_by_one: start each gather when the one before has arrived, so that one bucket is in use and one on the wire.
-            Else
-            all start at once: gathered buckets are alive at the step's peak anyway.
+            Else all start at once, but those that gather further: gathered buckets are alive at the step's peak anyway.
     """
     order = positions(graph)
-    gathers = sorted((start for start in _starts(graph) if _reads_bucket(start)), key=order.__getitem__)
+    starts = [start for start in _starts(graph) if _reads_bucket(start) or (one_by_one and _gathers_further(start))]
+    gathers = sorted(starts, key=order.__getitem__)
     previous: fx.Node | None = None
+    moved: set[fx.Node] = set()
     for start in gathers:
         if previous is None:
             _move_after_inputs(start, [place])
         else:
             (_wait_of(previous) if one_by_one else previous).append(start)
         place = start
-        for form in sent_forms(start):
+        for form in _forms_after_wait(start, moved) if _gathers_further(start) else sent_forms(start):
             move_before(form, place)
+            moved.add(form)
             place = form
         previous = start
+
+
+def _forms_after_wait(start: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:
+    """Return the nodes between the wait of an earlier gather and the gather that reads its result, last first.
+
+    Those that are in ``moved`` have a place already, before an earlier gather that reads them too.
+    """
+    forms: list[fx.Node] = []
+    node = start.all_input_nodes[0]
+    while node.target is not WAIT and node not in moved:
+        forms.append(node)
+        (node,) = node.all_input_nodes
+    return forms
 
 
 def _bound_gradient_buckets(graph: fx.Graph) -> None:

@@ -15,7 +15,7 @@ from zerograph.ir.dispatch import COMBINE, DISPATCH
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ir.memory import computed_bytes
-from zerograph.ir.mesh import local_shape, local_start, local_start_numbers
+from zerograph.ir.mesh import index_along, local_shape, local_start, local_start_numbers
 from zerograph.ir.metadata import Boxing, meta, origin
 from zerograph.ir.random import uniform
 from zerograph.ir.region import local, region_of
@@ -162,7 +162,7 @@ def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -
     """Update in place the slots that this rank owns: state is written, and a whole bucket is gathered first."""
     name = meta(node)["bucket"]
     bucket = next(bucket for bucket in context.buckets if bucket.name == name)
-    rank, guarded = context.mesh.position[bucket.zero_dim], context.guarded
+    rank, guarded = index_along(context.mesh, bucket.zero_dims), context.guarded
     update = update_module(bucket, context.updates[name], rank, guarded=guarded)
     module.add_submodule(f"update_{name}", update)
     inputs = node.all_input_nodes

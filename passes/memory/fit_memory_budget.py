@@ -25,6 +25,7 @@ from zerograph.ir.memory import Memory, MemoryKind, Profile, Storage, profile, s
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.metadata import boxing_of, meta
 from zerograph.ir.offload_operators import FETCH, TRANSFER
+from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import sent_forms, stored_form
 from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
@@ -82,7 +83,7 @@ class _Flight:
         ends: first position at which it no longer holds memory; the wait is moved before the node there.
         holds: bytes that the flight holds: the result of a gather, the input of a reduction.
         sends: bytes of a cast to the compute dtype, which comes just before a gather.
-        bucket: name of the bucket that is gathered; None for other collectives.
+        bucket: name of the bucket that is gathered, and the SBP that it gets; None for other collectives.
         until: position of the last reader of the gathered bucket.
     """
 
@@ -92,7 +93,7 @@ class _Flight:
     ends: int
     holds: int
     sends: int
-    bucket: str | None
+    bucket: tuple[str, NdSbp] | None
     until: int
 
 
@@ -146,7 +147,7 @@ class _Plan:
 
     def keep(self) -> None:
         """Keep buckets that are gathered twice alive in between, as many as fit."""
-        earliest: dict[str | None, _Flight] = {}
+        earliest: dict[tuple[str, NdSbp] | None, _Flight] = {}
         twice = [
             (earliest[later.bucket], later)
             for later in self.gathers
@@ -221,7 +222,9 @@ class _Plan:
         assert result is not None
         if boxing is not None and result.kind == "gathered":
             sends = sum(storage.bytes for form in sent_forms(start) for storage in usage.of[form] if storage)
-            return _Flight(start, wait, begins, ends + 1, result.bytes, sends, boxing.tensor.name, result.dies)
+            return _Flight(
+                start, wait, begins, ends + 1, result.bytes, sends, (boxing.tensor.name, boxing.target), result.dies
+            )
         inputs = {
             storage
             for source in start.all_input_nodes

@@ -71,7 +71,9 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     current = source
     target: NdSbp = meta(node)["sbp"]
     # With reduce_early, the part of a split gradient that a micro-batch adds is reduce-scattered at once.
-    ranks_first = context.policy.split and context.policy.reduce_early and isinstance(target[context.policy.dim], Split)
+    ranks_first = (
+        context.policy.split and context.policy.reduce_early and isinstance(target[context.policy.dims[0]], Split)
+    )
     for step in _route(source, target, context, ranks_first=ranks_first)[:-1]:
         with graph.inserting_before(node):
             current = emit(graph, boxing, (current, show(step)), origin(node), sbp=step)
@@ -87,7 +89,7 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
 
 def _route(source: fx.Node, sbp: NdSbp, context: Context, *, ranks_first: bool) -> tuple[NdSbp, ...]:
     value: Tensor = source.meta["val"]
-    tensor = hints(value.shape), value.element_size(), context.mesh, context.policy.dim
+    tensor = hints(value.shape), value.element_size(), context.mesh, context.policy.dims[0]
     if context.has_time:
         return route_with_time(meta(source)["sbp"], sbp, *tensor, ranks_first=ranks_first)
     return route(meta(source)["sbp"], sbp, *tensor)

@@ -39,7 +39,7 @@ class PlacementProblem:
     Attributes:
         graph: the step graph, of global tensors.
         dim: the mesh dimension.
-        zero_dim: the mesh dimension along which ZeRO splits.
+        zero_dims: the mesh dimensions along which ZeRO splits.
         batch_is_split: whether the batch is split along this dimension.
         is_sequence: the sequence is split along this dimension.
         ranks: number of ranks along this dimension.
@@ -54,7 +54,7 @@ class PlacementProblem:
 
     graph: fx.Graph
     dim: int
-    zero_dim: int
+    zero_dims: tuple[int, ...]
     batch_is_split: bool
     ranks: int
     values: dict[fx.Node, tuple[Tensor, ...]]
@@ -147,9 +147,9 @@ class PlacementProblem:
                 if meta(reader).get("by_user"):
                     yield meta(reader)["target_sbp"][self.dim]
                     continue
-                # Along ZeRO's dimension the stage decides how a partial gradient is reduced, and placement must not
+                # Along ZeRO's dimensions the stage decides how a partial gradient is reduced, and placement must not
                 # depend on the stage. Along any other dimension the reduction is one more all-reduce.
-                summed = isinstance(have, PartialSum) and self.dim != self.zero_dim and not self.is_time
+                summed = isinstance(have, PartialSum) and self.dim not in self.zero_dims and not self.is_time
                 if isinstance(have, Split) or summed:
                     yield broadcast
             elif reader.op == "output":
@@ -231,8 +231,8 @@ def placement_problem(graph: fx.Graph, context: Context, placed: Sequence[Placem
     is_time = dim == context.time_dim
     batch_only = batch_only_nodes(graph) if is_time else frozenset()
     ranks = context.mesh.shape[dim]
-    zero_dim = context.policy.dim
-    return PlacementProblem(graph, dim, zero_dim, batch_is_split, ranks, values, is_sequence, is_time, batch_only)
+    zero_dims = context.policy.dims
+    return PlacementProblem(graph, dim, zero_dims, batch_is_split, ranks, values, is_sequence, is_time, batch_only)
 
 
 def _local_part(value: Any, sbp: NdSbp, mesh: Mesh) -> Tensor:

@@ -4,6 +4,9 @@ A gathered weight that backward reads stays alive from its first use on, and so 
 of them are therefore derived again from a second gather. A bucket is gathered at most twice: it is freed in the widest
 gap between its uses. For most layers that gap lies between forward and backward. For a weight tied between the first
 and the last layer it lies between those two, which keeps the traffic at 3 Psi.
+
+Where ZeRO splits along several mesh dimensions, a bucket is gathered along one after the other, and the last of
+these gathers alone is repeated: what the others have made stays until backward (hpZ of ZeRO++, arXiv 2306.10209).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import fx
 
 from zerograph.ir.alias import is_view_or_copy
-from zerograph.ir.metadata import meta, origin
+from zerograph.ir.metadata import boxing_of, meta, origin
 from zerograph.ir.rewrite import closure, drop_unused, positions
 from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import source_bucket
@@ -44,13 +47,29 @@ def reshard_after_forward(module: fx.GraphModule, context: Context) -> fx.GraphM
 
 
 def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that gather a split bucket, or a parameter that the user splits, in order."""
+    """Return the nodes that gather a split bucket, or a parameter that the user splits, in order.
+
+    Of a bucket that is gathered along several mesh dimensions, it is the last gather.
+    """
     return [
         node
         for node in graph.find_nodes(op="call_function", target=boxing)
-        if _is_stored_bucket(node.all_input_nodes[0])
+        if _is_stored_bucket(_first_of_chain(node).all_input_nodes[0])
         and any(isinstance(sbp, Split) for sbp in meta(node.all_input_nodes[0])["sbp"])
+        and not any(_first_of_chain(user) is not user for user in node.users if user.target is boxing)
     ]
+
+
+def _first_of_chain(node: fx.Node) -> fx.Node:
+    """Return the gather of a stored bucket whose result a gather of the same bucket gathers further, or the node."""
+    while (source := node.all_input_nodes[0]).target is boxing and _gathers_bucket(node) and _gathers_bucket(source):
+        node = source
+    return node
+
+
+def _gathers_bucket(node: fx.Node) -> bool:
+    change = boxing_of(node)
+    return change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
 
 
 def _is_stored_bucket(node: fx.Node) -> bool:
@@ -109,7 +128,7 @@ def _gather_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
 def _copy_cast(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Node, fx.Node]:
     """Copy the cast before a gather in the compute dtype: only the master shard is stored."""
     cast = gather.all_input_nodes[0]
-    if cast.op == "placeholder":
+    if cast.op == "placeholder" or cast.target is boxing:
         return {}
     with graph.inserting_before(reader):
         copy = graph.node_copy(cast)

@@ -226,18 +226,18 @@ def test_loco_is_error_feedback() -> None:
     assert options["wire"] == {"reduce": zg.wire("int4", feedback=True)}
 
 
-def test_a_partition_of_hpz_is_a_row_of_a_grid(pool: Pool) -> None:
-    for stage, grid in ((3, [[0, 1], [2, 3]]), (2, None)):
+def test_a_partition_of_hpz_is_a_column_of_a_grid_that_zero_splits_both_ways(pool: Pool) -> None:
+    for stage, grid in ((3, ([[0, 2], [1, 3]], (0, 1))), (2, None)):
         assert pool.run(4, _hpz, stage) == [grid] * 4
 
 
-def _hpz(stage: int) -> list[list[int]] | None:
+def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         settings = zg.from_deepspeed({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
     config = zg.Config()
     settings.configure(config)
-    return None if config.placement is None else config.placement.mesh.tolist()
+    return None if config.placement is None else (config.placement.mesh.tolist(), config.zero_dim)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 import zerograph as zg
 from tests.harness import Predict
 from tests.pool import Pool
-from zerograph.compiler.input_layout import zero_dim_on
+from zerograph.compiler.input_layout import zero_dims_on
 from zerograph.ir.mesh import Mesh
 
 LINE, GRID = [0, 1], [[0, 1], [2, 3]]
@@ -397,13 +397,13 @@ def test_what_a_graph_cannot_keep_split_is_refused_and_left_alone(pool: Pool) ->
 
 def test_zero_goes_where_the_batch_is_split_and_no_parameter_is() -> None:
     config, grid = zg.Config(), Mesh((2, 2), (0, 0), ("", ""))
-    assert zero_dim_on(config, grid, [(S0, S0)]) == 1
-    assert zero_dim_on(config, grid, [(S0, S0)], [(B, S0)]) == 0
-    assert zero_dim_on(config, grid, [(S0, B), (B, B)], [(B, S0)]) == 0
+    assert zero_dims_on(config, grid, [(S0, S0)]) == (1,)
+    assert zero_dims_on(config, grid, [(S0, S0)], [(B, S0)]) == (0,)
+    assert zero_dims_on(config, grid, [(S0, B), (B, B)], [(B, S0)]) == (0,)
     # None is left: what is split there already stays, ZeRO splits the others.
-    assert zero_dim_on(config, grid, [(S0, B)], [(S0, B)]) == 0
-    assert zero_dim_on(config, Mesh((2,), (0,), ("",)), [(S0,)], [(S1,)]) == 0
+    assert zero_dims_on(config, grid, [(S0, B)], [(S0, B)]) == (0,)
+    assert zero_dims_on(config, Mesh((2,), (0,), ("",)), [(S0,)], [(S1,)]) == (0,)
     # No input is split: as plain ones would be.
-    assert zero_dim_on(config, grid, [(B, B)]) == 1
+    assert zero_dims_on(config, grid, [(B, B)]) == (1,)
     config.zero_dim = 1
-    assert zero_dim_on(config, grid, [(S0, B)], [(B, S0)]) == 1
+    assert zero_dims_on(config, grid, [(S0, B)], [(B, S0)]) == (1,)

@@ -64,6 +64,17 @@ def whole_number(low: int, unit: str, *, optional: bool = False) -> Check:
     return Check(lambda value: (optional and value is None) or is_whole_number(value, low), advice)
 
 
+def whole_numbers(low: int, unit: str) -> Check:
+    """Accept a whole number of at least ``low``, a tuple of ascending ones, or None."""
+
+    def accepts(value: Any) -> bool:
+        numbers = value if isinstance(value, tuple) else (value,)
+        return all(is_whole_number(number, low) for number in numbers) and sorted({*numbers}) == [*numbers] != []
+
+    advice = f"give a whole number of {unit}, {low} or more, or several in ascending order as a tuple"
+    return Check(lambda value: value is None or accepts(value), advice)
+
+
 def is_number(value: Any) -> bool:
     """Return whether a value is an int or float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

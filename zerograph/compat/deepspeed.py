@@ -402,7 +402,7 @@ def _wire(zero: Mapping[str, Any], name: str) -> dict[str, str | WireFormat]:
 
 
 def _placement(zero: Mapping[str, Any], name: str, stage: int) -> dict[str, Any]:
-    """Translate hpZ of ZeRO++, a second copy of the parameters inside each partition, to a grid of ranks."""
+    """Translate hpZ of ZeRO++, a second copy of the parameters inside each partition, to ZeRO on a grid of ranks."""
     key = f"{name}.zero_hpz_partition_size"
     size = whole(not_auto(zero.get("zero_hpz_partition_size", 1), key), key, 1)
     ranks = world_size()
@@ -415,12 +415,9 @@ def _placement(zero: Mapping[str, Any], name: str, stage: int) -> dict[str, Any]
         raise ConfigError(f"{key} = {size} does not divide the {ranks} ranks of the job\nGive the ranks of one host.")
     if size == ranks:
         return {}
-    say(
-        f"{key} = {size}: a grid of ranks; backward gathers inside each {size} ranks as with hpZ, and forward too; "
-        f"gradients cross between them. Optimizer state is split over {size} ranks, not over {ranks}"
-    )
-    rows = [list(range(first, first + size)) for first in range(0, ranks, size)]
-    return {"placement": placement("cuda" if torch.cuda.is_available() else "cpu", rows)}
+    # The first dimension cuts the larger pieces: a partition's copy is what a gather along the second one makes.
+    rows = [list(range(place, ranks, size)) for place in range(size)]
+    return {"placement": placement("cuda" if torch.cuda.is_available() else "cpu", rows), "zero_dim": (0, 1)}
 
 
 _PARAM_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")

@@ -33,7 +33,7 @@ from zerograph.config import Config
 from zerograph.errors import ArtifactError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.dims import Dim
-from zerograph.ir.mesh import Mesh
+from zerograph.ir.mesh import Mesh, index_along
 from zerograph.ir.sbp import show
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.passes.buckets.coded_updates import update_module
@@ -286,7 +286,7 @@ class Artifact:
 
         def owner_update(name: str) -> nn.Module:
             bucket = next(bucket for bucket in context.buckets if bucket.name == name)
-            position = context.mesh.position[bucket.zero_dim]
+            position = index_along(context.mesh, bucket.zero_dims)
             return update_module(bucket, context.updates[name], position, guarded=context.guarded)
 
         def read() -> fx.GraphModule:

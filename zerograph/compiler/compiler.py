@@ -28,7 +28,7 @@ from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
-from zerograph.compiler.input_layout import rows_on, zero_dim_on
+from zerograph.compiler.input_layout import rows_on, zero_dims_on
 from zerograph.compiler.layout import PlannedBucket, Update
 from zerograph.compiler.members import (
     Members,
@@ -186,7 +186,7 @@ class Compiler:
             config=self.config,
             observer=self.observer,
             target=target,
-            zero_dim=self._zero_dim(mesh, members, batch),
+            zero_dims=self._zero_dims(mesh, members, batch),
             members=members,
             batch=batch,
             captured=captured,
@@ -323,18 +323,18 @@ class Compiler:
         self._check(members)
         captured, _ = self._capture(members, batch, mesh, key)
         updates = self.updates.of(members, captured, self.config)
-        zero_dim = self._zero_dim(mesh, members, batch)
-        return lay_out(self.config, mesh, zero_dim, members, captured, updates, trains=bool(self.optimizers))
+        zero_dims = self._zero_dims(mesh, members, batch)
+        return lay_out(self.config, mesh, zero_dims, members, captured, updates, trains=bool(self.optimizers))
 
     def _check(self, members: Members) -> None:
         check_optimizers(members, self.optimizers)
         if self.optimizers:
             check_shared_memory(members)
 
-    def _zero_dim(self, mesh: Mesh, members: Members, batch: Batch) -> int:
+    def _zero_dims(self, mesh: Mesh, members: Members, batch: Batch) -> tuple[int, ...]:
         annotations = [sbp for parameter in members.parameters.values() if (sbp := annotation(parameter)) is not None]
         experts = expert_sbps(members, mesh, self.config).values()
-        return zero_dim_on(self.config, mesh, batch.sbp, [*annotations, *experts])
+        return zero_dims_on(self.config, mesh, batch.sbp, [*annotations, *experts])
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats, if recomputation needs them."""

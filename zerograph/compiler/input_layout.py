@@ -1,4 +1,4 @@
-"""How plain inputs lie on the mesh by the options of a graph, and along which mesh dimension ZeRO splits."""
+"""How plain inputs lie on the mesh by the options of a graph, and along which mesh dimensions ZeRO splits."""
 
 from __future__ import annotations
 
@@ -116,24 +116,32 @@ def is_sequence(x: Tensor, length: int) -> bool:
     return x.dim() > _POSITIONS and x.shape[_POSITIONS] == length
 
 
-def zero_dim_on(config: Config, mesh: Mesh, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()) -> int:
-    """Return the mesh dimension along which ZeRO splits.
+def zero_dims_on(
+    config: Config, mesh: Mesh, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()
+) -> tuple[int, ...]:
+    """Return the mesh dimensions along which ZeRO splits, ascending.
 
     Args:
         inputs: placements of the batch's tensors; if none is split, those of plain ones count.
         parameters: placements that the user gave parameters.
 
     Raises:
-        PlacementError: the mesh has no such dimension.
+        PlacementError: the mesh has no such dimension, or the user splits parameters along one of several.
     """
     if config.zero_dim is not None:
-        if config.zero_dim >= mesh.dims:
+        dims = config.zero_dim if isinstance(config.zero_dim, tuple) else (config.zero_dim,)
+        if dims[-1] >= mesh.dims:
             raise PlacementError(
                 f"config.zero_dim is {config.zero_dim}, but the placement has {mesh.dims} dimension(s)"
             )
-        return config.zero_dim
+        if len(dims) > 1 and (taken := dims_split(parameters).intersection(dims)):
+            raise PlacementError(
+                f"config.zero_dim is {config.zero_dim}, but parameters are annotated as split along dimension "
+                f"{min(taken)}\nLeave that dimension out of config.zero_dim, or the annotations."
+            )
+        return dims
     split = dims_split(inputs) or dims_split([batch_on(config, mesh)])
     free = split - dims_split(parameters) or split or {mesh.dims - 1}
     if any(isinstance(entry, Split) and entry.dim for sbp in inputs for entry in sbp):
-        return max(free, key=lambda dim: (mesh.shape[dim], -dim))
-    return max(free)
+        return (max(free, key=lambda dim: (mesh.shape[dim], -dim)),)
+    return (max(free),)

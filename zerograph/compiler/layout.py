@@ -95,7 +95,7 @@ class PlannedBucket:
 
 def plan_layout(
     mesh: Mesh,
-    zero_dim: int,
+    zero_dims: tuple[int, ...],
     members: Members,
     config: Config,
     captured: Captured,
@@ -107,7 +107,7 @@ def plan_layout(
 
     Args:
         mesh: the ranks.
-        zero_dim: the mesh dimension along which ZeRO splits.
+        zero_dims: the mesh dimensions along which ZeRO splits.
         members: the graph's modules and tensors.
         config: the graph's options.
         captured: the captured graph.
@@ -127,7 +127,7 @@ def plan_layout(
             loose += names if train else []
         elif store.is_provisional and train:
             loose += names
-        elif _can_keep(store, names, members, config, updates, mesh, zero_dim) and _are_computed_alike(
+        elif _can_keep(store, names, members, config, updates, mesh, zero_dims) and _are_computed_alike(
             names, edits, copies, train=train
         ):
             store.job.check_alive()
@@ -138,7 +138,7 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    layout = [*kept, *_new_buckets(mesh, zero_dim, members, config, updates, edits, copies, loose)]
+    layout = [*kept, *_new_buckets(mesh, zero_dims, members, config, updates, edits, copies, loose)]
     layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
     return tuple(
         replace(planned, bucket=replace(planned.bucket, name=f"bucket{number}"))
@@ -181,7 +181,7 @@ def _can_keep(
     config: Config,
     updates: Mapping[str, Update],
     mesh: Mesh,
-    zero_dim: int,
+    zero_dims: tuple[int, ...],
 ) -> bool:
     """Return True if the step can run on the store as it is.
 
@@ -197,7 +197,7 @@ def _can_keep(
         len(names) == len(store.parameters)
         and all(update is not None and update.key() == first.key() for update in parameter_updates)
         and store.job.mesh == mesh
-        and store.layout.zero_dim == zero_dim
+        and store.layout.zero_dims == zero_dims
         and len(whole) == 1
         and store.layout.block % config.block == 0
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
@@ -255,7 +255,7 @@ def _renamed_slots(store: Store, members: Members) -> tuple[Any, ...]:
 
 def _new_buckets(
     mesh: Mesh,
-    zero_dim: int,
+    zero_dims: tuple[int, ...],
     members: Members,
     config: Config,
     updates: Mapping[str, Update],
@@ -270,7 +270,7 @@ def _new_buckets(
         parameter, update = members.parameters[name], updates.get(name)
         states[name] = state = _parameter_state(parameter, update)
         sbp = sbps[name]
-        by_user = sbp[zero_dim] != broadcast
+        by_user = any(sbp[dim] != broadcast for dim in zero_dims)
         has_owner = _has_owner(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
         key: Hashable = (
             None if update is None else update.key(),
@@ -300,7 +300,7 @@ def _new_buckets(
     buckets = plan_buckets(
         parameters,
         mesh=mesh,
-        zero_dim=zero_dim,
+        zero_dims=zero_dims,
         split=config.policy.split,
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,

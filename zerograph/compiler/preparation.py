@@ -72,7 +72,7 @@ def check_target(mesh: Mesh, device: str) -> None:
 def lay_out(
     config: Config,
     mesh: Mesh,
-    zero_dim: int,
+    zero_dims: tuple[int, ...],
     members: Members,
     captured: Captured,
     updates: Mapping[str, Update],
@@ -82,11 +82,11 @@ def lay_out(
     """Return the buckets of a step with their storage.
 
     Args:
-        zero_dim: the mesh dimension along which ZeRO splits.
+        zero_dims: the mesh dimensions along which ZeRO splits.
         updates: the update of each parameter that the step updates, by parameter name.
         trains: the graph has optimizers.
     """
-    layout = plan_layout(mesh, zero_dim, members, config, captured, updates, train=trains)
+    layout = plan_layout(mesh, zero_dims, members, config, captured, updates, train=trains)
     return assign_storage(layout, config, mesh)
 
 
@@ -118,7 +118,7 @@ class Preparation:
         config: the graph's options.
         observer: follows the runs of the passes.
         target: the rank to prepare for.
-        zero_dim: the mesh dimension along which ZeRO splits.
+        zero_dims: the mesh dimensions along which ZeRO splits.
         members: the graph's modules and tensors.
         batch: the inputs, on that rank.
         captured: the captured graph.
@@ -138,7 +138,7 @@ class Preparation:
     config: Config
     observer: Observer
     target: Target
-    zero_dim: int
+    zero_dims: tuple[int, ...]
     members: Members
     batch: Batch
     captured: Captured
@@ -183,7 +183,7 @@ class Preparation:
     def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
         config = replace(self.config, bucket_size=candidate.bucket_size)
         return lay_out(
-            config, self.target.mesh, self.zero_dim, self.members, self.captured, self.updates, trains=self.trains
+            config, self.target.mesh, self.zero_dims, self.members, self.captured, self.updates, trains=self.trains
         )
 
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
@@ -226,7 +226,7 @@ class Preparation:
         config = self.config
         return Context(
             mesh=self.target.mesh,
-            policy=replace(config.policy if self.trains else OFF, dim=self.zero_dim),
+            policy=replace(config.policy if self.trains else OFF, dims=self.zero_dims),
             buckets=tuple(planned.bucket for planned in layout),
             updates={planned.bucket.name: _bucket_update(planned) for planned in layout if planned.updates},
             batch=BatchLayout(

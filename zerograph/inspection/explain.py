@@ -19,7 +19,7 @@ from zerograph.inspection.summary import offloaded_to
 from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.buckets import Bucket, Slot
-from zerograph.ir.mesh import local_shape
+from zerograph.ir.mesh import index_along, local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.sbp import NdSbp, Split, show
@@ -72,7 +72,7 @@ class _Finder:
         if flat is not None:
             events += self._updates(flat, bucket)
         # A split of the flat bucket does not split the parameter's own dimensions.
-        flat_split = isinstance(sbp[bucket.zero_dim], Split) and slot.split is None
+        flat_split = isinstance(sbp[bucket.zero_dims[0]], Split) and slot.split is None
         return Life(
             name=slot.name,
             asked=self.asked,
@@ -308,9 +308,9 @@ class _Finder:
         """Return the bytes of a parameter in this rank's shard."""
         mesh = self.step.context.mesh
         numel, shard = slot.numel, bucket.padded
-        if isinstance(bucket.sbp[bucket.zero_dim], Split) and not bucket.by_user:
-            shard //= mesh.shape[bucket.zero_dim]
-            start = mesh.position[bucket.zero_dim] * shard
+        if isinstance(bucket.sbp[bucket.zero_dims[0]], Split) and not bucket.by_user:
+            shard //= bucket.ranks
+            start = index_along(mesh, bucket.zero_dims) * shard
             numel = max(0, min(slot.offset + slot.numel, start + shard) - max(slot.offset, start))
         rows = 1
         if bucket.rows is not None:

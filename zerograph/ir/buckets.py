@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from zerograph.ir.mesh import Mesh, local_part
+from zerograph.ir.mesh import Mesh, local_part, size_along
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 
 
@@ -91,10 +91,10 @@ class Bucket:
         device: the device that computes with it.
         sbp: SBP of the stored bucket.
         key: common properties of its parameters: optimizer, group, update program, whether they get gradients.
-        ranks: number of ranks along ``zero_dim``, which divides ``padded``.
-        zero_dim: the mesh dimension that ZeRO splits along.
+        ranks: number of ranks along ``zero_dims`` together, which divides ``padded``.
+        zero_dims: the mesh dimensions that ZeRO splits along, ascending. The shards of the first are the largest.
         rows: number of rows; None for a flat bucket.
-        owners: index along ``zero_dim`` of the owner of each slot; None if slots have no owners.
+        owners: index along ``zero_dims`` of the owner of each slot; None if slots have no owners.
         one_by_one: the update is not elementwise and runs for each parameter.
         compute_dtype: dtype of the copy that the step computes with; None for ``dtype``.
         storage: where the bucket is stored between steps.
@@ -110,7 +110,7 @@ class Bucket:
     sbp: NdSbp
     key: Hashable
     ranks: int
-    zero_dim: int = 0
+    zero_dims: tuple[int, ...] = (0,)
     rows: int | None = None
     owners: tuple[int, ...] | None = None
     one_by_one: bool = False
@@ -130,16 +130,16 @@ class Bucket:
 
     @property
     def by_user(self) -> bool:
-        """True if the user has split it along the ZeRO dimension: it is stored, and enters the step, with that SBP."""
-        return self.rows is not None and self.sbp[self.zero_dim] == Split(0)
+        """True if the user has split it along a ZeRO dimension: it is stored, and enters the step, with that SBP."""
+        return self.rows is not None and any(self.sbp[dim] == Split(0) for dim in self.zero_dims)
 
     @property
     def split_sbp(self) -> NdSbp:
-        """SBP of the bucket split along the ZeRO dimension, also if it is stored as a broadcast."""
+        """SBP of the bucket split along the ZeRO dimensions, also if it is stored as a broadcast."""
         if self.by_user:
             return self.sbp
         split = Split(0 if self.rows is None else 1)
-        return tuple(split if dim == self.zero_dim else dim_sbp for dim, dim_sbp in enumerate(self.sbp))
+        return tuple(split if dim in self.zero_dims else dim_sbp for dim, dim_sbp in enumerate(self.sbp))
 
     @property
     def gradient_sbp(self) -> NdSbp:
@@ -168,7 +168,7 @@ class Bucket:
         """SBP of the gathered bucket, which the step computes with."""
         if self.by_user:
             return self.sbp
-        return tuple(broadcast if dim == self.zero_dim else dim_sbp for dim, dim_sbp in enumerate(self.sbp))
+        return tuple(broadcast if dim in self.zero_dims else dim_sbp for dim, dim_sbp in enumerate(self.sbp))
 
     def sbp_of(self, slot: Slot) -> NdSbp:
         """Return the SBP of a parameter in terms of its own dimensions; S(0) where shards cut through it."""
@@ -211,7 +211,7 @@ def plan_buckets(
     parameters: Sequence[Parameter],
     *,
     mesh: Mesh,
-    zero_dim: int,
+    zero_dims: tuple[int, ...],
     split: bool,
     min_split_numel: int,
     bucket_bytes: int | None,
@@ -222,10 +222,10 @@ def plan_buckets(
 
     Args:
         parameters: the parameters in order of first use.
-        mesh: the mesh. Buckets are padded to a multiple of its size along ``zero_dim``, broadcast ones too: norms are
+        mesh: the mesh. Buckets are padded to a multiple of its size along ``zero_dims``, broadcast ones too: norms are
             then summed in the same pieces at every stage. Shards with a fused update are whole vectors, so that an
             element is rounded alike at every stage.
-        zero_dim: the mesh dimension along which buckets are split.
+        zero_dims: the mesh dimensions along which buckets are split, ascending.
         split: split the buckets; else they are broadcast.
         min_split_numel: parameters with fewer elements are broadcast, in buckets of their own.
         bucket_bytes: maximum size of a bucket in bytes (a larger parameter has a bucket to itself); None for
@@ -235,7 +235,7 @@ def plan_buckets(
         block: parameters and shards begin at multiples of this power of two, in elements.
     """
     max_bytes = bucket_bytes or default_bytes(sum(map(_bytes, parameters)))
-    ranks = mesh.shape[zero_dim]
+    ranks = size_along(mesh, zero_dims)
     by_key: dict[Hashable, list[list[Parameter]]] = {}
     in_order: list[list[Parameter]] = []
     for parameter in parameters:
@@ -258,7 +258,7 @@ def plan_buckets(
     buckets: list[Bucket] = []
     for members in filter(None, in_order):
         whole = not split or _numel(members[0]) < min_split_numel
-        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, zero_dim, whole, loads, block))
+        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, zero_dims, whole, loads, block))
     return tuple(buckets)
 
 
@@ -315,7 +315,7 @@ def _lay(
     name: str,
     members: Sequence[Parameter],
     mesh: Mesh,
-    zero_dim: int,
+    zero_dims: tuple[int, ...],
     whole: bool,
     loads: list[int],
     block: int,
@@ -329,22 +329,23 @@ def _lay(
         slots.append(Slot(parameter.name, parameter.shape, offset, numel, split_dim(parameter.sbp)))
         offset += _rounded_up(numel, block)
     numel = sum(slot.numel for slot in slots)
-    ranks = mesh.shape[zero_dim]
+    ranks = size_along(mesh, zero_dims)
     vector = _VECTOR_BYTES // first.dtype.itemsize if first.fused and ranks > 1 else 1
     # With blocks each rank of the mesh can sum whole blocks, whatever the dimensions that a reduction runs along.
     padded = _rounded_up(offset, ranks * vector if block == 1 else mesh.size * max(vector, block))
     sbp = [broadcast if dim_sbp == broadcast else Split(0) for dim_sbp in first.sbp]
-    if not whole and row_dim != zero_dim:
-        sbp[zero_dim] = Split(0 if rows is None else 1)
+    if not whole and row_dim not in zero_dims:
+        for dim in zero_dims:
+            sbp[dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
     if first.has_owner:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
         multiple = vector if block == 1 else mesh.size // ranks * max(vector, block)
         laid, padded = _laid_by_owner(slots, owners, ranks, multiple, block)
         form = (first.one_by_one, first.compute_dtype)
-        return Bucket(name, laid, numel, padded, *kind, ranks, zero_dim, rows, owners, *form, block=block)
+        return Bucket(name, laid, numel, padded, *kind, ranks, zero_dims, rows, owners, *form, block=block)
     form = (False, first.compute_dtype)
-    return Bucket(name, tuple(slots), numel, padded, *kind, ranks, zero_dim, rows, None, *form, block=block)
+    return Bucket(name, tuple(slots), numel, padded, *kind, ranks, zero_dims, rows, None, *form, block=block)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -58,6 +58,19 @@ def line(ranks: int, rank: int, group: str) -> Mesh:
     return Mesh((ranks,), (rank,), (group,))
 
 
+def size_along(mesh: Mesh, dims: Sequence[int]) -> int:
+    """Return the number of ranks along some mesh dimensions together."""
+    return math.prod(mesh.shape[dim] for dim in dims)
+
+
+def index_along(mesh: Mesh, dims: Sequence[int]) -> int:
+    """Return the linear index of this rank along some mesh dimensions, in row-major order."""
+    index = 0
+    for dim in dims:
+        index = index * mesh.shape[dim] + mesh.position[dim]
+    return index
+
+
 def piece_count(sbp: NdSbp, mesh: Mesh) -> int:
     """Return the number of different shards of a tensor; 1 for a tensor that is broadcast."""
     return math.prod(size for dim_sbp, size in zip(sbp, mesh.shape, strict=True) if isinstance(dim_sbp, Split))

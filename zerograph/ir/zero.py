@@ -16,7 +16,7 @@ class ZeroPolicy:
         reduce_early: each micro-batch's gradient is reduced, and at most two buckets are whole at once. Else gradients
             stay whole until the update, and their sum over micro-batches is reduced.
         assigns_owners: each parameter is whole on one rank, its owner, so that shards do not cut through parameters.
-        dim: the mesh dimension that ZeRO splits along.
+        dims: the mesh dimensions that ZeRO splits along, ascending.
     """
 
     name: str
@@ -24,7 +24,7 @@ class ZeroPolicy:
     reshard_after_forward: bool
     reduce_early: bool
     assigns_owners: bool = False
-    dim: int = 0
+    dims: tuple[int, ...] = (0,)
 
 
 OFF = ZeroPolicy("off", split=False, reshard_after_forward=False, reduce_early=True)

@@ -1,0 +1,134 @@
+"""ZeRO along both dimensions of a grid: state is split over all ranks, and backward gathers along the first only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zerograph as zg
+from tests.equivalence.test_stages import check
+from tests.harness import deviation, plain_run
+from tests.models import TrainStep, adamw, batches, make
+from tests.pool import Pool
+from zerograph.ir.mesh import Mesh
+
+# Two hosts of two ranks: rows are places on a host, columns are hosts.
+GRID = [[0, 2], [1, 3]]
+BOTH = (0, 1)
+STEPS = 3
+MESH = Mesh((2, 2), (0, 0), ("ranks", "hosts"))
+
+
+def own(tensor: Tensor) -> Tensor:
+    """This rank's part of a whole batch on the grid."""
+    return tensor.chunk(4)[[0, 2, 1, 3][zg.rank()]]
+
+
+def train(name: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
+    """For each stage losses, the final state and bytes: run on every rank, in fp64. One graph, so captured once."""
+    model = make(name, torch.float64)
+    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), zero_dim=BOTH, **options)
+    initial, results = step.state_dict(), []
+    for stage in stages:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
+        losses = [step(own(x), own(y)) for x, y in batches(name, STEPS, 8, torch.float64)]
+        results.append((losses, step.state_dict(), step.state_bytes()))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "options"),
+    [
+        ("mlp", (0, 1, 2, 3), {}),
+        ("gpt_of_one_block", (3,), {"gradient_accumulation_steps": 2, "bucket_size": 2048}),
+        ("mlp", (3,), {"mode": "non_distributed", "memory_budget": 2**24}),
+    ],
+    ids=["stages", "micro-batches", "owners"],
+)
+def test_it_computes_what_one_device_computes(
+    pool: Pool, name: str, stages: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    everybody = pool.run(4, train, name, stages, options)
+    plain = plain_run(name, STEPS, 8, torch.float64)
+    elements = sum(parameter.numel() for parameter in make(name).parameters())
+    for index, stage in enumerate(stages):
+        for losses, state, nbytes in (results[index] for results in everybody):
+            check((losses, state["modules"]["model"]), plain, 1e-12)
+            for key, value in state["modules"]["model"].items():
+                assert torch.equal(value, everybody[0][0][1]["modules"]["model"][key]), f"stage {stage}: {key}"
+            if stage and not options:
+                assert nbytes <= 2 * 8 * elements / 4 + 8 * elements + 128
+
+
+def collectives(stage: int, *, zero_dim: Any = BOTH, **options: Any) -> list[tuple[str, str, int, int]]:
+    """Return phase, kind, mesh dimension and bytes sent of what moves parameters and gradients."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), stage, zero_dim=zero_dim, **options)
+    prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
+    found = [one for one in prepared.collectives() if one.tensors[0].startswith("model.")]
+    return [(one.phase, one.kind, one.mesh_dim, one.bytes) for one in found]
+
+
+def test_backward_gathers_inside_of_a_host_only() -> None:
+    padded = 200  # 198 elements
+    whole, once = padded * 4, padded * 4 // 2
+    assert collectives(3) == [
+        ("forward", "all-gather", 1, once // 2),
+        ("forward", "all-gather", 0, whole // 2),
+        ("backward", "all-gather", 0, whole // 2),
+        ("backward", "reduce-scatter", 0, whole // 2),
+        ("backward", "reduce-scatter", 1, once // 2),
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"wire": "int8"}, {"wire": {"gather": {1: "int8"}}}], ids=str)
+def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> None:
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), 3, zero_dim=BOTH, bucket_size=4096, **options)
+    prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("gpt", 1)[0]))
+    moved = [one for one in prepared.collectives() if one.kind == "all-gather" and one.tensors[0].startswith("model.")]
+    phases = [one.phase for one in moved]
+    assert phases == sorted(phases, reverse=True)  # forward before backward
+    assert {one.mesh_dim for one in moved if one.phase == "backward"} == {0}
+    assert Counter(one.mesh_dim for one in moved)[1] == len({one.tensors for one in moved})
+
+
+def move_between_layouts() -> dict[str, Any]:
+    """Train on the grid, then on a line, then on the grid again."""
+    name, data = "mlp", batches("mlp", STEPS, 8, torch.float64)
+    models = [make(name, torch.float64) for _ in range(3)]
+    grid: dict[str, Any] = {"placement": zg.placement("cpu", ranks=GRID), "zero_dim": BOTH}
+    first = TrainStep(models[0], adamw(models[0]), 3, **grid)
+    line = TrainStep(models[1], adamw(models[1]), 2)
+    last = TrainStep(models[2], adamw(models[2]), 1, **grid)
+    first(*map(own, data[0]))
+    line.load_state_dict(first.state_dict())
+    line(*map(own, data[1]))
+    last.compile(*map(own, data[2]))
+    last.load_state_dict(line.state_dict())
+    last(*map(own, data[2]))
+    return last.state_dict()
+
+
+def test_state_moves_to_a_line_and_back(pool: Pool) -> None:
+    state = pool.run(4, move_between_layouts)[0]
+    for key, value in plain_run("mlp", STEPS, 8, torch.float64).state.items():
+        assert deviation(state["modules"]["model"][key], value) <= 1e-12, key
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(zg.PlacementError, match=r"zero_dim = \(0, 1\) no single gather reaches all ranks"):
+        collectives(2, wire={"gather": zg.wire("int8", feedback=True)})
+    model = make("mlp")
+    zg.annotate(model[0].weight, sbp=(zg.sbp.broadcast, zg.sbp.split(1)))
+    step = TrainStep(model, adamw(model), 3, zero_dim=BOTH)
+    with pytest.raises(zg.PlacementError, match="parameters are annotated as split along dimension 1"):
+        step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
+    for value in ((), (1, 0), (0, 0), [0, 1]):
+        with pytest.raises(zg.ConfigError, match="zero_dim"):
+            collectives(3, zero_dim=value)
