@@ -86,14 +86,23 @@ def _exchange_rows(
         shape: shape of the result.
     """
     result = x.new_empty(shape)
-    incoming, outgoing = result.split(list(received)), x.view(-1).split(list(sent))
+    incoming = [piece.view(-1) for piece in result.split(list(received))]
+    return _exchange_parts(result, x.view(-1), list(sent), incoming, group_name)
+
+
+def _exchange_parts(
+    result: Tensor, x: Tensor, sent: Sequence[int], incoming: Sequence[Tensor], group_name: str
+) -> Tensor:
+    """Start an all-to-all of flat pieces, of which the incoming ones lie one after the other in the result."""
     group = _torch.process_group(group_name)
+    outgoing = x.split(list(sent))
     if group.name() == "gloo":
-        incoming[group.rank()].view(-1).copy_(outgoing[group.rank()])
-        _exchange(result, outgoing, [piece.view(-1) for piece in incoming], group_name)
+        incoming[group.rank()].copy_(outgoing[group.rank()])
+        _exchange(result, outgoing, incoming, group_name)
     else:
         counts = [piece.numel() for piece in incoming]
-        work = dist.all_to_all_single(result.view(-1), x.view(-1), counts, list(sent), group=group, async_op=True)
+        whole = result.view(-1)[: sum(counts)]
+        work = dist.all_to_all_single(whole, x, counts, list(sent), group=group, async_op=True)
         assert work is not None
         _torch.register_works(result, [work])
     return result
@@ -105,6 +114,17 @@ def _shift_rows(x: Tensor, ranks: int, group_name: str) -> Tensor:
     sent, received = [0] * ranks, [0] * ranks
     sent[(rank + 1) % ranks], received[(rank - 1) % ranks] = x.numel(), x.shape[0]
     return _exchange_rows(x, sent, received, x.shape, group_name)
+
+
+def _shift_either(near: Tensor, far: Tensor, distance: int, ranks: int, group_name: str) -> Tensor:
+    """Start to send one of two tensors to the rank at a distance; see :mod:`zerograph.ir.rows`."""
+    rank, sent, received = _torch.process_group(group_name).rank(), [0] * ranks, [0] * ranks
+    own, arriving = near if rank + distance < ranks else far, near if rank >= distance else far
+    sent[(rank + distance) % ranks] = own.numel()
+    received[(rank - distance) % ranks] = arriving.numel()
+    result = near.new_empty((near.shape[0], max(near.numel(), far.numel()) // max(near.shape[0], 1)))
+    incoming = result.view(-1)[: arriving.numel()].split(received)
+    return _exchange_parts(result, own.view(-1), sent, incoming, group_name)
 
 
 def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -284,6 +304,7 @@ for _device in ("CPU", "CUDA"):
     rows_library.impl("gather_rows", _gather_rows, _device)
     rows_library.impl("exchange_rows", _exchange_rows, _device)
     rows_library.impl("shift_rows", _shift_rows, _device)
+    rows_library.impl("shift_either", _shift_either, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"

@@ -104,7 +104,7 @@ def _backward(
     """
     place = _Place(*numbers)
     if place.is_masked:
-        return _empty(query).zero_(), torch.zeros_like(pair)
+        return empty_heads(query).zero_(), torch.zeros_like(pair)
     key, value = place.split(pair)
     causal, mask = place.causal and place.step == 0, place.own_mask(mask, pair.shape[POSITIONS])
     grad_query, grad_key, grad_value = BACKWARD(
@@ -124,10 +124,10 @@ def _sum_gradients(
         channels: of the keys.
     """
     key, value = (own + arrived).split([channels, own.shape[-1] - channels], -1)
-    return grad_query + last, _empty(key).copy_(key), _empty(value).copy_(value)
+    return grad_query + last, empty_heads(key).copy_(key), empty_heads(value).copy_(value)
 
 
-def _empty(like: Tensor) -> Tensor:
+def empty_heads(like: Tensor) -> Tensor:
     """Return an empty tensor in the layout of the kernel's results: positions before heads."""
     order = (0, POSITIONS, HEADS, 3)
     return torch.empty_permuted(like.shape, order, dtype=like.dtype, device=like.device)
@@ -140,7 +140,7 @@ def _forward_fake(
     batch, heads, queries, _ = query.shape
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     dtype = query.dtype if place.step == place.ranks - 1 else wide
-    result = _empty(query.new_empty((batch, heads, queries, pair.shape[-1] - place.channels), dtype=dtype))
+    result = empty_heads(query.new_empty((batch, heads, queries, pair.shape[-1] - place.channels), dtype=dtype))
     return result, torch.empty((batch, queries, heads), dtype=wide, device=query.device).transpose(1, 2)
 
 
@@ -156,7 +156,7 @@ ring_attention_backward = define(
     "(Tensor grad_out, Tensor query, Tensor pair, Tensor out, Tensor logsumexp, Tensor? mask, "
     f"{_NUMBERS}) -> (Tensor, Tensor)",
     _backward,
-    lambda grad_out, query, pair, *rest: (_empty(query), pair.new_empty(pair.shape)),
+    lambda grad_out, query, pair, *rest: (empty_heads(query), pair.new_empty(pair.shape)),
 )
 sum_ring_gradients = define(
     "sum_ring_gradients",
@@ -164,8 +164,8 @@ sum_ring_gradients = define(
     _sum_gradients,
     lambda grad_query, last, own, arrived, channels: (
         torch.empty_like(grad_query),
-        _empty(own[..., :channels]),
-        _empty(own[..., channels:]),
+        empty_heads(own[..., :channels]),
+        empty_heads(own[..., channels:]),
     ),
 )
 
