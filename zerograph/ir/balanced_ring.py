@@ -41,12 +41,12 @@ class _Step(NamedTuple):
 
     @property
     def helps(self) -> bool:
-        """Whether this rank attends for another one."""
+        """True if this rank attends for another one."""
         return self.rank < self.step
 
     @property
     def is_helped(self) -> bool:
-        """Whether another rank attends for this one."""
+        """True if another rank attends for this one."""
         return self.rank >= self.ranks - self.step
 
     def split(self, pair: Tensor) -> list[Tensor]:
