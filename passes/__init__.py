@@ -4,7 +4,7 @@
 ``context``        the input of the passes besides the graph
 ``verify``         the invariants, checked after each pass
 
-``normalize``      simplify, offsets, unfuse, batch_first
+``normalize``      simplify, offsets, unfuse, repeat_key_heads, batch_first
 ``buckets``        flatten (owner_updates, coded_updates, flat_gradients), skip_overflowed_update, fuse
 ``accumulation``   split_micro_batches, hoist_batch_statistics, loop; time_boxing: boxing along the time dimension
 ``placement``      place (problem, solve, cost), shard_embeddings, box (boxing, route)

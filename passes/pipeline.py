@@ -42,6 +42,7 @@ from zerograph.passes.memory.reinplace import reinplace
 from zerograph.passes.memory.reuse_temporaries import reuse_temporaries
 from zerograph.passes.normalize.batch_first import batch_first
 from zerograph.passes.normalize.offsets import offsets
+from zerograph.passes.normalize.repeat_key_heads import repeat_key_heads
 from zerograph.passes.normalize.simplify import simplify
 from zerograph.passes.normalize.unfuse import unfuse
 from zerograph.passes.placement.box import box
@@ -94,6 +95,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(offsets, "global", essential=True),
     # split biases off products that may be summed over ranks
     Pass(unfuse, "global"),
+    # repeat heads of keys that the ranks do not divide
+    Pass(repeat_key_heads, "global"),
     # keep the batch dimension first in views
     Pass(batch_first, "global"),
     # concatenate parameters and gradients into buckets, each updated by one call

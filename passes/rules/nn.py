@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
+from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD, repeat_heads, sum_heads
 from zerograph.ir.flex_attention import BATCH, HEADS
 from zerograph.ir.flex_attention import flex_attention as FLEX
 from zerograph.ir.flex_attention import flex_attention_backward as FLEX_BACKWARD
@@ -137,3 +137,6 @@ rule(
     _flex_backward,
     linear=lambda operands: (0,) if operands["grad_lse"] is None else ((0, 1),),
 )
+
+rule(repeat_heads, lambda operands: f"b h s c -> b (h r:{operands['times']}) s c", linear=(0,))
+rule(sum_heads, lambda operands: f"b (h r:{operands['times']}) s c -> b h s c", linear=(0,))

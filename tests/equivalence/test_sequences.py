@@ -321,10 +321,41 @@ def test_convolutions_over_a_split_sequence_compute_what_one_device_computes(poo
             torch.testing.assert_close(result, results["off"], rtol=0, atol=0)
 
 
+class FewKeys(nn.Module):
+    """Attention of six heads of queries and three of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.project = nn.Embedding(64, 12), nn.Linear(12, 24)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        heads = self.project(self.embed(ids)).unflatten(-1, (-1, 2)).transpose(1, 2).split([6, 3, 3], 1)
+        hidden = nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        loss: Tensor = (hidden.square() * torch.arange(6).view(6, 1, 1)).mean()
+        return loss
+
+
+def with_few_keys(ranks: int = 1) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = FewKeys().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batches = torch.randint(64, (3, 2, 8), generator=torch.Generator().manual_seed(3))
+    if ranks == 1:
+        losses = [update_plainly(model, optimizer, lambda module, x: module(x), x) for x in batches]
+        return losses, dict(model.state_dict())
+    step = LossStep(model, optimizer, 2, batch_sbp=(zg.sbp.split(1),), attention="ulysses")
+    return [step(x.chunk(ranks, 1)[zg.rank()]) for x in batches], step.state_dict()["modules"]["model"]
+
+
+def test_heads_of_keys_that_ranks_do_not_divide_are_repeated(pool: Pool) -> None:
+    for result in pool.run(2, with_few_keys, 2):
+        torch.testing.assert_close(result, with_few_keys(), rtol=1e-12, atol=1e-12)
+
+
 def test_a_form_that_attention_does_not_have_is_refused() -> None:
     mesh, batch_sbp = MESHES["sequence"]
-    with pytest.raises(zg.ConfigError, match="6 heads of queries and 3 of keys, which 2 ranks do not divide"):
-        prepared(llama(key_heads=3, heads=6), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
+    with pytest.raises(zg.ConfigError, match="the attention has 3 heads, which 2 ranks do not divide"):
+        prepared(llama(key_heads=3, heads=3), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
     with pytest.raises(zg.ConfigError, match=r"'ring': FlexAttention splits heads only\n.*flex_attention\("):
         prepared(SlidingWindow(), mesh, batch_sbp, *tokens(mesh), attention="ring")
 

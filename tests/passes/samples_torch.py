@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.passes.samples import Sample, ints, s, x
+from zerograph.ir.attention import repeat_heads, sum_heads
 from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
 from zerograph.ir.dispatch import COMBINE, DISPATCH
 from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
@@ -292,6 +293,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     ],
     DISPATCH: [s(x(4, 3), ints(4, 4, 2), 4, 4)],
     COMBINE: [s(x(4, 8, 3), ints(4, 8, 2), 4)],
+    repeat_heads: [s(x(2, 4, 6, 3), 2), s(x(4, 3, 2, 3), 4)],
+    sum_heads: [s(x(2, 8, 6, 3), 2), s(x(4, 12, 2, 3), 4)],
     CTC_LOSS: [s(*_spoken(), 0, True), s(*_end_to_end(), 0, False)],
     CTC_LOSS_BACKWARD: [s(x(4), *_spoken(), 0, True), s(x(4), *_end_to_end(), 0, False)],
 }

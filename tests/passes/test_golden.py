@@ -86,6 +86,19 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
+class FewKeys(nn.Module):
+    """Six heads of queries, three of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        query, key = x.unflatten(-1, (6, 2)).transpose(1, 2), x[..., :6].unflatten(-1, (3, 2)).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+
+
 def mlp(*widths: int, device: str = "cpu") -> nn.Module:
     layers = [nn.Linear(*pair, device=device) for pair in itertools.pairwise(widths)]
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))
@@ -228,6 +241,10 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     "split sequence": (
         lambda: step_of(Attention(), torch.ones(2, 4, 4), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
         ("merge_exchanges",),
+    ),
+    "few heads of keys": (
+        lambda: step_of(FewKeys(), torch.ones(2, 4, 12), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
+        ("repeat_key_heads",),
     ),
     "budget": (
         lambda: step_of(mlp(8, 8, 8), torch.ones(4, 8), bucket_size=300, memory_budget="1GiB"),

@@ -130,3 +130,32 @@ causal_attention_backward = define(
     _backward,
     _backward_fake,
 )
+
+
+def _repeat_heads(x: Tensor, times: int) -> Tensor:
+    """Return ``x`` [batch, heads, positions, channels] with each head so many times, one after the other."""
+    return x.repeat_interleave(times, HEADS)
+
+
+def _sum_heads(x: Tensor, times: int) -> Tensor:
+    """Return the gradient of :func:`_repeat_heads`: the sum of each so many heads."""
+    total: Tensor = x.unflatten(HEADS, (-1, times)).sum(HEADS + 1)
+    return total
+
+
+def _with_heads(x: Tensor, heads: int) -> Tensor:
+    return x.new_empty((x.shape[0], heads, *x.shape[2:]))
+
+
+repeat_heads = define(
+    "repeat_heads",
+    "(Tensor x, int times) -> Tensor",
+    _repeat_heads,
+    lambda x, times: _with_heads(x, x.shape[HEADS] * times),
+)
+sum_heads = define(
+    "sum_heads",
+    "(Tensor x, int times) -> Tensor",
+    _sum_heads,
+    lambda x, times: _with_heads(x, x.shape[HEADS] // times),
+)
