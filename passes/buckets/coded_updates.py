@@ -8,7 +8,7 @@ sums and roots, each rounded to the nearest, so both yield the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,7 +112,8 @@ class CodedUpdate(nn.Module):
             inverses: tuple[Tensor, ...] = ()
             for name, parts, entry in zip(self.entries, stored, entries, strict=True):
                 codec = self.specs[name].codec
-                codes = (entry,) if codec is None else encode_roots(entry.float(), codec.code, root)
+                # Entries that are coded by fourth roots are proved never to be negative.
+                codes = (entry,) if codec is None else encode_roots(entry.float(), codec.code, root, checked=False)
                 inverses += codes[2:]
                 for part, code in zip(parts, codes, strict=False):
                     _write(part, code, skipped)
@@ -189,9 +190,26 @@ class _Parts:
         self._read = [node for node in scalars if not set(self._block_nodes).isdisjoint(node.users)]
         numbers = [node for node in self._scalar_nodes if node.target is aten._local_scalar_dense.default]
         # Numbers that stay 0-d tensors, which the parts of operators take as well.
-        self._kept = {node for node in numbers if all(user.target in _PARTS for user in node.users)}
+        kept = {node for node in numbers if all(user.target in _PARTS for user in node.users)}
         rounded = all(node.target in _ROUNDED or node.target in _PARTS for node in self._block_nodes)
-        self.rounds_to_nearest = rounded and self._kept.issuperset(numbers)
+        self.rounds_to_nearest = rounded and kept.issuperset(numbers)
+        self._input_names = [meta(node)["update_input"] for node in inputs]
+        self._run_scalars = self._scalar_program(inputs, kept)
+
+    def _scalar_program(self, inputs: Sequence[fx.Node], kept: Container[fx.Node]) -> Callable[..., list[Any]]:
+        """Return a function of the 0-d inputs that returns new 0-d entries, then the scalars that blocks read."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, Any] = {node: graph.placeholder(f"input{index}") for index, node in enumerate(inputs)}
+        for node in self._scalar_nodes:
+            if node in kept:
+                copies[node] = copies[node.all_input_nodes[0]]
+                continue
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+            copies[node] = graph.call_function(_PARTS.get(node.target, node.target), args, kwargs)
+        read = [graph.call_function(_narrow, (copies[node],)) for node in self._read]
+        graph.output([*(copies[node] for node in self._counts.values()), *read])
+        run: Callable[..., list[Any]] = fx.GraphModule({}, graph).forward
+        return run
 
     def compute_scalars(self, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[Any]]:
         """Return new 0-d entries of the state, and the scalars that blocks are computed from.
@@ -199,17 +217,8 @@ class _Parts:
         Args:
             inputs: hyperparameters and 0-d entries, by name.
         """
-        values: dict[fx.Node, Any] = {
-            node: inputs[meta(node)["update_input"]] for node in placeholders(self._source.graph) if _is_scalar(node)
-        }
-        for node in self._scalar_nodes:
-            if node in self._kept:
-                values[node] = values[node.args[0]]
-                continue
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = _PARTS.get(node.target, node.target)(*args, **kwargs)
-        counts = {name: values[node] for name, node in self._counts.items()}
-        return counts, [_narrow(values[node]) for node in self._read]
+        results = self._run_scalars(*(inputs[name] for name in self._input_names))
+        return dict(zip(self._counts, results, strict=False)), results[len(self._counts) :]
 
     def compute_blocks(
         self, root: Callable[[Tensor], Tensor], blocks: Sequence[Tensor], scalars: Sequence[Any]

@@ -157,7 +157,7 @@ def exact_root(x: Tensor) -> Tensor:
 
 
 def encode_roots(
-    values: Tensor, code: str, root_of: Callable[[Tensor], Tensor] = exact_root
+    values: Tensor, code: str, root_of: Callable[[Tensor], Tensor] = exact_root, *, checked: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the integers ``[blocks, block]`` and scales ``[blocks, 1]`` of blocks of fp32, and the scales' inverses.
 
@@ -167,6 +167,7 @@ def encode_roots(
         values: the blocks.
         code: ``"root"`` or ``"fourth_root"``.
         root_of: the square root, rounded to the nearest.
+        checked: let a block of fourth roots with a negative entry become NaN. Without it, no entry may be negative.
     """
     if code == "root":
         magnitudes = values.abs()
@@ -176,7 +177,9 @@ def encode_roots(
         return torch.where(values < 0, -root, root).to(torch.int8), scale, inverse
     # An optimizer has computed this root. That of a negative entry is NaN, and so is its block then.
     root = root_of(values)
-    scale = torch.where(values.amin(1, keepdim=True) < 0, torch.nan, root_of(values.amax(1, keepdim=True)))
+    scale = root_of(values.amax(1, keepdim=True))
+    if checked:
+        scale = torch.where(values.amin(1, keepdim=True) < 0, torch.nan, scale)
     inverse = _inverse(scale)
     # Not 0: an optimizer divides by the root of such an entry.
     return (root_of(root * inverse) * 255).round().clamp_min(1).to(torch.uint8), scale, inverse
