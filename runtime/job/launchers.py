@@ -32,9 +32,11 @@ class _Launcher:
     size: str
     local_rank: str
     local_size: str = ""
+    address: str = ""
+    port: str = ""
 
 
-TORCH = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+TORCH = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 # The innermost first: mpirun starts its daemons by srun, whose variables are then those of the daemons.
@@ -46,7 +48,10 @@ _OTHERS = (
     ),
     _Launcher("mpirun (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _SRUN,
-    _Launcher("Kubeflow", "PET_NODE_RANK", "PET_NNODES", "", "PET_NPROC_PER_NODE"),
+    _Launcher(
+        *("Kubeflow", "PET_NODE_RANK", "PET_NNODES", "", "PET_NPROC_PER_NODE"),
+        *("PET_MASTER_ADDR", "PET_MASTER_PORT"),
+    ),
 )
 
 
@@ -125,10 +130,9 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     if other is None:
         return None
     variables = _translated(other, environment)
-    if named:
-        _check_agreement(other, environment)
-    elif variables[TORCH.size] == "1":
+    if not named and variables[TORCH.size] == "1":
         return None
+    _check_agreement(other, environment, *(("rank", "size", "local_rank") if named else ()), "address", "port")
     return Launch(
         other.name, _checked({**variables, **{key: environment[key] for key in variables if key in environment}})
     )
@@ -191,13 +195,14 @@ def _is_nested(other: _Launcher, environment: Mapping[str, str]) -> bool:
     return ranks_of_host > 1 and hosts * ranks_of_host == ranks
 
 
-def _check_agreement(other: _Launcher, environment: Mapping[str, str]) -> None:
-    """Check that torch's variables say what the launcher's say.
+def _check_agreement(other: _Launcher, environment: Mapping[str, str], *fields: str) -> None:
+    """Check that torch's variables say what the launcher's say in some fields of :class:`_Launcher`.
 
     Raises:
         CommunicationError: two variables differ.
     """
-    for ours, theirs in ((TORCH.rank, other.rank), (TORCH.size, other.size), (TORCH.local_rank, other.local_rank)):
+    for field in fields:
+        ours, theirs = getattr(TORCH, field), getattr(other, field)
         if ours in environment and theirs in environment and environment[ours] != environment[theirs]:
             raise CommunicationError(
                 f"{ours} is {environment[ours]!r:.60} and {theirs} is {environment[theirs]!r:.60}: they must be equal\n"

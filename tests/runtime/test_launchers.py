@@ -34,6 +34,7 @@ OPEN_MPI = {
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 POD = {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "train-0", "PET_MASTER_PORT": "29401"}
+MASTER = {"MASTER_ADDR": "train-0", "MASTER_PORT": "29401"}
 RAY = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
 
 
@@ -75,8 +76,8 @@ def test_a_process_that_nobody_launched_is_alone() -> None:
         (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "8"}, ("srun", "3", "8", "node03", "24636")),
         # A PyTorchJob of Kubeflow whose command is python.
         (
-            POD | TORCH | {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"},
-            ("Kubeflow", "1", "2", "host0", "29400"),
+            TORCH | POD | {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "auto"} | MASTER,
+            ("Kubeflow", "1", "2", "train-0", "29401"),
         ),
         # torchrun, and a launcher that starts several ranks on each of Slurm's nodes.
         (SLURM | TORCH | {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "32"}, ("torchrun", "3", "32", "host0", "29400")),
@@ -116,6 +117,11 @@ def test_the_rank_of_a_device_is_found() -> None:
         (_without(MPICH, "MPI_LOCALRANKID") | {"MASTER_ADDR": "host0"}, ("MPI_LOCALRANKID is not set", "mpirun (PMI)")),
         (POD | {"PET_NPROC_PER_NODE": "auto"}, ("PET_NPROC_PER_NODE is 'auto'", "torchrun")),
         (POD | {"PET_NPROC_PER_NODE": "8"}, ("PET_NPROC_PER_NODE is '8'", "torchrun")),
+        (
+            POD | {"MASTER_ADDR": "host0"},
+            ("MASTER_ADDR is 'host0'", "PET_MASTER_ADDR is 'train-0'", "Unset MASTER_ADDR"),
+        ),
+        (POD | MASTER | {"MASTER_PORT": "5"}, ("MASTER_PORT is '5'", "PET_MASTER_PORT is '29401'")),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ("MASTER_ADDR, MASTER_PORT is not set", "torchrun")),
     ],
 )
