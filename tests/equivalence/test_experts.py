@@ -164,7 +164,7 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
     ("name", "dtype", "arrangement", "stages", "bound"),
     [
         pytest.param("routed", torch.float64, EXPERTS, STAGES, EXACT, id="routed-2"),
-        pytest.param("routed", torch.float64, ROWS_AND_EXPERTS, (1, 3), EXACT, id="routed-2x2"),
+        pytest.param("routed", torch.float64, ROWS_AND_EXPERTS, (3,), EXACT, id="routed-2x2"),
         pytest.param("routed", torch.float64, EXCHANGED, (1, 3), EXACT, id="routed-exchanged-4"),
         pytest.param("preferred", torch.float64, EXCHANGED, (2,), EXACT, id="preferred-exchanged-4"),
         pytest.param("routed", torch.float64, ROWS_AND_EXCHANGED, (2,), EXACT, id="routed-exchanged-2x2"),

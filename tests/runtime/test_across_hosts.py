@@ -105,15 +105,15 @@ def trained(hosts: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str,
     results = []
     with on_host(hosts):
         for stage in stages:
-            model = make("gpt", torch.float64)
+            model = make("mlp", torch.float64)
             step = TrainStep(model, adamw(model), stage)
-            losses = [step(part(x), part(y)) for x, y in batches("gpt", 3, 8, torch.float64)]
+            losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 8, torch.float64)]
             results.append((losses, step.state_dict()["modules"]["model"]))
     return results
 
 
 def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool) -> None:
-    plain = plain_run("gpt", 3, 8, torch.float64)
+    plain = plain_run("mlp", 3, 8, torch.float64)
     for results in pool.run(4, trained, "aabb", [0, 2, 3]):
         for losses, state in results:
             assert max(map(deviation, losses, plain.losses)) <= 1e-12
@@ -123,9 +123,9 @@ def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool) ->
 def sent_in_a_step(hosts: str, stage: int, wire_format: str) -> tuple[int, int]:
     """Return the bytes that this rank sends to the other host in a step, and those that ``collectives()`` says."""
     with on_host(hosts), patch.object(collectives, "_SMALL", 0), patch.object(hosts_of_ranks, "SMALL_SUM", 0):
-        model = make("gpt")
+        model = make("gpt_of_one_block")
         step = TrainStep(model, adamw(model), stage, wire=wire_format)
-        x, y = map(part, batches("gpt", 1)[0])
+        x, y = map(part, batches("gpt_of_one_block", 1)[0])
         step(x, y)
         with patch.object(dist, "isend", wraps=dist.isend) as send:
             step(x, y)

@@ -86,9 +86,7 @@ def test_collectives_keep_their_order() -> None:
 
 
 @every_size
-def steps_by(
-    backend: str, stage: int, dtype: torch.dtype, name: str = "gpt_of_one_block"
-) -> tuple[list[Tensor], list[Tensor], int]:
+def steps_by(backend: str, stage: int, dtype: torch.dtype, name: str) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
     model = make(name, dtype)
     step = TrainStep(model, adamw(model), stage, backend=backend, **OPTIONS)
@@ -101,10 +99,15 @@ def steps_by(
 
 
 @needs_compiler
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
-def test_steps_are_those_of_eager(pool: Pool, stage: int) -> None:
-    losses, parameters, held = pool.run(2, steps_by, "eager", stage, torch.float64)[0]
-    compiled_losses, compiled_parameters, compiled_held = pool.run(2, steps_by, "inductor", stage, torch.float64)[0]
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    # Of a transformer each piece is some seconds of the C++ compiler: test_inductor_sizes has one, for all sizes.
+    [("mlp", 3), *(pytest.param("gpt_of_one_block", stage, marks=pytest.mark.long) for stage in (0, 3))],
+)
+def test_steps_are_those_of_eager(pool: Pool, name: str, stage: int) -> None:
+    losses, parameters, held = pool.run(2, steps_by, "eager", stage, torch.float64, name)[0]
+    compiled = pool.run(2, steps_by, "inductor", stage, torch.float64, name)[0]
+    compiled_losses, compiled_parameters, compiled_held = compiled
     torch.testing.assert_close(compiled_losses, losses, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(compiled_parameters, parameters, rtol=1e-12, atol=1e-12)
     assert compiled_held <= held
