@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import array
 import datetime
 import functools
@@ -11,7 +10,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -33,7 +31,6 @@ from tests.zerograph.test_artifacts import damaged
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
 from zerograph.compiler.fingerprint import graph_lines
-from zerograph.runtime.job import exchange
 
 X = torch.linspace(-1, 1, 24).view(6, 4)
 
@@ -173,6 +170,18 @@ def with_array() -> Doubtful:
     return step
 
 
+def of_two_files() -> float:
+    return scaled() + TWIN()
+
+
+def scaled() -> float:
+    return FACTORS["factor"]
+
+
+# Python compares neither the files of two functions nor their modules.
+TWIN = types.FunctionType(
+    scaled.__code__.replace(co_filename="/a/copy/of/this.py"), {"FACTORS": {"factor": 2.0}, "__name__": "a_copy"}
+)
 TIMER = functools.partial(time.time)
 FACTORS = {"factor": 1.0}
 
@@ -246,6 +255,7 @@ DOUBTS: dict[str, Callable[[], float]] = {
     "FailureError: ValueError keeps its value in C": in_c,
     "factor keeps a result from before the trace": kept,
     "calls time.perf_counter()": seconds,
+    "have the same scaled()": of_two_files,
     "calls torch.backends.__get__()": torchs,
     "array.array: its value cannot be compared": with_array,  # type: ignore[dict-item]
     "memoryview: its value cannot be compared": functools.partial(len, memoryview(b"12")),
@@ -376,82 +386,6 @@ def other_build(self: TwoRanks, x: Tensor) -> Tensor:
 def test_ranks_with_other_code_are_named(pool: Pool) -> None:
     for message in pool.run(2, different_graphs):
         assert "the code of" in message or "attributes of the graph" in message
-
-
-class Reading(TwoRanks):
-    """A step that reads a clock: it cannot be written to a file."""
-
-    def build(self, x: Tensor) -> Tensor:
-        return super().build(x) + 0 * time.time()
-
-
-def traces_of(folder: str, kind: type[TwoRanks]) -> tuple[int, bool]:
-    """Compile a step; return the number of traces, and whether this rank has waited for rank 0."""
-    waits, sleep = [], time.sleep
-    with cache_in(folder) as cache, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.time, "sleep", lambda seconds: sleep(seconds) or waits.append(seconds))
-        kind().compile(X)
-        return cache.traces, bool(waits)
-
-
-def test_each_rank_traces_a_step_that_cannot_be_sent_and_waits_for_rank_0_once(pool: Pool, tmp_path: Path) -> None:
-    first, second = (pool.run(2, traces_of, str(tmp_path), Reading) for _ in range(2))
-    assert [traces for traces, _ in first] == [traces for traces, _ in second] == [1, 1]
-    assert first[1][1]
-    assert not any(waited for _, waited in second)
-
-
-class Failing(TwoRanks):
-    def build(self, x: Tensor) -> Tensor:
-        if self.model(x).sum() > 0:
-            return x.sum()
-        return x.mean()
-
-
-def error_of(folder: str) -> str:
-    with cache_in(folder), pytest.raises(zg.CaptureError) as caught:
-        Failing()(X)
-    return str(caught.value)
-
-
-def test_an_error_of_build_is_raised_on_every_rank_as_it_is_on_rank_0(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, error_of, str(tmp_path))
-    assert first == second
-    assert "if self.model(x).sum() > 0" in first
-
-
-def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
-    """Run a step that rank 0 takes longer to trace than ``config.timeout``; return the error and a loss."""
-    run = Capture.run
-
-    def slow(capture: Capture) -> object:
-        if zg.rank() == 0:
-            time.sleep(3)
-        return run(capture)
-
-    error = ""
-    with cache_in(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Capture, "run", slow)
-        step = TwoRanks()
-        step.config.timeout = 60.0 if interrupted else 1.5
-        if interrupted and zg.rank():
-            threading.Timer(1.0, _thread.interrupt_main).start()
-        try:
-            step.compile(X)
-        except (KeyboardInterrupt, zg.RankMismatchError) as caught:
-            error = type(caught).__name__
-        return error, step(X).item()
-
-
-def test_ranks_wait_for_rank_0_longer_than_the_timeout(pool: Pool, tmp_path: Path) -> None:
-    errors = [error for error, _ in pool.run(2, slowly, str(tmp_path), False)]
-    assert errors == ["", ""]
-
-
-def test_an_interrupt_of_a_rank_that_waits_ends_the_compilation_and_no_more(pool: Pool, tmp_path: Path) -> None:
-    (first, loss), (second, other_loss) = pool.run(2, slowly, str(tmp_path), True)
-    assert (first, second) == ("RankMismatchError", "KeyboardInterrupt")
-    assert loss == other_loss
 
 
 def harmed(folder: str, count: int) -> int:

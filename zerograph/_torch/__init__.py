@@ -149,6 +149,15 @@ from zerograph._torch.tracing import (
     without_onednn,
 )
 
+
+class PlainMode(TorchDispatchMode):
+    """A mode whose handler Dynamo may follow: torch's wrapper that keeps it out costs as much as many handlers."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 __all__ = [
     "COMPATIBLE_TYPES",
     "CachingFakeMode",

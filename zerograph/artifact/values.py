@@ -7,7 +7,6 @@ written once.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -42,6 +41,7 @@ _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
     name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
 }
+_PLAIN = frozenset({type(None), bool, int, str})
 _CONTAINERS: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
 
@@ -58,6 +58,8 @@ class Writer:
         self.tensors: dict[str, Tensor] = {}
         self._entries: dict[str, int] = {}
         self._tensor_names: dict[int, str] = {}
+        # References by ``id``, with the values, which must not change as long as the writer is used.
+        self._interned_values: dict[int, tuple[Any, Any]] = {}
 
     def value(self, value: Any, nodes: Mapping[fx.Node, int] | None = None) -> Any:
         """Return a value as JSON.
@@ -68,15 +70,16 @@ class Writer:
         Raises:
             ArtifactError: a value is of another type.
         """
-        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, str):
             return value
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"float": str(value)}
-        if isinstance(value, fx.Node):
+        if kind is tuple or kind is torch.Size:
+            return [entry if type(entry) in _PLAIN else self.value(entry, nodes) for entry in value]
+        if kind is fx.Node:
             assert nodes is not None
             return {"n": nodes[value]}
-        if isinstance(value, (torch.Size, tuple)) and type(value).__name__ in ("Size", "tuple"):
-            return [self.value(entry, nodes) for entry in value]
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"float": str(value)}
         if isinstance(value, list):
             return {"l": [self.value(entry, nodes) for entry in value]}
         if isinstance(value, slice):
@@ -111,7 +114,10 @@ class Writer:
             return self._interned({"fake": [shape, stride, _name(value.dtype), str(value.device)]})
         cls = type(value)
         if _CLASSES.get(cls.__name__) is cls:
-            return self._interned({cls.__name__: [self.value(getattr(value, field.name)) for field in fields(value)]})
+            if id(value) not in self._interned_values:
+                parts = [self.value(getattr(value, field.name)) for field in fields(value)]
+                self._interned_values[id(value)] = value, self._interned({cls.__name__: parts})
+            return self._interned_values[id(value)][1]
         raise ArtifactError(
             f"the step has {value!r:.80} of type {cls.__qualname__}, which cannot be written to a file\n"
             "Run this step without exporting it."
@@ -133,10 +139,14 @@ class Writer:
 
     def interned(self, value: Any, nodes: Mapping[fx.Node, int] | None = None) -> Any:
         """Return a reference to the entry of a value in the table."""
-        return self._interned(self.value(value, nodes))
+        if nodes is not None:
+            return self._interned(self.value(value, nodes))
+        if id(value) not in self._interned_values:
+            self._interned_values[id(value)] = value, self._interned(self.value(value))
+        return self._interned_values[id(value)][1]
 
     def _interned(self, encoded: Any) -> Any:
-        text = json.dumps(encoded)
+        text = repr(encoded)
         if text not in self._entries:
             self._entries[text] = len(self.table)
             self.table.append(encoded)

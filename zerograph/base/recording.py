@@ -50,39 +50,58 @@ class Recording:
     cells: dict[types.CodeType, list[tuple[Any, ...]]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     doubts: dict[str, None] = field(default_factory=dict)
-    _other: set[types.CodeType] = field(default_factory=set)
-    # Of these, what recorded code calls.
-    _entered: set[types.CodeType] = field(default_factory=set)
+    # By ``id``: code is equal where only its file differs, and to hash it takes long.
+    _known: dict[int, types.CodeType] = field(default_factory=dict)
+    _other: dict[int, types.CodeType] = field(default_factory=dict)
+    # Code whose calls of functions in C are nobody's.
+    _silent: dict[int, types.CodeType] = field(default_factory=dict)
+    # Of the other code, what recorded code calls.
+    _entered: set[int] = field(default_factory=set)
 
     def follow(self, frame: types.FrameType, event: str, called: Any) -> None:
         """Note a call; for ``sys.setprofile``."""
-        if event == "call":
+        # Most events of a trace are those of torch's dispatch: the first tests decide what recording costs.
+        if event == "c_call":
+            if id(frame.f_code) not in self._silent:
+                self._note_in_c(frame, called)
+        elif event == "call":
             code = frame.f_code
-            if code in self._other:
-                self._note_outside(frame)
-            elif code in self.codes or (code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename)):
-                self.codes[code] = frame.f_globals.get("__name__", "")
+            if id(code) in self._other:
+                caller = frame.f_back
+                if caller is not None and id(caller.f_code) in self._known:
+                    self._note_outside(frame)
+            elif id(code) in self._known or (code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename)):
+                self._known[id(code)] = code
+                module = frame.f_globals.get("__name__", "")
+                if self.codes.setdefault(code, module) != module:
+                    self.doubts[f"{module} and {self.codes[code]} have the same {code.co_qualname}()"] = None
                 self.runs[code] += 1
                 if code.co_freevars:
                     self._note_cells(frame)
             else:
-                self._other.add(code)
+                self._other[id(code)] = code
                 self._note_outside(frame)
-        elif event == "c_call":
-            # Copies of the standard library ask for the identity too.
-            is_own = called in _OF_PROCESS and frame.f_code in self.codes
-            refused = called.__name__ if is_own else self.refused_in_c(called)
-            if refused and (place := self._caller(frame)) is not None:
-                self.doubts[f"{place} calls {refused}()"] = None
+
+    def _note_in_c(self, frame: types.FrameType, called: Any) -> None:
+        """Note a call of a function in C, if recorded code makes it, or the standard library for it."""
+        code, file = frame.f_code, frame.f_code.co_filename
+        if not source.is_users(file) if self.counts(file) else not _may_call_for_users(file):
+            self._silent[id(code)] = code
+            return
+        # Copies of the standard library ask for the identity too.
+        is_own = called in _OF_PROCESS and id(code) in self._known
+        refused = called.__name__ if is_own else self.refused_in_c(called)
+        if refused and (place := self._caller(frame)) is not None:
+            self.doubts[f"{place} calls {refused}()"] = None
 
     def _note_outside(self, frame: types.FrameType) -> None:
         """Note a call of code that is not recorded, if recorded code makes it."""
         code, caller = frame.f_code, frame.f_back
-        if caller is None or caller.f_code not in self.codes or code in self._entered:
+        if caller is None or id(caller.f_code) not in self._known or id(code) in self._entered:
             return
         if not source.is_users(caller.f_code.co_filename):
             return
-        self._entered.add(code)
+        self._entered.add(id(code))
         if not code.co_flags & _CO_OPTIMIZED or code.co_filename.startswith("<string"):
             # Bodies, and functions that a string defines, which digests follow.
             return
@@ -107,12 +126,17 @@ class Recording:
                     # A function of torch.nn: what torch reads is compared.
                     return None
                 return f"{source.described(file, frame.f_lineno)[0].rpartition(os.sep)[2]}:{frame.f_code.co_name}"
-            if file.startswith("<frozen importlib") or not source.is_standard(file):
+            if not _may_call_for_users(file):
                 return None
             if frame.f_globals.get("__name__", "").partition(".")[0] in _MESSAGES:
                 return None
             frame = frame.f_back
         return None
+
+
+def _may_call_for_users(file: str) -> bool:
+    """Return whether code of a file that does not count may run for recorded code: that of the standard library."""
+    return not file.startswith("<frozen importlib") and source.is_standard(file)
 
 
 # The recording of the running block.

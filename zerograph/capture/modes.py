@@ -28,7 +28,7 @@ ONE_GRAPH = (
 )
 
 
-class Recorder(_torch.TorchDispatchMode):
+class Recorder(_torch.PlainMode):
     """A mode that records each operator's phase, module and source line, and refuses operators that read values."""
 
     def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:

@@ -130,7 +130,6 @@ class Compiler:
         source = StepSource(job, members, batch, present, dependencies)
         source.look_up()
         try:
-            source.receive()
             with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
                 prepared = self.prepare(target, members, batch, key, facts)
             source.send(prepared)
@@ -153,6 +152,7 @@ class Compiler:
         """Prepare inside the block from a source's step; without one, record traces if their steps are kept."""
         self._source = source
         try:
+            source.check_interrupt()
             yield
         finally:
             self._source = None

@@ -95,6 +95,7 @@ class StepSource:
     Attributes:
         artifact: the step, if a source has it.
         keeps: rank 0 writes the step to the cache once it is traced.
+        interrupt: what interrupted this rank while it waited for rank 0.
     """
 
     job: Job
@@ -104,6 +105,7 @@ class StepSource:
     dependencies: Dependencies
     artifact: Artifact | None = None
     keeps: bool = False
+    interrupt: BaseException | None = None
     # Rank 0 traces, and the other ranks wait for its answer.
     _waits: bool = False
     _doubts: list[str] | None = None
@@ -124,7 +126,10 @@ class StepSource:
         return self._file.with_suffix(".each")
 
     def look_up(self) -> None:
-        """Take the step of the cache, if all ranks can use it; else agree on who traces. A collective."""
+        """Take the step of the cache, if all ranks can use it; else agree on who traces, and wait for rank 0.
+
+        A collective.
+        """
         job, data, number = self.job, b"", _OFF
         if job.rank == 0 and _is_on():
             data = _read(self._file)
@@ -154,18 +159,22 @@ class StepSource:
             own = digest(sorted(self.present.items())) & _MOST_OF_SIZES
             numbers = agree(job, "tracing a step", 0, dict, None, [own, int(self.keeps)])
             self._waits = numbers[0][1] == 1 and all(row[0] == numbers[0][0] for row in numbers)
+            if job.rank and self._waits:
+                self._receive()
 
-    def receive(self) -> None:
-        """Wait on the other ranks until rank 0 has traced and rewritten the step, and take it if it fits."""
-        if self.job.rank and self._waits:
-            number, interrupt = broadcast_when_ready(self.job, 0, "waiting for rank 0 to trace and rewrite a step")
-            self._waits = False
-            if number:
-                self.artifact = self._received(b"", number)
-                if self.artifact is not None:
-                    _tell(self.job, f"{self._file.name} is that of rank 0")
-            if interrupt is not None:
-                raise interrupt
+    def _receive(self) -> None:
+        """Wait until rank 0 has traced and rewritten the step, and take it if it fits."""
+        number, self.interrupt = broadcast_when_ready(self.job, 0, "waiting for rank 0 to trace and rewrite a step")
+        self._waits = False
+        if number:
+            self.artifact = self._received(b"", number)
+            if self.artifact is not None:
+                _tell(self.job, f"{self._file.name} is that of rank 0")
+
+    def check_interrupt(self) -> None:
+        """Raise the interrupt that came while this rank waited."""
+        if self.interrupt is not None:
+            raise self.interrupt
 
     def traced(self, trace: Recording | None) -> None:
         """Have each rank trace, as soon as rank 0's trace shows that its step cannot be written to a file.

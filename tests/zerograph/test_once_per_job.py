@@ -1,0 +1,99 @@
+"""A step that is not in the cache is traced by rank 0 alone, for all ranks."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import zerograph as zg
+from tests.pool import Pool
+from tests.zerograph.test_step_cache import TwoRanks, X, cache_in
+from zerograph.capture.trace import Capture
+from zerograph.compiler import step_cache
+from zerograph.runtime.job.process_group import Job
+
+
+class Reading(TwoRanks):
+    """A step that reads a clock: it cannot be written to a file."""
+
+    def build(self, x: Tensor) -> Tensor:
+        return super().build(x) + 0 * time.time()
+
+
+def traces_of(folder: str, kind: type[TwoRanks]) -> tuple[int, bool]:
+    """Compile a step; return the number of traces, and whether this rank has waited for rank 0."""
+    answers, wait = [], step_cache.broadcast_when_ready
+
+    def noted(job: Job, number: int, doing: str) -> tuple[int, BaseException | None]:
+        answers.append(doing)
+        return wait(job, number, doing)
+
+    with cache_in(folder) as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_cache, "broadcast_when_ready", noted)
+        kind().compile(X)
+        return cache.traces, bool(answers)
+
+
+def test_each_rank_traces_a_step_that_cannot_be_sent_and_waits_for_rank_0_once(pool: Pool, tmp_path: Path) -> None:
+    first, second = (pool.run(2, traces_of, str(tmp_path), Reading) for _ in range(2))
+    assert [traces for traces, _ in first] == [traces for traces, _ in second] == [1, 1]
+    assert first[1][1]
+    assert not any(waited for _, waited in second)
+
+
+class Failing(TwoRanks):
+    def build(self, x: Tensor) -> Tensor:
+        if self.model(x).sum() > 0:
+            return x.sum()
+        return x.mean()
+
+
+def error_of(folder: str) -> str:
+    with cache_in(folder), pytest.raises(zg.CaptureError) as caught:
+        Failing()(X)
+    return str(caught.value)
+
+
+def test_an_error_of_build_is_raised_on_every_rank_as_it_is_on_rank_0(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, error_of, str(tmp_path))
+    assert first == second
+    assert "if self.model(x).sum() > 0" in first
+
+
+def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
+    """Run a step that rank 0 takes longer to trace than ``config.timeout``; return the error and a loss."""
+    run = Capture.run
+
+    def slow(capture: Capture) -> object:
+        if zg.rank() == 0:
+            time.sleep(3)
+        return run(capture)
+
+    error = ""
+    with cache_in(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Capture, "run", slow)
+        step = TwoRanks()
+        step.config.timeout = 60.0 if interrupted else 1.5
+        if interrupted and zg.rank():
+            threading.Timer(1.0, _thread.interrupt_main).start()
+        try:
+            step.compile(X)
+        except (KeyboardInterrupt, zg.RankMismatchError) as caught:
+            error = type(caught).__name__
+        return error, step(X).item()
+
+
+def test_ranks_wait_for_rank_0_longer_than_the_timeout(pool: Pool, tmp_path: Path) -> None:
+    errors = [error for error, _ in pool.run(2, slowly, str(tmp_path), False)]
+    assert errors == ["", ""]
+
+
+def test_an_interrupt_of_a_rank_that_waits_ends_the_compilation_and_no_more(pool: Pool, tmp_path: Path) -> None:
+    (first, loss), (second, other_loss) = pool.run(2, slowly, str(tmp_path), True)
+    assert (first, second) == ("RankMismatchError", "KeyboardInterrupt")
+    assert loss == other_loss
