@@ -48,6 +48,7 @@ from zerograph.passes.normalize.unfuse import unfuse
 from zerograph.passes.placement.box import box
 from zerograph.passes.placement.place import place
 from zerograph.passes.placement.shard_embeddings import shard_embeddings
+from zerograph.passes.recompute.gather_keys_again import gather_keys_again
 from zerograph.passes.recompute.recompute import recompute
 from zerograph.passes.recompute.recompute_cheap import recompute_cheap
 from zerograph.passes.recompute.reshard_after_forward import reshard_after_forward
@@ -113,6 +114,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(box, "placed", essential=True, requires=("place",)),
     # compute batch statistics before the first micro-batch
     Pass(hoist_batch_statistics, "placed", essential=True, requires=("box",)),
+    # free gathered keys and values after forward, gather them again in backward
+    Pass(gather_keys_again, "placed", requires=("box",)),
     # recompute in backward what costs one pass over memory
     Pass(recompute_cheap, "placed", requires=("box",)),
     # recompute in backward what the configuration says

@@ -259,7 +259,7 @@ class Config:
         one_of("auto", "ulysses", "gather", "ring"),
         """The form of attention where ranks split the sequence: ``"ulysses"`` exchanges positions for heads before
         attention and back after it, ``"gather"`` gathers keys and values, ``"ring"`` passes them from rank to rank.
-        ``"auto"`` (default): the one of the first two that sends and holds fewer bytes, for each attention.""",
+        ``"auto"`` (default): the one of the first two that sends fewer bytes, for each attention.""",
     )
     zero_dim: int | tuple[int, ...] | None = option(
         None,
@@ -277,7 +277,7 @@ class Config:
         inputs. ``"auto"``: what costs the least work, matrix products last, and only as much as ``memory_budget``
         requires; without a budget the same as ``"none"``. On an accelerator, activations whose copies to the CPU and
         back are hidden by forward are offloaded first. No collective is sent twice, except the all-gathers of backward
-        at stage 3. ``torch.utils.checkpoint`` inside the model is honoured in all cases.""",
+        at stage 3 and of attention. ``torch.utils.checkpoint`` inside the model is honoured in all cases.""",
     )
     optimizer_offload: Offload | None = option(
         None, check_by(complaint), """Set by :meth:`offload_optimizer`. Default None: on the device."""

@@ -22,8 +22,8 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.problem import PlacementProblem
 
 _FORWARD = (FORWARD, flex_attention, *ACCELERATED)
-_BACKWARD = (BACKWARD, flex_attention_backward, *ACCELERATED.values())
-ATTENTION = (*_FORWARD, *_BACKWARD)
+BACKWARDS = (BACKWARD, flex_attention_backward, *ACCELERATED.values())
+ATTENTION = (*_FORWARD, *BACKWARDS)
 _SPLIT = {"ulysses": Split(HEADS), "gather": Split(POSITIONS)}
 
 
@@ -44,7 +44,7 @@ def of_one_form(
     if problem.dim not in meta(query).get("sequence_dims", ({},))[0]:
         return signatures
     at = _query_index(node)
-    if node.target in _BACKWARD:
+    if node.target in BACKWARDS:
         out = _forward_of(node)
         of_query, of_key, *_ = problem.signature[out].inputs
         same = tuple(one for one in signatures if one.inputs[at] == of_query)
@@ -78,7 +78,7 @@ def report_unused_form(problem: PlacementProblem, context: Context) -> None:
 
 def _query_index(node: fx.Node) -> int:
     """Return the index of the queries among the node's tensors. Keys and values follow, which may be the same node."""
-    if node.target in _BACKWARD:
+    if node.target in BACKWARDS:
         return 2 if rules.arguments(node).get("grad_lse") is not None else 1
     return 0
 
@@ -112,7 +112,7 @@ def _forward_of(node: fx.Node) -> fx.Node:
 
 
 def _cost(node: fx.Node, signature: Signature, problem: PlacementProblem) -> float:
-    """Return the bytes that each rank sends in forward, and those of gathered tensors that it holds for backward."""
+    """Return the bytes that each rank sends in forward, and those of tensors that it gathers again for backward."""
     arguments, total = rules.arguments(node), 0.0
     for tensor, need in zip(rules.tensor_arguments(node), signature.inputs, strict=True):
         if tensor in (arguments["query"], arguments["key"], arguments["value"]):

@@ -51,7 +51,9 @@ def capacity_of(node: fx.Node, tokens: int, ranks: int, context: Context) -> int
 def _exchange_pays(node: fx.Node, problem: PlacementProblem, context: Context) -> bool:
     """Return whether an exchange of tokens, with the experts of all tokens on all ranks, sends less than a gather."""
     splits_experts = any(bucket.rows is not None and bucket.sbp[problem.dim] == Split(0) for bucket in context.buckets)
-    if context.batch.expert_capacity is None or not splits_experts or not problem.batch_is_split or problem.is_time:
+    # Rules along later mesh dimensions would see tokens of one rank and rows for those of all.
+    is_last = problem.dim == context.mesh.dims - 1 and not problem.is_time
+    if context.batch.expert_capacity is None or not splits_experts or not problem.batch_is_split or not is_last:
         return False
     (rows, ids), ranks = (problem.values[source][index] for source, index in problem.inputs(node)), problem.ranks
     groups = rows.shape[0] if node.target is COMBINE else rules.arguments(node)["groups"]

@@ -150,11 +150,12 @@ def test_sequences_stay_split_after_attention_without_a_form_with_queries() -> N
     assert set(kinds) == {("forward", "all-to-all"), ("backward", "all-to-all")}
 
 
-def test_gathered_attention_gathers_keys_and_values_and_scatters_their_gradients() -> None:
+def test_gathered_attention_gathers_keys_and_values_in_each_pass_and_scatters_their_gradients() -> None:
     mesh, batch_sbp = MESHES["sequence"]
     step = prepared(llama(key_heads=1), mesh, batch_sbp, *tokens(mesh))
     one = 4 * ROWS * LENGTH * 8
-    wanted = [("forward", "all-gather", one)] * 4 + [("backward", "reduce-scatter", one)] * 4
+    wanted = [(phase, "all-gather", one) for phase in ("forward", "backward")] * 4
+    wanted += [("backward", "reduce-scatter", one)] * 4
     assert sorted(activations(step)) == sorted([LABELS, *wanted])
 
 

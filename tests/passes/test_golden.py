@@ -242,6 +242,10 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
         lambda: step_of(Attention(), torch.ones(2, 4, 4), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
         ("merge_exchanges",),
     ),
+    "gathered keys": (
+        lambda: step_of(Attention(), torch.ones(2, 4, 4), batch_sbp=(zg.sbp.split(1),), attention="gather"),
+        ("gather_keys_again",),
+    ),
     "few heads of keys": (
         lambda: step_of(FewKeys(), torch.ones(2, 4, 12), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
         ("repeat_key_heads",),
