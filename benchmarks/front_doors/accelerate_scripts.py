@@ -9,7 +9,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 from benchmarks.front_doors.door import Door
-from benchmarks.front_doors.trainers import sentences
+from benchmarks.front_doors.trainers import bert, sentences
 from tests.integrations.trainers import tokenizer
 
 
@@ -24,18 +24,7 @@ def nlp_example(door: Door) -> list[float]:
 
     shared = {"collate_fn": collate_fn, "batch_size": door.batch_size}
     train_dataloader, eval_dataloader = DataLoader(dataset, shuffle=True, **shared), DataLoader(dataset[:13], **shared)
-    model = transformers.BertForSequenceClassification(
-        transformers.BertConfig(
-            vocab_size=32,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            num_labels=3,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
+    model = bert()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     num_epochs = -(-door.steps * door.accumulation * 8 // len(dataset))
     lr_scheduler = transformers.get_linear_schedule_with_warmup(

@@ -76,13 +76,18 @@ def run_clm(door: Door) -> list[float]:
     return losses(trainer)
 
 
+def bert() -> Any:
+    """Return a small BERT that tells three kinds of sentences apart."""
+    config = transformers.BertConfig(vocab_size=VOCABULARY, num_hidden_layers=2, num_labels=3, **_BERT, **_NO_DROPOUT)
+    return transformers.BertForSequenceClassification(config)
+
+
 def run_glue(door: Door) -> list[float]:
     """Train BERT to classify sentences, padded in each batch, and compute the accuracy."""
     trainer_class = door.trainer(transformers.Trainer)
     dataset = [{**one, "label": sum(one["input_ids"]) % 3} for one in sentences()]
-    config = transformers.BertConfig(vocab_size=VOCABULARY, num_hidden_layers=2, num_labels=3, **_BERT, **_NO_DROPOUT)
     trainer = trainer_class(
-        model=transformers.BertForSequenceClassification(config),
+        model=bert(),
         args=arguments(door),
         train_dataset=dataset,
         eval_dataset=dataset[:13],

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.zerograph.inspection.models import Block
+from tests.zerograph.inspection.models import Block, Net
+from zerograph.compiler.members import find_members
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh, line
 from zerograph.optim import trace_update
@@ -132,3 +133,30 @@ def test_an_update_that_depends_on_a_size_gets_each_size_right() -> None:
     with step.full_parameters():
         for one, other in zip(step.model.parameters(), plain.model.parameters(), strict=True):
             torch.testing.assert_close(one, other)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.inner = model
+
+
+@pytest.mark.parametrize(
+    ("others", "tied"),
+    [
+        (lambda model: {"loss": Wrapper(model)}, set()),
+        (lambda model: {"model": nn.Sequential(model, Wrapper(model.last))}, {"model.0.last.weight"}),
+        (lambda model: {"model": Net(1, tied=True)}, {"model.first.weight"}),
+    ],
+    ids=["a model that is wrapped", "a layer that is used twice", "two layers with one weight"],
+)
+def test_weights_are_tied_that_a_model_uses_in_two_places(others: Any, tied: set[str]) -> None:
+    model = Net(1)
+    assert find_members({"model": model, **others(model)}).tied() == tied
+
+
+def test_a_model_is_in_the_same_buckets_if_another_module_wraps_it() -> None:
+    alone, wrapped = Step(2), Step(2)
+    wrapped.loss = Wrapper(wrapped.model)
+    first, second = (step.prepare(line(4, 0, "ranks"), torch.empty(4, 64, device="meta")) for step in (alone, wrapped))
+    assert [str(one) for one in second.collectives()] == [str(one) for one in first.collectives()]

@@ -264,7 +264,7 @@ def _new_buckets(
     names: Sequence[str],
 ) -> list[PlannedBucket]:
     """Return new buckets of the named parameters."""
-    tied, sbps = set(members.aliases.values()), user_sbps(names, members, mesh, config)
+    tied, sbps = members.tied(), user_sbps(names, members, mesh, config)
     parameters, states = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)

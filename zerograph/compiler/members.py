@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,17 @@ class Members:
     @functools.cached_property
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def tied(self) -> set[str]:
+        """Return the names of parameters that several modules hold, or one that a model uses in several places.
+
+        A model that a second module of the graph wraps, such as the loss of a trainer, is not used twice by that.
+        """
+        named = [*((name, name) for name in self.parameters), *self.aliases.items()]
+        places = Counter((first, name.partition(".")[0]) for name, first in named)
+        holders = Counter(id(one) for module in self.root.modules() for one in module._parameters.values())
+        several = {first for (first, _), count in places.items() if count > 1}
+        return several | {name for name, parameter in self.parameters.items() if holders[id(parameter)] > 1}
 
     @functools.cached_property
     def module_facts(self) -> tuple[Any, ...]:

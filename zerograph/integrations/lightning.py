@@ -238,12 +238,14 @@ class _Steps(nn.Module):
         self.module = module
 
         self._readings: dict[str, Readings] = {}
-        # Of each run of a step without values, and of the trace of each step and variant.
+        # Of each run of a step without values, and of the trace of each step and variant. Changed in place: another
+        # object would be a change of the module, for which the graphs would read all modules again.
         self._collected: list[_Logs] = []
         self._traced: dict[tuple[str, int], _Logs] = {}
 
     def readings(self, name: str) -> Readings:
         """Return the logs of a step."""
+        self._collected.clear()
         if name not in self._readings:
             self._readings[name] = Readings(getattr(self.module, name), self._collect)
         return self._readings[name]
@@ -256,18 +258,19 @@ class _Steps(nn.Module):
         self, variant: int, inputs: list[Tensor], name: str, batch: Any, *others: int
     ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
         """Call a step; return its output, the tensors that it logs by name, and those whose values it reads."""
-        collected, self._collected = self._collected, []
+        collected = list(self._collected)
+        self._collected.clear()
         arguments = (batch, _BatchIndex(), *others)
-        output, reads = self.readings(name).traced(self.module.training, arguments, {}, variant, inputs)
+        output, reads = self._readings[name].traced(self.module.training, arguments, {}, variant, inputs)
         # Other runs try values.
-        logs, self._collected = self._collected[0], collected
+        logs, self._collected[:] = self._collected[0], collected
         self._traced[name, variant] = logs
         return output, {key: value for key, (value, _) in logs.items() if isinstance(value, Tensor)}, reads
 
     @contextlib.contextmanager
     def _collect(self) -> Iterator[None]:
         with _collecting(self.module) as logs:
-            self._collected = [*self._collected[-1:], logs]
+            self._collected.append(logs)
             yield
 
 

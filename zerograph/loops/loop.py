@@ -297,9 +297,10 @@ class Loop:
         """Clear the gradients of a module's parameters: not all of an optimizer's, perhaps."""
         parameters = list(parameters)
         mine = {id(parameter) for parameter in parameters}
-        whole = {n for n in self.trained_by(parameters) if mine.issuperset(map(id, self.parameters_trained_by(n)))}
+        trained = self.trained_by(parameters)
+        whole = {n for n in trained if mine.issuperset(map(id, self.parameters_trained_by(n)))}
         self.zero_grad(whole, set_to_none=set_to_none)
-        for parameter in parameters:
+        for parameter in parameters if trained - whole else ():
             if self.trained_by([parameter]) <= whole:
                 continue
             if not self.waits_for_step():
