@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import Tensor, fx, nn
+from torch._inductor import cpu_vec_isa
 
 from tests.harness import Case, needs_compiler, prepare
 from tests.models import Gpt, TrainStep, adamw, batches, make, part
@@ -19,6 +20,7 @@ from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph import _torch
+from zerograph._torch.vector_units import remembered_vector_units
 from zerograph.errors import CaptureError
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends import compile_cache, inductor, pieces
@@ -245,3 +247,22 @@ def numbers_made_in_pieces() -> list[str]:
 
 def test_powers_of_adams_betas_are_made_once_not_in_the_loop_over_the_bucket() -> None:
     assert numbers_made_in_pieces() == []
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_vector_instructions_that_work_are_tried_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool
+) -> None:
+    trials = []
+
+    def trial(unit: cpu_vec_isa.VecISA, code: str) -> bool:
+        trials.append(code)
+        return works
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", trial)
+    monkeypatch.setattr(cpu_vec_isa, "_get_isa_dry_compile_fingerprint", str)
+    with remembered_vector_units():
+        results = [cpu_vec_isa.VecAVX2().check_build(code) for code in ("one", "one", "other")]
+    assert results == [works] * 3
+    assert trials == (["one", "other"] if works else ["one", "one", "other"])

@@ -231,6 +231,8 @@ def inductor(
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
 
+    from zerograph._torch.vector_units import remembered_vector_units
+
     sizes = environment or ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes)
 
@@ -250,7 +252,8 @@ def inductor(
         output = traced.graph.output_node()
         # Code outside the graph relies on the strides that it was traced with.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), V.set_fake_mode(mode), torch.no_grad():
+        tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
+        with tracing, V.set_fake_mode(mode), torch.no_grad(), remembered_vector_units():
             compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
 
     def run(*inputs: Any) -> Sequence[Any]:
