@@ -127,7 +127,7 @@ def whole() -> Results:
 
 @pytest.mark.parametrize(
     ("ranks", "cases", "grid"),
-    [(1, [(0, 2)], False), (2, [(1, 3), (3, 2)], False), (4, [(1, 1), (3, 2)], True)],
+    [(1, [(0, 2)], False), (2, [(1, 3), (3, 2)], False), (4, [(3, 2)], True)],
 )
 def test_draws_counts_statistics_and_outputs_are_those_of_the_whole(
     pool: Pool, whole: Results, ranks: int, cases: list[tuple[int, int]], grid: bool
