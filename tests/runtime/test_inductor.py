@@ -20,7 +20,7 @@ from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph import _torch
-from zerograph._torch.vector_units import remembered_vector_units
+from zerograph._torch.inductor_start import _Template, remembered_vector_units
 from zerograph.errors import CaptureError
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends import compile_cache, inductor, pieces
@@ -266,3 +266,16 @@ def test_vector_instructions_that_work_are_tried_once(
         results = [cpu_vec_isa.VecAVX2().check_build(code) for code in ("one", "one", "other")]
     assert results == [works] * 3
     assert trials == (["one", "other"] if works else ["one", "one", "other"])
+
+
+def test_a_template_of_a_kernel_is_compiled_once_when_it_is_read() -> None:
+    compiled = []
+
+    def compile_template(source: str) -> str:
+        compiled.append(source)
+        return source
+
+    template = _Template(compile_template, "a kernel")
+    assert compiled == []
+    assert [template.upper(), template.title()] == ["A KERNEL", "A Kernel"]
+    assert compiled == ["a kernel"]

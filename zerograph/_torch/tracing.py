@@ -227,11 +227,12 @@ def inductor(
         A function from inputs to outputs. A symbolic size is an int at run time.
     """
     # These imports take seconds.
+    from zerograph._torch.inductor_start import import_inductor, remembered_vector_units
+
+    import_inductor()
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
-
-    from zerograph._torch.vector_units import remembered_vector_units
 
     sizes = environment or ShapeEnv()
     mode = FakeTensorMode(shape_env=sizes)

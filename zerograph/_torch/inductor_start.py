@@ -1,11 +1,12 @@
-"""Remember on disk which vector instructions Inductor has seen to work: it tries them in every process."""
+"""Start Inductor in less time: templates are compiled when used, and vector instructions tried once per machine."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,33 @@ from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 _OF_PROCESSOR = ("model name", "flags", "Features", "CPU part")
+
+
+@functools.cache
+def import_inductor() -> None:
+    """Import Inductor. The templates of its kernels for accelerators are compiled when they are used.
+
+    To compile them all is a third of the import, and a step on CPU uses none.
+    """
+    from torch._inductor.codegen.common import KernelTemplate
+
+    compile_template = KernelTemplate._template_from_string
+
+    def later(source: str) -> _Template:
+        return _Template(compile_template, source)
+
+    with patch.object(KernelTemplate, "_template_from_string", staticmethod(later)):
+        importlib.import_module("torch._inductor.compile_fx")
+
+
+class _Template:
+    """A template that is compiled when an attribute of it is read."""
+
+    def __init__(self, compile_template: Callable[[str], Any], source: str) -> None:
+        self._compiled = functools.cache(lambda: compile_template(source))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled(), name)
 
 
 @contextlib.contextmanager
