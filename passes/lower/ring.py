@@ -49,9 +49,10 @@ def is_ring(node: fx.Node) -> bool:
 
 
 def lower_ring(node: fx.Node, context: Context) -> None:
-    """Replace attention by one step for each rank, between which keys and values travel; the node is the last one.
+    """Replace attention by steps, between which keys and values travel; the node is the last one.
 
-    A pair of keys and values starts to travel before the step that attends to it, and is waited for after that step.
+    Under a causal mask ranks help each other, which takes half as many steps; else there is one for each rank. A pair
+    of keys and values starts to travel before the step that attends to it, and is waited for after that step.
     """
     arguments = rules.arguments(node)
     ring = (_BalancedRing if arguments["is_causal"] and arguments["attn_mask"] is None else _Ring)(node, context)

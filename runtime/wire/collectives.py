@@ -8,6 +8,7 @@ an exchange has two hops (``across_hosts``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -122,7 +123,7 @@ def _shift_either(near: Tensor, far: Tensor, distance: int, ranks: int, group_na
     own, arriving = near if rank + distance < ranks else far, near if rank >= distance else far
     sent[(rank + distance) % ranks] = own.numel()
     received[(rank - distance) % ranks] = arriving.numel()
-    result = near.new_empty((near.shape[0], max(near.numel(), far.numel()) // max(near.shape[0], 1)))
+    result = near.new_empty((near.shape[0], max(math.prod(near.shape[1:]), math.prod(far.shape[1:]))))
     incoming = result.view(-1)[: arriving.numel()].split(received)
     return _exchange_parts(result, own.view(-1), sent, incoming, group_name)
 

@@ -117,6 +117,13 @@ def test_a_balanced_ring_computes_what_one_kernel_computes(ranks: int, length: i
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_a_balanced_ring_takes_a_rank_without_rows() -> None:
+    query, pair = torch.randn(0, 4, 4, 6), torch.randn(0, 2, 4, 12)
+    attended, gradients = balanced(4, [query] * 4, [pair] * 4, [query] * 4)
+    assert all(out.shape == query.shape for out, _ in attended)
+    assert all(one.shape == query.shape for one, *_ in gradients)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 def test_all_ranks_of_a_causal_ring_compute_equally_many_scores(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     scores: list[int] = []

@@ -74,9 +74,9 @@ def _unpack(buffer: Tensor, like: Sequence[Tensor], logsumexp: Tensor | None, be
     if logsumexp is not None:
         rows = logsumexp[:, :, begin:]
         shapes.append(tuple(rows.shape))
-        sizes.append(rows[0].numel() * logsumexp.itemsize // buffer.itemsize)
+        sizes.append(math.prod(rows.shape[1:]) * logsumexp.itemsize // buffer.itemsize)
     batch = shapes[0][0]
-    parts = list(buffer.view(-1)[: batch * sum(sizes)].view(batch, -1).split(sizes, 1))
+    parts = list(buffer.view(-1)[: batch * sum(sizes)].view(batch, sum(sizes)).split(sizes, 1))
     if logsumexp is not None:
         parts[-1] = parts[-1].contiguous().view(logsumexp.dtype)
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
