@@ -121,10 +121,10 @@ class SplitParameter(nn.Parameter):
         return f"SplitParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.__torch_function__(nn.Parameter.__deepcopy__, (), ())
+        return self.__torch_function__(nn.Parameter.__deepcopy__, (), (self,))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__torch_function__(nn.Parameter.__reduce_ex__, (), ())
+        return self.__torch_function__(nn.Parameter.__reduce_ex__, (), (self,))
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -167,6 +167,11 @@ def _advice(args: Any) -> str:
         return (
             "No graph trains the model yet: give it to a ZeroGraph. Its state_dict() and load_state_dict() use whole "
             "tensors, and 'with step.full_parameters():' gives whole parameters."
+        )
+    if hasattr(split, "_zerograph_loop"):
+        return (
+            "After zg.prepare() a call of the whole model, its state_dict() and load_state_dict() need nothing else. "
+            "Use parameters, submodules and copies of the model inside 'with zg.full_parameters(model):', on all ranks."
         )
     return (
         "Use the module inside 'with step.full_parameters():', take step.state_dict(), load a plain state with "

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
     from zerograph.ir.wire import WireFormat, wire
-    from zerograph.loops.prepare import prepare
+    from zerograph.loops.prepare import full_parameters, prepare
     from zerograph.passes.rules.register_rule import register_rule
     from zerograph.passes.rules.registry import Operands
     from zerograph.planner.front.plan import plan
@@ -122,7 +122,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "to_local",
     ),
     "planner.front.plan": ("plan",),
-    "loops.prepare": ("prepare",),
+    "loops.prepare": ("full_parameters", "prepare"),
     "planner.plan": ("Plan",),
     "runtime.job.process_group": (
         "rank",
@@ -167,6 +167,7 @@ __all__ = [
     "batches",
     "from_deepspeed",
     "from_pretrained",
+    "full_parameters",
     "gather",
     "local",
     "open_safetensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
+
+import zerograph as zg
 
 Prepare = Callable[..., Any]
 # Numbers that the script printed, and the states that it saved.
@@ -219,6 +223,28 @@ def distillation(prepare: Prepare) -> Seen:
         optimizer.step()
         printed.append(loss.item())
     return printed, [copy.deepcopy(student.state_dict())]
+
+
+def averaged(prepare: Prepare) -> Seen:
+    """Keep a moving average of the weights, and evaluate it."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(22, 8), batch_size=8))
+
+    def whole() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if prepare is unprepared else zg.full_parameters(model)
+
+    with whole():
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with whole():
+            average.update_parameters(model)
+    with torch.no_grad(), whole():
+        printed = [model(torch.ones(1, 8).double()).sum().item(), average(torch.ones(1, 8).double()).sum().item()]
+    return printed, [copy.deepcopy(model.state_dict()), copy.deepcopy(average.module.state_dict())]
 
 
 def two_parts(prepare: Prepare) -> Seen:

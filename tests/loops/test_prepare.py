@@ -359,3 +359,22 @@ def test_a_fused_optimizer_updates_by_the_sum_of_several_backwards() -> None:
                 F.cross_entropy(module(X[part]), Y[part]).backward()
             trained.step()
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_model_compiled_after_it_was_prepared_runs_as_it_is() -> None:
+    losses = []
+    for compiled in (False, True):
+        model, optimizer = ready(stage=3)
+        called: Any = torch.compile(model) if compiled else model
+        for _ in range(2):
+            loss = F.cross_entropy(called(X), Y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_only_a_prepared_model_has_parameters_to_make_whole() -> None:
+    with pytest.raises(zg.ConfigError, match="has not prepared"), zg.full_parameters(network()):
+        pass

@@ -35,6 +35,7 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         ("scaled", 3, {}),
         pytest.param("scaled", 2, {"fused": True}, marks=pytest.mark.long),
         ("distillation", 3, {}),
+        ("averaged", 3, {}),
         ("two_parts", 2, {}),
         pytest.param("dpo", 3, {}, marks=pytest.mark.long),
         pytest.param("adding_up", 1, {}, marks=pytest.mark.long),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
@@ -31,6 +34,13 @@ def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.Ab
         module, {name: tensors[name] for name in places.values()}
     )
     return context
+
+
+def not_compiled(function: F) -> F:
+    """Let ``torch.compile`` run a function, and all that it calls, as it is. Return the function."""
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -145,6 +145,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
     """Give a module the class that records its calls; it stays the same object."""
     kind: Any = type(module)
 
+    @_torch.not_compiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self is not module or is_replaying() or building():
             return kind.__call__(self, *args, **kwargs)
@@ -199,6 +200,25 @@ def loop_of(module: nn.Module) -> Loop | None:
     """Return the loop that a module is prepared for, or None."""
     loop: Loop | None = getattr(type(module), "_zerograph_prepared", None)
     return loop
+
+
+@contextlib.contextmanager
+def full_parameters(module: nn.Module) -> Iterator[None]:
+    """Make the parameters of a prepared module whole inside the block, and its calls ordinary ones. Keep changes.
+
+    For what computes with parameters between steps, such as a moving average of weights:
+    ``with zg.full_parameters(model): averaged.update_parameters(model)``. A collective: every rank enters the block,
+    and makes the same changes. All modules that were prepared together are whole.
+
+    Raises:
+        ConfigError: the module is not prepared.
+    """
+    loop = loop_of(module)
+    if loop is None:
+        raise ConfigError(f"zg.full_parameters() of a {type(module).__name__} that zg.prepare() has not prepared")
+    graph = loop.graph()
+    with _busy(loop), graph.full_parameters(), replaying():
+        yield
 
 
 def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
