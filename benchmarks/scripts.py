@@ -38,8 +38,9 @@ numbers of one. All in fp32, except for the ImageNet loop in fp64. The goal is {
 STEPS = """\
 A GPT of 6 layers and width 128, 8 rows of 96 tokens per rank, AdamW. After each step through a front door a step of a
 `ZeroGraph` with the same model runs; medians, and the median of the ratios. Loading batches and what else a framework
-does between steps counts for the front door. FSDP2 is `fully_shard` in a plain loop, as Accelerate has no FSDP on
-CPUs. The goal is 1.03."""
+does between steps counts for the front door. "Without zerograph" is by how much a step of the framework alone is
+longer than that of a plain PyTorch loop, both in one process; "ours" is what the front door adds to a native step
+beyond that. FSDP2 is `fully_shard` in a plain loop, as Accelerate has no FSDP on CPUs. The goal is 1.03."""
 LOOPS = """\
 The same GPT, and a perceptron whose step is almost only host work. Each round runs one step of either; medians, and
 the median of the ratios. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads

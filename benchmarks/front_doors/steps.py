@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,15 @@ from benchmarks.front_doors.loops import LENGTH, ROWS, VOCABULARY, Native, gpt, 
 from tests.integrations.frameworks import on_ranks
 from tests.pool import Pool
 
-HEADER = ["front door", "stage", "ZeroGraph, ms", "front door, ms", "ratio"]
+HEADER = [
+    "front door",
+    "stage",
+    "ZeroGraph, ms",
+    "front door, ms",
+    "ratio",
+    "without zerograph, ms more",
+    "ours, ms more",
+]
 _WARM_UP = 5
 
 
@@ -42,32 +52,48 @@ class Beside:
 
     The time of a front door is that from the end of one native step to the beginning of the next, so all that the
     framework does between steps counts, loading batches too.
+
+    Args:
+        stage: the stage of the native step. None: the native step is plain PyTorch's.
     """
 
-    def __init__(self, stage: int) -> None:
-        native = Native(gpt(), stage, clips=False)
+    def __init__(self, stage: int | None) -> None:
         tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
+        native = _plain_step() if stage is None else Native(gpt(), stage, clips=False)
         self._native: Callable[[], Any] = lambda: native(tokens, tokens)
         self._began = 0.0
         self.pairs: list[tuple[float, float]] = []
 
     def tick(self) -> None:
         """Take the time of the step that has ended, and run a native one."""
-        dist.barrier()
+        _barrier()
         ended = time.perf_counter()
         self._native()
-        dist.barrier()
+        _barrier()
         began = time.perf_counter()
         self.pairs.append((began - ended, ended - self._began))
         self._began = began
 
 
-def plain_loop(beside: Beside, stage: int, steps: int) -> None:
-    """Step through ``zg.prepare``."""
+def _plain_step() -> Callable[[Tensor, Tensor], None]:
     model = Loss()
-    model, optimizer, loader = zg.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), _loader(steps, dist.get_world_size()), stage=stage
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        model(x, y)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def plain_loop(beside: Beside, stage: int | None, steps: int) -> None:
+    """Step through ``zg.prepare``; without a stage in a plain loop."""
+    model: Any = Loss()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader: Any = _loader(steps, _ranks())
+    if stage is not None:
+        model, optimizer, loader = zg.prepare(model, optimizer, loader, stage=stage)
     for batch in loader:
         model(**batch)["loss"].backward()
         optimizer.step()
@@ -75,11 +101,14 @@ def plain_loop(beside: Beside, stage: int, steps: int) -> None:
         beside.tick()
 
 
-def trainer(beside: Beside, stage: int, steps: int) -> None:
+def trainer(beside: Beside, stage: int | None, steps: int) -> None:
     """Step through the ``Trainer`` of transformers."""
+    import transformers
     from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
     from zerograph.integrations.transformers import Trainer
+
+    kind: Any = transformers.Trainer if stage is None else functools.partial(Trainer, zero=stage)
 
     class Tick(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -88,27 +117,28 @@ def trainer(beside: Beside, stage: int, steps: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         options = {"per_device_train_batch_size": ROWS, "max_steps": steps, "max_grad_norm": 0.0}
         shown = {"logging_strategy": "no", "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-        door = Trainer(
+        door = kind(
             model=Loss(),
-            args=TrainingArguments(folder, use_cpu=True, **options, **shown),
-            train_dataset=_samples(steps, dist.get_world_size()),
+            args=TrainingArguments(folder, use_cpu=True, optim="adamw_torch", **options, **shown),
+            train_dataset=_samples(steps, _ranks()),
             callbacks=[Tick()],
-            zero=stage,
         )
         door.remove_callback(PrinterCallback)
         door.train()
 
 
-def accelerate_loop(beside: Beside, stage: int, steps: int) -> None:
+def accelerate_loop(beside: Beside, stage: int | None, steps: int) -> None:
     """Step through Accelerate's ``Accelerator``."""
+    import accelerate
+
     from zerograph.integrations.accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, zero=stage)
+    accelerator: Any = accelerate.Accelerator(cpu=True) if stage is None else Accelerator(cpu=True, zero=stage)
     model = Loss()
     model, optimizer, loader = accelerator.prepare(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-3),
-        DataLoader(_samples(steps, dist.get_world_size()), batch_size=ROWS),
+        DataLoader(_samples(steps, _ranks()), batch_size=ROWS),
     )
     for batch in loader:
         with accelerator.accumulate(model):
@@ -118,7 +148,7 @@ def accelerate_loop(beside: Beside, stage: int, steps: int) -> None:
         beside.tick()
 
 
-def lightning_trainer(beside: Beside, stage: int, steps: int) -> None:
+def lightning_trainer(beside: Beside, stage: int | None, steps: int) -> None:
     """Step through the ``Trainer`` of Lightning."""
     import lightning.pytorch as pl
 
@@ -142,15 +172,15 @@ def lightning_trainer(beside: Beside, stage: int, steps: int) -> None:
     shown = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     pl.Trainer(
         accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=ZeroStrategy(stage),
+        devices=_ranks(),
+        strategy="auto" if stage is None else ZeroStrategy(stage),
         max_steps=steps,
         enable_checkpointing=False,
         **shown,
-    ).fit(Module(), DataLoader(_samples(steps, dist.get_world_size()), batch_size=ROWS))
+    ).fit(Module(), DataLoader(_samples(steps, _ranks()), batch_size=ROWS))
 
 
-def fsdp2_loop(beside: Beside, stage: int, steps: int) -> None:
+def fsdp2_loop(beside: Beside, stage: int | None, steps: int) -> None:
     """Step through ``fully_shard`` around each block; stage 2 keeps parameters after forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -171,7 +201,8 @@ def fsdp2_loop(beside: Beside, stage: int, steps: int) -> None:
         beside.tick()
 
 
-DOORS: tuple[tuple[str, Callable[[Beside, int, int], None], tuple[str, ...]], ...] = (
+Door = Callable[[Beside, int | None, int], None]
+DOORS: tuple[tuple[str, Door, tuple[str, ...]], ...] = (
     ("`zg.prepare`", plain_loop, ()),
     ("transformers `Trainer`", trainer, ("transformers", "accelerate")),
     ("Accelerate", accelerate_loop, ("accelerate",)),
@@ -189,17 +220,31 @@ def compare(ranks: int, rounds: int, stages: tuple[int, ...] = (2, 3)) -> list[l
             if absent := missing(needs):
                 rows.append([shown, "", f"not run: {', '.join(absent)} not installed"])
                 continue
+            more = None if door is fsdp2_loop else pool.run(1, _on_rank, door, None, rounds)[0].more
             for stage in stages:
-                native, own, ratio = pool.run(ranks, _on_rank, door, stage, rounds)[0]
-                rows.append([shown, str(stage), f"{native * 1e3:.1f}", f"{own * 1e3:.1f}", f"{ratio:.3f}"])
+                times = pool.run(ranks, _on_rank, door, stage, rounds)[0]
+                cells = [f"{times.native * 1e3:.1f}", f"{times.door * 1e3:.1f}", f"{times.ratio:.3f}"]
+                if more is not None:
+                    cells += [f"{more * 1e3:.1f}", f"{(times.more - more) * 1e3:.1f}"]
+                rows.append([shown, str(stage), *cells])
                 print(rows[-1], flush=True)
     finally:
         pool.close()
     return rows
 
 
-def _on_rank(door: Callable[[Beside, int, int], None], stage: int, rounds: int) -> tuple[float, float, float]:
-    """Return the median seconds of the native step and of the front door's, and the median ratio."""
+@dataclass(frozen=True)
+class Times:
+    """Medians over pairs of a native step and one of a front door: seconds, ratio, and seconds more."""
+
+    native: float
+    door: float
+    ratio: float
+    more: float
+
+
+def _on_rank(door: Door, stage: int | None, rounds: int) -> Times:
+    """Measure steps of a front door beside native ones. Without a stage, steps of the framework beside plain ones."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     beside = Beside(stage)
@@ -207,8 +252,17 @@ def _on_rank(door: Callable[[Beside, int, int], None], stage: int, rounds: int) 
     pairs = beside.pairs[_WARM_UP:]
     if len(pairs) != rounds:
         raise RuntimeError(f"{door.__name__} ran {len(pairs)} steps instead of {rounds}")
-    first, second = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return first, second, statistics.median(after / before for before, after in pairs)
+    columns = (*zip(*pairs, strict=True), [after / before for before, after in pairs], [b - a for a, b in pairs])
+    return Times(*map(statistics.median, columns))
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def _samples(steps: int, ranks: int) -> list[dict[str, Tensor]]:
