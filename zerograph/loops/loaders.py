@@ -47,8 +47,8 @@ class SplitLoader:
         loader, job = self._loader, self._job()
         if job.size == 1:
             yield from loader
-        elif isinstance(loader, DataLoader) and isinstance(loader.sampler, DistributedSampler):
-            self._check_sampler(loader.sampler, job)
+        elif isinstance(loader, DataLoader) and (sampler := _distributed_sampler(loader)) is not None:
+            self._check_sampler(sampler, job)
             yield from data.batches(loader, timeout=self._config.timeout)
         elif isinstance(loader, DataLoader) and _splits_samples(loader):
             yield from self._of_samples(loader)
@@ -113,6 +113,12 @@ def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
             *("multiprocessing_context", "generator", "persistent_workers"),
         )
     }
+
+
+def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    """Return the sampler of a loader, or of its batch sampler, if it draws this rank's samples already."""
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
 
 
 def _splits_samples(loader: DataLoader[Any]) -> bool:
