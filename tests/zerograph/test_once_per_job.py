@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerograph as zg
 from tests.pool import Pool
@@ -44,6 +44,36 @@ def test_each_rank_traces_a_step_that_cannot_be_sent_and_waits_for_rank_0_once(p
     assert [traces for traces, _ in first] == [traces for traces, _ in second] == [1, 1]
     assert first[1][1]
     assert not any(waited for _, waited in second)
+
+
+class Marking(nn.Linear):
+    """Marks itself in its first forward, as models of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "_is_marked", False):
+            object.__setattr__(self, "_is_marked", True)
+        return super().forward(x)
+
+
+class MarkedStep(TwoRanks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.marking = Marking(4, 4)
+
+    def build(self, x: Tensor) -> Tensor:
+        return super().build(self.marking(x).detach())
+
+
+def steps_of(folder: str) -> int:
+    with cache_in(folder) as cache:
+        step = MarkedStep()
+        for _ in range(2):
+            step(X)
+        return cache.traces
+
+
+def test_each_rank_traces_a_step_whose_trace_changes_modules(pool: Pool, tmp_path: Path) -> None:
+    assert min(pool.run(2, steps_of, str(tmp_path))) > 0
 
 
 class Failing(TwoRanks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class Dependencies:
 
     Attributes:
         facts: those that a capture compares, as text by name.
+        read_facts: returns them as they are now.
         graph: the graph.
         attributes: its attributes, private ones of the user's class included.
         members: its modules and tensors.
@@ -36,6 +37,7 @@ class Dependencies:
     """
 
     facts: Mapping[str, str]
+    read_facts: Callable[[], Mapping[str, str]]
     graph: object
     attributes: Mapping[str, Any]
     members: Members
@@ -45,6 +47,10 @@ class Dependencies:
     def texts(self) -> dict[str, str]:
         """Return everything as text by name, except for the code that a trace runs."""
         return {**self.facts, **self._digests(Visited(()), self.attributes, None)}
+
+    def texts_now(self) -> dict[str, str]:
+        """Return :meth:`texts` as they are now: a trace may have changed modules."""
+        return {**self.read_facts(), **self._digests(Visited(()), self.attributes, None)}
 
     def code(self, trace: Recording) -> dict[str, str]:
         """Return digests of what a trace ran and read, by name."""

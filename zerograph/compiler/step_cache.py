@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -109,6 +109,7 @@ class StepSource:
     # Rank 0 traces, and the other ranks wait for its answer.
     _waits: bool = False
     _doubts: list[str] | None = None
+    _before: Mapping[str, str] = field(default_factory=dict)
     _content: bytes = b""
 
     @property
@@ -161,6 +162,8 @@ class StepSource:
             self._waits = numbers[0][1] == 1 and all(row[0] == numbers[0][0] for row in numbers)
             if job.rank and self._waits:
                 self._receive()
+            elif self._waits:
+                self._before = self.dependencies.texts_now()
 
     def _receive(self) -> None:
         """Wait until rank 0 has traced and rewritten the step, and take it if it fits."""
@@ -177,7 +180,9 @@ class StepSource:
             raise self.interrupt
 
     def traced(self, trace: Recording | None) -> None:
-        """Have each rank trace, as soon as rank 0's trace shows that its step cannot be written to a file.
+        """Have each rank trace, as soon as rank 0's trace shows that its step cannot be sent.
+
+        It cannot be written to a file, or the trace has changed modules, which then differ between ranks.
 
         Args:
             trace: what it ran.
@@ -185,7 +190,7 @@ class StepSource:
         if self.job.rank == 0 and self.records:
             if trace is not None:
                 self._doubts = self.dependencies.doubts(trace)
-            if trace is None or self._doubts:
+            if trace is None or self._doubts or (self._waits and self.dependencies.texts_now() != self._before):
                 self._answer(b"")
 
     def send(self, step: RewrittenStep) -> None:

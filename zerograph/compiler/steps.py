@@ -116,11 +116,22 @@ class Steps:
         Args:
             facts: those of the graph now, if they are known.
         """
-        shown = show_facts(self._facts(members) if facts is None else facts, "")
-        del shown["configuration"]
+
+        def shown(facts: Mapping[str, Any]) -> dict[str, str]:
+            texts = show_facts(facts, "")
+            del texts["configuration"]
+            return texts
+
         compiler = self._compiler
-        graph = getattr(compiler.build, "__self__", None)
-        return Dependencies(shown, graph, self._state(), members, compiler.optimizers, compiler.config)
+        return Dependencies(
+            shown(self._facts(members) if facts is None else facts),
+            lambda: shown(self._facts(self.members())),
+            getattr(compiler.build, "__self__", None),
+            self._state(),
+            members,
+            compiler.optimizers,
+            compiler.config,
+        )
 
     def ready(
         self,
