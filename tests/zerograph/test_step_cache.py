@@ -347,8 +347,9 @@ def used_again(folder: str, name: str, stage: int) -> None:
                 patch.setenv(step_cache.VARIABLE, "0")
                 step.compile(*own[0])
         else:
-            # Rank 0 sends the others what it has traced.
-            assert cache.is_used(step, *own[0]) == (used or zg.rank() > 0), cache.said
+            is_used = cache.is_used(step, *own[0])
+            # Rank 0 may send the others what it has traced.
+            assert is_used == used or (zg.rank() and not used), cache.said
         return [step(*batch) for batch in own] + list(step.state_dict()["modules"]["model"].values())
 
     with cache_in(folder) as cache:
