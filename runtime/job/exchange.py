@@ -21,7 +21,7 @@ c10d = torch.ops._c10d_functional
 _GATHERING = "gathering state outside a step"
 # A wait that ends when rank 0 answers or is lost, and not before.
 _UNLIMITED = timedelta(days=365)
-# Seconds between two looks at whether rank 0 has answered: a part of those waited, up to the second.
+# The pause between two looks at whether rank 0 has answered: a share of the time waited, and at most these seconds.
 _NAP, _MOST_NAP = 0.05, 0.02
 
 
