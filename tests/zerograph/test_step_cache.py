@@ -85,6 +85,22 @@ def cache_in(folder: str) -> Iterator[Cache]:
         yield Cache(patch, Path(folder))
 
 
+def test_a_folder_or_a_limit_turns_the_cache_on() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for folder, most, wanted in (
+            (None, None, 0),
+            ("/somewhere", None, 4 * 2**30),
+            ("/somewhere", "0", 0),
+            ("/somewhere", "1GiB", 2**30),
+            (None, "1GiB", 2**30),
+        ):
+            for name, value in (("ZEROGRAPH_CACHE", folder), (step_cache.VARIABLE, most)):
+                patch.delenv(name, raising=False)
+                if value is not None:
+                    patch.setenv(name, value)
+            assert step_cache.limit() == wanted
+
+
 def lines_of(step: zg.ZeroGraph) -> list[str]:
     """Return the graphs of a step as text."""
     compiled = step._compiled()

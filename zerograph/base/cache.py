@@ -7,10 +7,12 @@ import os
 import uuid
 from pathlib import Path
 
+FOLDER = "ZEROGRAPH_CACHE"
+
 
 def folder(kind: str) -> Path:
     """Return ``$ZEROGRAPH_CACHE/<kind>``, or ``zerograph/<kind>`` in the user's cache folder."""
-    own = os.environ.get("ZEROGRAPH_CACHE")
+    own = os.environ.get(FOLDER)
     if own:
         return Path(own) / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerograph" / kind

@@ -25,7 +25,7 @@ import torch
 
 from zerograph.artifact.code import digests
 from zerograph.artifact.file import write_file
-from zerograph.base.cache import folder
+from zerograph.base.cache import FOLDER, folder
 from zerograph.base.collection import collection_paused
 from zerograph.base.recording import Recording
 from zerograph.base.sizes import in_bytes
@@ -40,6 +40,7 @@ from zerograph.runtime.job.exchange import broadcast_number, broadcast_small, br
 from zerograph.runtime.job.process_group import Job, agree, digest
 
 VARIABLE = "ZEROGRAPH_CACHE_STEPS"
+_DEFAULT_LIMIT = "4GiB"
 # A file that another job is writing is younger.
 _ABANDONED_SECONDS = 3600
 _log = logging.getLogger("zerograph.cache")
@@ -53,13 +54,15 @@ _MOST_OF_SIZES = 2**61 - 1
 
 
 def limit() -> int:
-    """Return the bytes that the cache may take; 0 if it is off, as by default.
+    """Return the bytes that the cache may take; 0 if it is off.
+
+    It is on if the user gives a limit, or a folder; it is off by default.
 
     Raises:
         ConfigError: the variable has another value.
     """
-    text = os.environ.get(VARIABLE, "").strip()
-    size = 0 if text in ("", "0") else in_bytes(text)
+    text = os.environ.get(VARIABLE, "").strip() or (_DEFAULT_LIMIT if os.environ.get(FOLDER) else "0")
+    size = 0 if text == "0" else in_bytes(text)
     if size is None:
         raise ConfigError(f"{VARIABLE}={text}: give a size such as 4GiB, or 0 to cache no steps")
     return size
