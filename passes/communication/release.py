@@ -28,7 +28,9 @@ def release(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             continue
         weights = [operand for operand in product.all_input_nodes if _is_gathered(operand)]
         others = [operand for operand in product.all_input_nodes if operand not in weights]
-        if weights and others and _computes_gradient(max(others), product):
+        # What is computed again for backward reads values of forward, and stays where backward needs it.
+        ready = [other for other in others if other.op != "placeholder" and origin(other).phase == "backward"]
+        if weights and ready and _computes_gradient(max(others), product):
             _move_product(max(others), product, weights)
     return module
 

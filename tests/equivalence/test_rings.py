@@ -117,6 +117,19 @@ def test_a_balanced_ring_computes_what_one_kernel_computes(ranks: int, length: i
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_a_balanced_ring_takes_an_odd_number_of_narrow_numbers() -> None:
+    # Log-sum-exps travel behind them, in the same buffer.
+    generator = torch.Generator().manual_seed(0)
+    query, pair = (torch.randn(1, 1, 3, width, generator=generator).bfloat16() for width in (5, 10))
+    found, wanted = (
+        balanced(3, *([one] * 3 for one in (query.to(t), pair.to(t), query.to(t))))
+        for t in (query.dtype, torch.float64)
+    )
+    for one, other in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
+        for x, y in zip(one, other, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=0.03, atol=0.03)
+
+
 def test_a_balanced_ring_takes_a_rank_without_rows() -> None:
     query, pair = torch.randn(0, 4, 4, 6), torch.randn(0, 2, 4, 12)
     attended, gradients = balanced(4, [query] * 4, [pair] * 4, [query] * 4)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import needs_compiler
+from tests.harness import LossStep, needs_compiler, prepare
 from tests.models import Block, Gpt, TrainStep, adamw, batches, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -313,3 +313,27 @@ def test_choices_are_the_best_there_are() -> None:
             assert unit > 0
             if len(chosen) < 8:
                 assert min(price * size + unit * work for size, work in possible) == price * one.bytes + unit * one.work
+
+
+class Gated(nn.Module):
+    """Two products of the input, which torch computes again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = checkpoint(self._forward, x, use_reentrant=False).square().mean()
+        return loss
+
+    def _forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(torch.tanh(self.up(x) * torch.tanh(self.gate(x))))
+        return hidden
+
+
+def test_a_product_of_the_input_that_backward_computes_again_stays_in_backward() -> None:
+    model = Gated()
+    step = prepare(LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 2), torch.ones(4, 4))
+    products = [origin(node).phase for node in step.graph.graph.nodes if node.target is aten.mm.default]
+    backward = products.index("backward")
+    assert products[:backward] == ["forward"] * 3

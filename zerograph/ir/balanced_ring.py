@@ -78,7 +78,8 @@ def _unpack(buffer: Tensor, like: Sequence[Tensor], logsumexp: Tensor | None, be
     batch = shapes[0][0]
     parts = list(buffer.view(-1)[: batch * sum(sizes)].view(batch, sum(sizes)).split(sizes, 1))
     if logsumexp is not None:
-        parts[-1] = parts[-1].contiguous().view(logsumexp.dtype)
+        # A copy, which begins where wider numbers may.
+        parts[-1] = parts[-1].clone(memory_format=torch.contiguous_format).view(logsumexp.dtype)
     return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
