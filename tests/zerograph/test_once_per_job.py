@@ -127,3 +127,7 @@ def test_an_interrupt_of_a_rank_that_waits_ends_the_compilation_and_no_more(pool
     (first, loss), (second, other_loss) = pool.run(2, slowly, str(tmp_path), True)
     assert (first, second) == ("RankMismatchError", "KeyboardInterrupt")
     assert loss == other_loss
+
+
+def test_a_folder_that_the_system_refuses_is_an_empty_one(pool: Pool, tmp_path: Path) -> None:
+    assert min(pool.run(2, steps_of, str(tmp_path / ("long" * 100)))) > 0

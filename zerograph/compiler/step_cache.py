@@ -70,8 +70,9 @@ def limit() -> int:
 
 def _is_on() -> bool:
     try:
-        return limit() > 0
-    except ConfigError as error:
+        # There is no folder where the user has no home: RuntimeError.
+        return limit() > 0 and bool(folder("steps"))
+    except (ConfigError, RuntimeError) as error:
         # The other ranks wait for an answer.
         warnings.warn(f"{error}\nNo step is cached.", stacklevel=levels_to_user())
         return False
@@ -137,7 +138,9 @@ class StepSource:
         job, data, number = self.job, b"", _OFF
         if job.rank == 0 and _is_on():
             data = _read(self._file)
-            number = _EACH if not data and (self.dependencies.foreseen_doubts() or self._mark.exists()) else _ONCE
+            # Not Path.exists(), which raises where the system refuses, while the other ranks wait.
+            in_doubt = not data and (self.dependencies.foreseen_doubts() or os.path.exists(self._mark))
+            number = _EACH if in_doubt else _ONCE
         number = broadcast_number(job, len(data) or number)
         if number == _OFF:
             return
