@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 import time
 from pathlib import Path
@@ -109,12 +109,24 @@ def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
         patch.setattr(Capture, "run", slow)
         step = TwoRanks()
         step.config.timeout = 60.0 if interrupted else 1.5
+        # Ignored signals, as of a job in a shell's background, would stay ignored.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         if interrupted and zg.rank():
-            threading.Timer(1.0, _thread.interrupt_main).start()
+            sleep, signals = time.sleep, iter([signal.SIGINT])
+
+            def interrupted_sleep(seconds: float) -> None:
+                sleep(seconds)
+                if threading.current_thread() is threading.main_thread():
+                    for number in signals:
+                        signal.raise_signal(number)
+
+            patch.setattr(time, "sleep", interrupted_sleep)
         try:
             step.compile(X)
         except (KeyboardInterrupt, zg.RankMismatchError) as caught:
             error = type(caught).__name__
+        finally:
+            signal.signal(signal.SIGINT, before)
         return error, step(X).item()
 
 
