@@ -15,6 +15,7 @@ from zerograph.errors import PlacementError
 from zerograph.ir.blocks import Codec
 from zerograph.ir.metadata import Boxing, Coded, boxing_of, meta
 from zerograph.ir.sbp import PartialSum
+from zerograph.ir.step_graph import gathers_bucket
 from zerograph.ir.wire import Kind, format_of
 from zerograph.passes.communication.error_feedback import feed_back
 from zerograph.passes.communication.received_weights import receive
@@ -47,7 +48,7 @@ def assign_wire_formats(module: fx.GraphModule, context: Context) -> fx.GraphMod
                 continue
             if use == "gather":
                 # The sums of an all-reduce are gathered as they are.
-                difference = wanted.feedback and change.kind == "all-gather" and change.tensor.kind == "bucket"
+                difference = wanted.feedback and gathers_bucket(node)
                 change = replace(change, gathered=replace(coded, difference=difference))
                 if difference:
                     receive(node, change, context)

@@ -12,10 +12,10 @@ from torch import fx
 
 from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, is_view
-from zerograph.ir.metadata import boxing_of, meta, origin
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, move_after
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.step_graph import source_bucket
+from zerograph.ir.step_graph import gathers_bucket, source_bucket
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -45,9 +45,7 @@ def _is_gathered(node: fx.Node) -> bool:
     if node.target is not WAIT:
         return False
     start = node.all_input_nodes[0]
-    change = boxing_of(start)
-    gathers = change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
-    return gathers or source_bucket(start.all_input_nodes[0]) is not None
+    return gathers_bucket(start) or source_bucket(start.all_input_nodes[0]) is not None
 
 
 def _computes_gradient(start: fx.Node, end: fx.Node) -> bool:

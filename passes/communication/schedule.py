@@ -10,10 +10,10 @@ from torch import fx
 from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
-from zerograph.ir.metadata import boxing_of, meta, role
+from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
-from zerograph.ir.step_graph import placeholders, sent_forms, source_bucket
+from zerograph.ir.step_graph import gathers_bucket, placeholders, sent_forms, source_bucket
 from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
 
@@ -61,9 +61,7 @@ def _reads_bucket(start: fx.Node) -> bool:
 
 def _gathers_further(start: fx.Node) -> bool:
     """Return whether a gather reads what a gather along another mesh dimension has made of a bucket."""
-    change = boxing_of(start)
-    gathers = change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
-    return gathers and not _reads_bucket(start)
+    return gathers_bucket(start) and not _reads_bucket(start)
 
 
 def _advance_batch_collectives(graph: fx.Graph) -> fx.Node:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import Size
 from zerograph.ir.dispatch import COMBINE, DISPATCH, PACK, UNPACK
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
@@ -20,7 +22,6 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.experts import capacity_of, exchanged_along
 
 aten = torch.ops.aten
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def lower_dispatch(node: fx.Node, shape: Sequence[Size], context: Context) -> None:
@@ -43,14 +44,13 @@ def lower_dispatch(node: fx.Node, shape: Sequence[Size], context: Context) -> No
 
 def _exchange(node: fx.Node, dim: int, context: Context) -> None:
     """Let the node unpack the rows of a first round, and send the rows of a second one."""
-    operator = DISPATCH if node.target is DISPATCH else COMBINE
+    operator: Any = node.target
     rows, ids = rules.tensor_arguments(node)
     ranks, group, graph = context.mesh.shape[dim], context.mesh.groups[dim], node.graph
     tokens = ids.meta["val"].shape[0]
     limit = capacity_of(node, tokens // ranks, ranks, context)
     numbers = context.mesh.position[dim], ranks, rules.arguments(node)["experts"], limit
     sbp: NdSbp = meta(node)["sbp"]
-    rank = {2: along(dim, 1)}
     with graph.inserting_before(node):
         packed = emit(graph, PACK[operator], (rows, ids, *numbers), origin(node), sbp=sbp)
         width = packed.meta["val"].shape[1]
@@ -59,7 +59,7 @@ def _exchange(node: fx.Node, dim: int, context: Context) -> None:
         wait = emit(graph, WAIT, (start,), origin(node), sbp=sbp)
     for emitted in (packed, start, wait):
         meta(emitted)["global"] = (ranks * ranks * limit, width)
-    meta(packed)["rank_arguments"] = rank
+    meta(packed)["rank_arguments"] = {2: along(dim, 1)}
     # The numbers of the tokens that each rank sends to each, sorted.
     meta(packed)["temporary"] = tokens * ranks * (2 * 8 + 2)
     place = origin(node)
@@ -74,7 +74,7 @@ def _exchange(node: fx.Node, dim: int, context: Context) -> None:
     meta(node)["boxing"] = Boxing(
         before, after, dim, ranks, TensorRef("value", f"{tokens_to} of {where}, above the capacity"), 0, place.phase
     )
-    meta(node)["rank_arguments"] = {index + 1: number for index, number in rank.items()}
+    meta(node)["rank_arguments"] = {3: along(dim, 1)}
     # The same numbers; results of experts from one rank, before they are added.
     meta(node)["temporary"] = tokens * ranks * (8 + 2) + (
         nbytes(node.meta["val"]) // ranks if operator is COMBINE else 0

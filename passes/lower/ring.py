@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.ir.alias import WAIT
 from zerograph.ir.attention import FORWARD, POSITIONS
 from zerograph.ir.balanced_ring import (
     RANK as RANK_OF_BALANCED,
@@ -35,7 +36,6 @@ from zerograph.passes import rules
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 RANK = {**RANK_OF_RING, **RANK_OF_BALANCED}
 

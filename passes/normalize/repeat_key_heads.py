@@ -9,6 +9,7 @@ from torch import fx
 
 from zerograph.ir.attention import BACKWARD, FORWARD, HEADS, repeat_heads, sum_heads
 from zerograph.ir.evaluate import evaluate
+from zerograph.ir.mesh import size_along
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Split
@@ -22,7 +23,7 @@ def repeat_key_heads(module: fx.GraphModule, context: Context) -> fx.GraphModule
     Queries of several heads share one of keys. The ranks divide the heads of queries, and so the repeated ones of keys.
     """
     split = {dim for sbp in context.batch.inputs for dim, one in enumerate(sbp) if isinstance(one, Split) and one.dim}
-    ranks = math.prod(context.mesh.shape[dim] for dim in split)
+    ranks = size_along(context.mesh, split)
     if context.batch.attention != "ulysses" or ranks == 1:
         return module
     repeated: dict[fx.Node, fx.Node] = {}

@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from zerograph.ir.alias import is_view_or_copy
-from zerograph.ir.metadata import boxing_of, meta, origin
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, drop_unused, positions
 from zerograph.ir.sbp import Split
-from zerograph.ir.step_graph import source_bucket
+from zerograph.ir.step_graph import gathers_bucket, source_bucket
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 
@@ -62,14 +62,9 @@ def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
 
 def _first_of_chain(node: fx.Node) -> fx.Node:
     """Return the gather of a stored bucket whose result a gather of the same bucket gathers further, or the node."""
-    while (source := node.all_input_nodes[0]).target is boxing and _gathers_bucket(node) and _gathers_bucket(source):
+    while (source := node.all_input_nodes[0]).target is boxing and gathers_bucket(node) and gathers_bucket(source):
         node = source
     return node
-
-
-def _gathers_bucket(node: fx.Node) -> bool:
-    change = boxing_of(node)
-    return change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
 
 
 def _is_stored_bucket(node: fx.Node) -> bool:

@@ -118,7 +118,7 @@ def test_a_balanced_ring_computes_what_one_kernel_computes(ranks: int, length: i
 
 
 def test_a_balanced_ring_takes_an_odd_number_of_narrow_numbers() -> None:
-    # Log-sum-exps travel behind them, in the same buffer.
+    # Log-sum-exps follow in the same buffer.
     generator = torch.Generator().manual_seed(0)
     query, pair = (torch.randn(1, 1, 3, width, generator=generator).bfloat16() for width in (5, 10))
     found, wanted = (

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerograph.ir.alias import WAIT
 from zerograph.ir.attention import define
 from zerograph.ir.rows import exchange_rows
 
@@ -206,7 +207,7 @@ def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
     """Send rows to each rank, as many as ``sent`` says; return those that arrive."""
     width = rows.shape[1]
     arriving = exchange_rows(rows, [width * count for count in sent], received, [sum(received), width], group)
-    arrived: Tensor = torch.ops._c10d_functional.wait_tensor.default(arriving)
+    arrived: Tensor = WAIT(arriving)
     return arrived
 
 

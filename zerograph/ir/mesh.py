@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from zerograph.ir.rank_numbers import RankNumber
@@ -58,7 +58,7 @@ def line(ranks: int, rank: int, group: str) -> Mesh:
     return Mesh((ranks,), (rank,), (group,))
 
 
-def size_along(mesh: Mesh, dims: Sequence[int]) -> int:
+def size_along(mesh: Mesh, dims: Iterable[int]) -> int:
     """Return the number of ranks along some mesh dimensions together."""
     return math.prod(mesh.shape[dim] for dim in dims)
 

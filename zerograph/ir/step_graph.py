@@ -26,6 +26,12 @@ def source_bucket(node: fx.Node) -> Role | None:
     return node_role if node_role is not None and node_role.kind == "bucket" else None
 
 
+def gathers_bucket(node: fx.Node) -> bool:
+    """Return whether the node gathers a bucket along a mesh dimension, of which it may be a part gathered already."""
+    change = boxing_of(node)
+    return change is not None and change.kind == "all-gather" and change.tensor.kind == "bucket"
+
+
 _FORMS_OF_SHARDS = (blocks.encode, blocks.difference, torch.ops.aten._to_copy.default)
 
 
