@@ -3,6 +3,8 @@
 python benchmarks/thin.py                                # GPT small, 300 steps, two ranks: about 8 minutes
 python benchmarks/thin.py --size mid --steps 1000        # GPT mid: hours
 python benchmarks/thin.py --ranks 3
+python benchmarks/thin.py --keep rows.json               # go on after an interrupt: reads finished rows
+python benchmarks/thin.py --only exact "int8 state"      # these codes, beside exact ones
 
 Two ranks train a GPT on bytes of Python's standard library by AdamW at ZeRO stage 2, from the same parameters and with
 the same batches, each time with other codes. Told: the mean loss over the same windows of held-out files after the last
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import statistics
 import sys
@@ -182,13 +185,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--keep", type=Path, help="a JSON file of finished rows")
     asked = parser.parse_args()
+    kept = json.loads(asked.keep.read_text()) if asked.keep and asked.keep.exists() else {}
     lines = [line(HEADER), line(["---", *["---:"] * (len(HEADER) - 1)])]
     print("\n".join(lines), flush=True)
     pool = Pool(size=asked.ranks, patience=3600.0)
     exact: tuple[float, int, float, float] | None = None
-    for name, options in CASES.items():
-        loss, predicted, received, state = pool.run(asked.ranks, train, asked.size, asked.steps, asked.lr, options)[0]
+    for name in [name for name in CASES if name in {"exact", *asked.only}]:
+        run = asked.size, asked.steps, asked.lr, CASES[name]
+        key = repr((asked.ranks, name, *run))
+        if key not in kept:
+            kept[key] = pool.run(asked.ranks, train, *run)[0]
+            if asked.keep:
+                asked.keep.write_text(json.dumps(kept, indent=1))
+        loss, predicted, received, state = kept[key]
         exact = exact or (loss, predicted, received, state)
         change = f"{100 * (loss / exact[0] - 1):+.2f} %"
         sent = [f"{predicted:,}", f"{predicted / exact[1]:.3f}", f"{received:,}"]
