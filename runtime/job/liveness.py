@@ -5,6 +5,10 @@ less often, whether a rank has sent an inquiry; nothing else happens without fai
 inquires: living ranks answer with what they are doing, failed ranks have left a report, and a silent rank is dead or
 stopped. All messages go through the store of the rendezvous, over a connection of its own. Every wait for the store is
 limited: it may be gone with the rank that hosts it.
+
+[Note: threads at exit] A thread that comes back from the store while Python ends aborts the process: torch released the
+interpreter's lock for the call, and Python ends a thread that takes it again then, in the middle of torch's C++. So no
+thread is left in the store at exit: its connection is shut down, which ends every call, and the threads are joined.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import atexit
 import contextlib
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -41,6 +46,9 @@ _ENDED = "its process has ended, without an error"
 # Inquiries between two checks that are answered.
 _MAX_INQUIRIES = 32
 
+# Seconds in which a thread leaves the store at exit by itself, and once its connection is shut down.
+_LEAVES, _IS_CUT_OFF = 0.2, 2.0
+
 T = TypeVar("T")
 
 
@@ -58,6 +66,7 @@ class Liveness:
         ended: by rank of this host, a function that returns whether its process has ended.
         host_names: by rank the name of its host; empty if they are not known.
         hang_up: closes this rank's connections, which ends all waiting exchanges on both sides.
+        connections: those of ``store`` alone.
     """
 
     rank: int
@@ -69,6 +78,7 @@ class Liveness:
     ended: dict[int, Callable[[], bool]] = field(default_factory=dict)
     host_names: Sequence[str] = ()
     hang_up: Callable[[], None] = lambda: None
+    connections: Sequence[socket.socket] = ()
     _doing: dict[int, str] = field(default_factory=dict)
     _idle: str = "outside of the graph, which has done nothing yet"
     _failure: Report | None = None
@@ -85,6 +95,7 @@ class Liveness:
     _interrupted: int | None = None
     _over: threading.Event = field(default_factory=threading.Event)
     _process: int = field(default_factory=os.getpid)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     def name(self, ranks: Iterable[int]) -> str:
         """Return the ranks as text, with their hosts if the job has several: ``ranks 2, 3 on host1``."""
@@ -214,6 +225,28 @@ class Liveness:
         # A store in a file is removed when the last process closes it.
         self.store = None
 
+    def end_threads(self) -> None:
+        """End every thread that uses the store; see [Note: threads at exit]."""
+        self._over.set()
+        # The connection of a forked process is its parent's too, and the threads are only the parent's.
+        if os.getpid() != self._process:
+            return
+        for thread in self._threads:
+            thread.join(_LEAVES)
+        if any(thread.is_alive() for thread in self._threads):
+            for connection in self.connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            for thread in self._threads:
+                thread.join(_IS_CUT_OFF)
+
+    def start(self, target: Callable[..., object], *args: object, name: str) -> threading.Thread:
+        """Start a thread that uses the store, to be ended by :meth:`end_threads`."""
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        thread.start()
+        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
+        return thread
+
     def _end(self) -> None:
         self._over.set()
         self.store = None
@@ -237,11 +270,9 @@ class Liveness:
 
         if self.store is None or self._store_is_gone:
             return None
-        thread = threading.Thread(target=attempt, name="zerograph liveness, inquiry", daemon=True)
         # Out of memory no thread can start. That must not hide the out-of-memory error.
         with contextlib.suppress(RuntimeError):
-            thread.start()
-            thread.join(seconds)
+            self.start(attempt, name="zerograph liveness, inquiry").join(seconds)
         # No further attempts: each would wait, or be logged by torch with its whole stack.
         self._store_is_gone = not results
         return results[0] if results else None
@@ -358,6 +389,8 @@ def mark_reported(interrupt: BaseException) -> None:
 
 
 _current: list[Liveness] = []
+# Also those of destroyed process groups, of which a thread may be in the store yet.
+_all: weakref.WeakSet[Liveness] = weakref.WeakSet()
 
 
 def start_liveness(world: dist.ProcessGroup) -> Liveness:
@@ -366,13 +399,17 @@ def start_liveness(world: dist.ProcessGroup) -> Liveness:
     if size == 1 or dist.get_backend(world).startswith("fake"):
         return Liveness(rank, size)
     store: Any = world.get_group_store()
+    before = set(_connections(store))
     own_keys = dist.PrefixStore("zerograph liveness", store.clone())  # type: ignore[attr-defined]
+    connections = [socket.socket(fileno=os.dup(number)) for number in set(_connections(store)) - before]
     own_keys.add("events", 0)
-    liveness = Liveness(rank, size, own_keys, _store_rank(store))
+    liveness = Liveness(rank, size, own_keys, _store_rank(store), connections=connections)
+    _all.add(liveness)
+    weakref.finalize(liveness, _close, connections)
     # A weak reference: the thread ends with the group. The store is dropped at once: it may be a file in a folder that
     # is about to be removed, and torch aborts if the file disappears between its check and its sign-off in it.
     reference = weakref.ref(world, lambda _: liveness._end())
-    threading.Thread(target=liveness._watch, args=(reference,), name="zerograph liveness", daemon=True).start()
+    liveness.start(liveness._watch, reference, name="zerograph liveness")
     if not _current:
         atexit.register(_leave)
     _current[:] = [liveness]
@@ -384,6 +421,8 @@ def _leave() -> None:
     for liveness in _current:
         if dist.is_initialized():
             liveness.leave()
+    for liveness in tuple(_all):
+        liveness.end_threads()
 
 
 def _write_error_file() -> None:
@@ -398,10 +437,35 @@ def _write_error_file() -> None:
         get_error_handler().record_exception(error)
 
 
-def _store_rank(store: Any) -> int | None:
-    """Return the rank whose process hosts the store; None if the launcher's does, or it is a file."""
+def _without_prefix(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
+    return store
+
+
+def _connections(store: Any) -> Iterator[int]:
+    """Yield the file descriptors that are connected to the port of a store, where the system lists descriptors."""
+    store, folder = _without_prefix(store), "/proc/self/fd"
+    if not isinstance(store, dist.TCPStore) or not os.path.isdir(folder):  # type: ignore[attr-defined]
+        return
+    for name in os.listdir(folder):
+        # Others listen, or have been closed since.
+        with contextlib.suppress(OSError):
+            if os.readlink(f"{folder}/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_ip and connection.getpeername()[1] == store.port:
+                        yield int(name)
+
+
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+
+
+def _store_rank(store: Any) -> int | None:
+    """Return the rank whose process hosts the store; None if the launcher's does, or it is a file."""
+    store = _without_prefix(store)
     is_launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return 0 if isinstance(store, dist.TCPStore) and not is_launchers else None  # type: ignore[attr-defined]
 

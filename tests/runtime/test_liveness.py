@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
 from typing import Any
 
 import torch.distributed as dist
@@ -41,3 +46,86 @@ def test_ranks_of_a_large_job_use_the_store_less_than_a_thousand_times_per_secon
         clients[1]._check(store)
     assert store.check([f"answer/{number}/{clients[1].rank}"])
     assert store.operations - before == 2
+
+
+SCRIPT = """
+import sys, threading, time
+import torch.distributed as dist
+from zerograph.runtime.job.liveness import start_liveness
+
+class Slow:
+    # Collected while Python ends; waits in it without the interpreter's lock.
+    def __del__(self):
+        print("ending", flush=True)
+        time.sleep(1.0)
+
+store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
+dist.init_process_group("gloo", store=store, rank=int(sys.argv[2]), world_size=2)
+liveness = start_liveness(dist.group.WORLD)
+print("started", flush=True)
+sys.stdin.readline()
+assert liveness._in_time(lambda: liveness.store.add("key", 1), 0.2) is None
+dist.kept, liveness = Slow(), None
+"""
+
+
+class Wire:
+    """A connection to a server through this process, which can stop to pass on answers."""
+
+    def __init__(self, port: int) -> None:
+        self._server, self.passes = port, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.passes.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._server))
+                threading.Thread(target=self._copy, args=(client, server, None), daemon=True).start()
+                threading.Thread(target=self._copy, args=(server, client, self.passes), daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket, passes: threading.Event | None) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if passes is not None:
+                    passes.wait()
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def start_rank(port: int, rank: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SCRIPT, str(port), str(rank)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_a_store_that_answers_while_the_process_ends_does_not_abort_it() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    wire = Wire(server.port)
+    processes = [start_rank(port, rank) for rank, port in enumerate([wire.port, server.port])]
+    try:
+        assert [read_line(process) for process in processes] == ["started\n"] * 2
+        wire.passes.clear()
+        assert processes[0].stdin is not None
+        processes[0].stdin.write("\n")
+        processes[0].stdin.flush()
+        assert read_line(processes[0]) == "ending\n"
+        wire.passes.set()
+        assert processes[0].wait(30.0) == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+        wire.close()
