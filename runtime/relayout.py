@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
-from zerograph.ir.buckets import Bucket, Parameter, Slot, plan_buckets, to_rows
+from zerograph.ir.buckets import Bucket, Parameter, plan_buckets
 from zerograph.ir.mesh import local_part, local_shape
 from zerograph.ir.sbp import NdSbp, Split, broadcast, is_dtensor
+from zerograph.ir.slots import Slot, to_rows
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job
@@ -152,7 +153,7 @@ def _copy_parts(
 def _write_slot(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
     # An optimizer's state of a global tensor is a global tensor too.
     part = part.full_tensor() if is_dtensor(part) else part
-    whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot, layout.rows)
+    whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot)
 
 
 def _create_entry(

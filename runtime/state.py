@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from zerograph.errors import InputError
 from zerograph.ir import blocks
-from zerograph.ir.buckets import Bucket, Slot, from_rows, to_rows
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.coded_state import decode_entry, encode_entry
 from zerograph.ir.mesh import local_part, local_shape
 from zerograph.ir.sbp import NdSbp, PartialSum
+from zerograph.ir.slots import Slot, from_rows, to_rows
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
@@ -469,7 +470,7 @@ def load_part(job: Job, layout: Bucket, target: TensorOrExtent, values: Sequence
                 value.copy_flat(own_part, low - slot.offset)
                 continue
             whole = _whole(value)
-            laid = to_rows(whole, slot, layout.rows)[tuple(rows)]
+            laid = to_rows(whole, slot)[tuple(rows)]
             own_part.copy_(laid[..., low - slot.offset : high - slot.offset])
     if isinstance(target, Extent):
         write(target, shard)

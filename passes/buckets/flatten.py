@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.errors import PlacementError
-from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.gradient_edits import Edited, edited_gradients
 from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin, role
 from zerograph.ir.precision import is_cast, looks_up_rows
 from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions
 from zerograph.ir.sbp import Sbp, Signature, broadcast, show
+from zerograph.ir.slots import Slot, row_views
 from zerograph.ir.step_graph import output_nodes, placeholders
 from zerograph.passes.buckets.flat_gradients import FlatGradient, compute_total_norms, drop_unread_edits
 from zerograph.passes.buckets.owner_updates import owner_update
@@ -116,7 +118,7 @@ def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapp
                 dim = 0 if bucket.rows is None else 1
                 span = slot.offset, slot.offset + slot.numel
                 part = emit(graph, aten.slice.Tensor, (whole, dim, *span), origin(user))
-                view = _from_rows(graph, part, slot, bucket.rows, origin(user))
+                view = _from_rows(graph, part, slot, origin(user))
             meta(view)["parameter"] = slot.name
             if bucket.compute_dtype is None:
                 parameters[slot].replace_all_uses_with(view)
@@ -152,28 +154,24 @@ def _cast_for_users(node: fx.Node, dtype: torch.dtype) -> None:
         reader.replace_input_with(node, wide)
 
 
-def _from_rows(graph: fx.Graph, part: fx.Node, slot: Slot, rows: int | None, new_origin: Origin) -> fx.Node:
-    """Emit the parameter in its own shape, as a view; each row of the bucket has a piece of its split dimension."""
-    if rows is None or slot.split is None:
+def _from_rows(graph: fx.Graph, part: fx.Node, slot: Slot, new_origin: Origin) -> fx.Node:
+    """Emit the parameter in its own shape, as a view; each row of the bucket has a piece of it."""
+    if not slot.split:
         return emit(graph, aten.view.default, (part, list(slot.shape)), new_origin)
-    piece = [size // rows if dim == slot.split else size for dim, size in enumerate(slot.shape)]
-    stacked = emit(graph, aten.view.default, (part, [rows, *piece]), new_origin)
-    order = [*range(1, slot.split + 1), 0, *range(slot.split + 1, len(piece) + 1)]
-    ordered = emit(graph, aten.permute.default, (stacked, order), new_origin)
+    shape, order, back = row_views(slot)
+    stacked = emit(graph, aten.view.default, (part, [shape[dim] for dim in order]), new_origin)
+    ordered = emit(graph, aten.permute.default, (stacked, back), new_origin)
     return emit(graph, aten.reshape.default, (ordered, list(slot.shape)), new_origin)
 
 
-def _to_rows(graph: fx.Graph, gradient: fx.Node, slot: Slot, rows: int | None, new_origin: Origin) -> fx.Node:
-    """Emit a gradient in its bucket's layout: flat, or one row for each piece of the split dimension."""
-    if rows is None or slot.split is None:
+def _to_rows(graph: fx.Graph, gradient: fx.Node, slot: Slot, new_origin: Origin) -> fx.Node:
+    """Emit a gradient in its bucket's layout: flat, or one row for each piece."""
+    if not slot.split:
         return emit(graph, aten.reshape.default, (gradient, [-1]), new_origin)
-    dim, shape = slot.split, list(slot.shape)
-    pieces = emit(
-        graph, aten.view.default, (gradient, [*shape[:dim], rows, shape[dim] // rows, *shape[dim + 1 :]]), new_origin
-    )
-    ordered = emit(
-        graph, aten.permute.default, (pieces, [dim, *(d for d in range(len(shape) + 1) if d != dim)]), new_origin
-    )
+    shape, order, _ = row_views(slot)
+    pieces = emit(graph, aten.view.default, (gradient, shape), new_origin)
+    ordered = emit(graph, aten.permute.default, (pieces, order), new_origin)
+    rows = math.prod(parts for _, parts in slot.split)
     return emit(graph, aten.reshape.default, (ordered, [rows, slot.numel]), new_origin)
 
 
@@ -268,7 +266,7 @@ def _bucket_gradient(
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
         parts = []
         for index, (slot, end) in enumerate(zip(slots, ends, strict=True)):
-            part = _to_rows(graph, gradients[slot.name], slot, bucket.rows, backward)
+            part = _to_rows(graph, gradients[slot.name], slot, backward)
             gaps = [0 if index else slot.offset, end - slot.offset - slot.numel]
             if any(gaps):
                 part = emit(graph, aten.constant_pad_nd.default, (part, gaps, 0.0), backward)

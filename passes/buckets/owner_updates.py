@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
+from zerograph.ir.slots import Slot
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.passes.context import BucketUpdate
 

@@ -147,7 +147,7 @@ def test_what_does_not_fit_the_mesh_is_refused(pool: Pool) -> None:
     found = pool.run(4, refusals)[0]
     words = [
         "but the graph's placement has 1 dimension(s)",
-        "this version splits a parameter along one mesh dimension",
+        "model.0.weight of shape (15, 7) is annotated S(1) over 4 ranks",
         "model.0.weight of shape (15, 7) is annotated S(1) over 2 ranks",
         "has 1 SBPs for a placement of 2 dimension(s)",
         "config.zero_dim is 2, but the placement has 2 dimension(s)",

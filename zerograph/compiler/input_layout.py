@@ -126,18 +126,13 @@ def zero_dims_on(
         parameters: placements that the user gave parameters.
 
     Raises:
-        PlacementError: the mesh has no such dimension, or the user splits parameters along one of several.
+        PlacementError: the mesh has no such dimension.
     """
     if config.zero_dim is not None:
         dims = config.zero_dim if isinstance(config.zero_dim, tuple) else (config.zero_dim,)
         if dims[-1] >= mesh.dims:
             raise PlacementError(
                 f"config.zero_dim is {config.zero_dim}, but the placement has {mesh.dims} dimension(s)"
-            )
-        if len(dims) > 1 and (taken := dims_split(parameters).intersection(dims)):
-            raise PlacementError(
-                f"config.zero_dim is {config.zero_dim}, but parameters are annotated as split along dimension "
-                f"{min(taken)}\nLeave that dimension out of config.zero_dim, or the annotations."
             )
         return dims
     split = dims_split(inputs) or dims_split([batch_on(config, mesh)])

@@ -14,14 +14,15 @@ from zerograph.compiler.members import Members
 from zerograph.compiler.parameter_placement import is_placed_so, user_sbps
 from zerograph.config import Config
 from zerograph.errors import CaptureError
-from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, Slot, plan_buckets, split_dim, state_layout
+from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, plan_buckets, state_layout
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import role
 from zerograph.ir.offload import offload_device
 from zerograph.ir.precision import compute_copies
-from zerograph.ir.sbp import broadcast, show
+from zerograph.ir.sbp import broadcast, dims_split, show
+from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import StateSpec, UpdateProgram
 from zerograph.runtime.state import Store, store_of
@@ -197,7 +198,6 @@ def _can_keep(
         len(names) == len(store.parameters)
         and all(update is not None and update.key() == first.key() for update in parameter_updates)
         and store.job.mesh == mesh
-        and store.layout.zero_dims == zero_dims
         and len(whole) == 1
         and store.layout.block % config.block == 0
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
@@ -205,7 +205,7 @@ def _can_keep(
         and _has_entries(store, first.program.state)
         and store.optimizer is first.optimizer
     )
-    if not fits or not is_placed_so(store.layout, names, members, mesh, config):
+    if not fits or not is_placed_so(store.layout, zero_dims, names, members, mesh, config):
         return False
     parameter_names = members.names()
     one_by_one = first.program.mixes is not None
@@ -270,7 +270,7 @@ def _new_buckets(
         parameter, update = members.parameters[name], updates.get(name)
         states[name] = state = _parameter_state(parameter, update)
         sbp = sbps[name]
-        by_user = any(sbp[dim] != broadcast for dim in zero_dims)
+        by_user = any(sbp[dim] != broadcast for dim in free_dims(zero_dims, sbp))
         has_owner = _has_owner(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
         key: Hashable = (
             None if update is None else update.key(),
@@ -283,13 +283,13 @@ def _new_buckets(
             # Dealt out by itself, it would take as much memory on every rank as on its owner.
             name if name in tied and not config.policy.assigns_owners else None,
         )
-        if state.one_by_one and split_dim(sbp) is not None:
+        if state.one_by_one and dims_split([sbp]):
             raise CaptureError(
                 f"{name} is split {show(sbp)}, but its update needs it whole"
                 f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
                 "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
             )
-        if split_dim(sbp) is not None and any(spec.codec is not None for spec in state.specs.values()):
+        if dims_split([sbp]) and any(spec.codec is not None for spec in state.specs.values()):
             raise CaptureError(
                 f"config.optimizer_state = 'int8', but {name} is split {show(sbp)}: its state cannot be coded\n"
                 "Leave the parameter whole, or the state exact."

@@ -12,9 +12,10 @@ from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.annotate import annotated_sbp, annotation
-from zerograph.ir.buckets import Bucket, split_dim
+from zerograph.ir.buckets import Bucket, free_dims
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, dims_split
+from zerograph.ir.slots import cuts
 
 _EXPERTS = Split(0)
 
@@ -63,10 +64,15 @@ def user_sbps(names: Iterable[str], members: Members, mesh: Mesh, config: Config
     return {name: experts.get(name) or annotated_sbp(name, members.parameters[name], mesh) for name in names}
 
 
-def is_placed_so(bucket: Bucket, names: Iterable[str], members: Members, mesh: Mesh, config: Config) -> bool:
-    """Return whether a bucket of these parameters is split as :func:`user_sbps` says."""
-    wanted = {(split_dim(sbp), *dims_split([sbp])) for sbp in user_sbps(names, members, mesh, config).values()}
-    return wanted == {(bucket.slots[0].split, *dims_split([bucket.gathered]))}
+def is_placed_so(
+    bucket: Bucket, zero_dims: tuple[int, ...], names: Iterable[str], members: Members, mesh: Mesh, config: Config
+) -> bool:
+    """Return whether a bucket of these parameters is split as :func:`user_sbps` and ZeRO's dimensions say."""
+    wanted = {
+        (cuts(sbp, mesh), frozenset(dims_split([sbp])), free_dims(zero_dims, sbp))
+        for sbp in user_sbps(names, members, mesh, config).values()
+    }
+    return wanted == {(bucket.slots[0].split, frozenset(dims_split([bucket.gathered])), bucket.zero_dims)}
 
 
 def expert_groups(members: Members, mesh: Mesh, config: Config, micro_batches: int) -> dict[int, int]:

@@ -18,11 +18,12 @@ from zerograph.inspection.sequence import NodeSequence, Position
 from zerograph.inspection.summary import offloaded_to
 from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.alias import is_view_or_copy
-from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.mesh import index_along, local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.sbp import NdSbp, Split, show
+from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import nbytes
 
 aten = torch.ops.aten
@@ -72,7 +73,7 @@ class _Finder:
         if flat is not None:
             events += self._updates(flat, bucket)
         # A split of the flat bucket does not split the parameter's own dimensions.
-        flat_split = isinstance(sbp[bucket.zero_dims[0]], Split) and slot.split is None
+        flat_split = isinstance(sbp[bucket.zero_dims[0]], Split) and not slot.split
         return Life(
             name=slot.name,
             asked=self.asked,

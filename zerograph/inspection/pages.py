@@ -9,9 +9,10 @@ from zerograph.base.sizes import show_bytes
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives, short
 from zerograph.inspection.summary import Placed, Sent, Summary, summary
-from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
 from zerograph.ir.sbp import show
+from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders
 
 # Rows of a section of the page, at most.
@@ -188,7 +189,7 @@ def _bucket_line(bucket: Bucket, placed: Placed) -> str:
 
 def _split(bucket: Bucket, slot: Slot) -> str:
     """Show the SBP of a parameter that the user has split; the SBP of its bucket of rows does not tell it."""
-    return "" if slot.split is None else f" {show(bucket.sbp_of(slot))}"
+    return f" {show(bucket.sbp_of(slot))}" if slot.split else ""
 
 
 def _collective_lines(step: RewrittenStep, numbers: Summary) -> list[str]:

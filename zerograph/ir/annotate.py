@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from zerograph.errors import PlacementError
 from zerograph.ir.marks import copy_marks
-from zerograph.ir.mesh import Mesh
+from zerograph.ir.mesh import Mesh, size_along
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, from_dtensor, is_dtensor, nd_sbp, show
 
 _ATTRIBUTE = "_zerograph_sbp"
@@ -71,16 +71,12 @@ def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:
             f"{name} is annotated {show(sbp)}, but the graph's placement has {mesh.dims} dimension(s)\n"
             "Give one SBP for each, and set config.placement."
         )
-    splits = [(dim, dim_sbp) for dim, dim_sbp in enumerate(sbp) if isinstance(dim_sbp, Split)]
-    if len(splits) > 1:
-        raise PlacementError(
-            f"{name} is annotated {show(sbp)}: this version splits a parameter along one mesh dimension\n"
-            "Leave it broadcast along the other; ZeRO can split it there."
-        )
-    for dim, split in splits:
-        if parameter.shape[split.dim] % mesh.shape[dim]:
+    for split in filter(lambda entry: isinstance(entry, Split), dict.fromkeys(sbp)):
+        assert isinstance(split, Split)
+        ranks = size_along(mesh, [dim for dim, entry in enumerate(sbp) if entry == split])
+        if parameter.shape[split.dim] % ranks:
             raise PlacementError(
-                f"{name} of shape {tuple(parameter.shape)} is annotated {split} over {mesh.shape[dim]} ranks\n"
+                f"{name} of shape {tuple(parameter.shape)} is annotated {split} over {ranks} ranks\n"
                 "They must divide that dimension."
             )
     return sbp

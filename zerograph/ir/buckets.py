@@ -6,8 +6,8 @@ reducing such a bucket is the same collective, and the update sees whole paramet
 updates run once over a whole shard in both cases, other updates *one by one*.
 
 Parameters that the user has split (tensor parallelism) are in buckets with rows. Row r is the flat bucket of rank r
-along the mesh dimension of that split: rows are S(0) along it, and elements S(1) along the ZeRO dimension. Parameters
-that the user has split along the ZeRO dimension itself are stored as the user split them at every stage.
+along the mesh dimensions of that split: rows are S(0) along them, and elements S(1) along the ZeRO dimension.
+Parameters that the user has split along the ZeRO dimension itself are stored as the user split them at every stage.
 """
 
 from __future__ import annotations
@@ -15,31 +15,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy
 import torch
-from torch import Tensor
 
 from zerograph.ir.mesh import Mesh, local_part, size_along
-from zerograph.ir.sbp import NdSbp, Split, broadcast
-
-
-@dataclass(frozen=True)
-class Slot:
-    """The position of a parameter in its bucket.
-
-    Attributes:
-        name: qualified name of the parameter.
-        shape: its global shape.
-        offset: index of its first element in a row.
-        numel: number of its elements in a row.
-        split: the dimension of the parameter that is split into rows; None in a flat bucket.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
-    split: int | None = None
+from zerograph.ir.sbp import NdSbp, Split, broadcast, dims_split
+from zerograph.ir.slots import Slot, cuts, unravel
 
 
 @dataclass(frozen=True)
@@ -172,10 +152,11 @@ class Bucket:
 
     def sbp_of(self, slot: Slot) -> NdSbp:
         """Return the SBP of a parameter in terms of its own dimensions; S(0) where shards cut through it."""
-        if self.rows is None or slot.split is None:
+        if self.rows is None or not slot.split:
             return self.sbp
-        in_parameter = {Split(0): Split(slot.split), Split(1): Split(0)}
-        return tuple(in_parameter[dim_sbp] if isinstance(dim_sbp, Split) else dim_sbp for dim_sbp in self.sbp)
+        cuts = iter(slot.split)
+        of_user = [Split(next(cuts)[0]) if dim_sbp == Split(0) else dim_sbp for dim_sbp in self.sbp]
+        return tuple(Split(0) if own == Split(1) else dim_sbp for own, dim_sbp in zip(self.sbp, of_user, strict=True))
 
 
 @dataclass(frozen=True)
@@ -225,7 +206,8 @@ def plan_buckets(
         mesh: the mesh. Buckets are padded to a multiple of its size along ``zero_dims``, broadcast ones too: norms are
             then summed in the same pieces at every stage. Shards with a fused update are whole vectors, so that an
             element is rounded alike at every stage.
-        zero_dims: the mesh dimensions along which buckets are split, ascending.
+        zero_dims: the mesh dimensions along which buckets are split, ascending; those of :func:`free_dims` for
+            parameters that the user splits.
         split: split the buckets; else they are broadcast.
         min_split_numel: parameters with fewer elements are broadcast, in buckets of their own.
         bucket_bytes: maximum size of a bucket in bytes (a larger parameter has a bucket to itself); None for
@@ -235,7 +217,6 @@ def plan_buckets(
         block: parameters and shards begin at multiples of this power of two, in elements.
     """
     max_bytes = bucket_bytes or default_bytes(sum(map(_bytes, parameters)))
-    ranks = size_along(mesh, zero_dims)
     by_key: dict[Hashable, list[list[Parameter]]] = {}
     in_order: list[list[Parameter]] = []
     for parameter in parameters:
@@ -243,7 +224,7 @@ def plan_buckets(
         small = _numel(parameter) < min_split_numel
         kind = (parameter.dtype, parameter.compute_dtype, parameter.device)
         key = (small, parameter.sbp, kind, parameter.key)
-        group = by_key.setdefault(key, [])
+        group, ranks = by_key.setdefault(key, []), size_along(mesh, free_dims(zero_dims, parameter.sbp))
         if not group or (
             sum(map(_bytes, group[-1])) + _bytes(parameter) > max_bytes and _needs_little_padding(group[-1], ranks)
         ):
@@ -251,15 +232,26 @@ def plan_buckets(
             in_order.append(group[-1])
         group[-1].append(parameter)
     for group in by_key.values():
+        ranks = size_along(mesh, free_dims(zero_dims, group[0][0].sbp))
         if len(group) > 1 and not _needs_little_padding(group[-1], ranks):
             group[-2] += group[-1]
             group[-1].clear()
-    loads = [0] * ranks
+    loads: dict[tuple[int, ...], list[int]] = {}
     buckets: list[Bucket] = []
     for members in filter(None, in_order):
         whole = not split or _numel(members[0]) < min_split_numel
-        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, zero_dims, whole, loads, block))
+        dims = free_dims(zero_dims, members[0].sbp)
+        taken = loads.setdefault(dims, [0] * size_along(mesh, dims))
+        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, dims, whole, taken, block))
     return tuple(buckets)
+
+
+def free_dims(zero_dims: tuple[int, ...], sbp: NdSbp) -> tuple[int, ...]:
+    """Return the mesh dimensions along which ZeRO splits a parameter that the user places so.
+
+    They are those along which the user does not; if there are none, the parameter stays as the user placed it.
+    """
+    return tuple(dim for dim in zero_dims if sbp[dim] == broadcast) or zero_dims
 
 
 # Larger buckets take memory, and their collectives start late.
@@ -321,12 +313,12 @@ def _lay(
     block: int,
 ) -> Bucket:
     first = members[0]
-    row_dim = next((dim for dim, dim_sbp in enumerate(first.sbp) if isinstance(dim_sbp, Split)), None)
-    rows = None if row_dim is None else mesh.shape[row_dim]
+    row_dims = dims_split([first.sbp])
+    rows = size_along(mesh, row_dims) if row_dims else None
     slots, offset = [], 0
     for parameter in members:
         numel = _numel(parameter) // (rows or 1)
-        slots.append(Slot(parameter.name, parameter.shape, offset, numel, split_dim(parameter.sbp)))
+        slots.append(Slot(parameter.name, parameter.shape, offset, numel, cuts(parameter.sbp, mesh)))
         offset += _rounded_up(numel, block)
     numel = sum(slot.numel for slot in slots)
     ranks = size_along(mesh, zero_dims)
@@ -334,7 +326,7 @@ def _lay(
     # With blocks each rank of the mesh can sum whole blocks, whatever the dimensions that a reduction runs along.
     padded = _rounded_up(offset, ranks * vector if block == 1 else mesh.size * max(vector, block))
     sbp = [broadcast if dim_sbp == broadcast else Split(0) for dim_sbp in first.sbp]
-    if not whole and row_dim not in zero_dims:
+    if not whole and row_dims.isdisjoint(zero_dims):
         for dim in zero_dims:
             sbp[dim] = Split(0 if rows is None else 1)
     kind = (first.dtype, first.device, tuple(sbp), first.key)
@@ -350,27 +342,6 @@ def _lay(
 
 def _rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-def split_dim(sbp: NdSbp) -> int | None:
-    """Return the dimension that a parameter is split along; None for a broadcast one."""
-    return next((dim_sbp.dim for dim_sbp in sbp if isinstance(dim_sbp, Split)), None)
-
-
-def to_rows(value: Tensor, slot: Slot, rows: int | None) -> Tensor:
-    """Return a whole parameter as its bucket stores it: [numel], or [rows, elements of a row]."""
-    if rows is None or slot.split is None:
-        return value.reshape(-1)
-    return torch.stack([piece.reshape(-1) for piece in value.chunk(rows, slot.split)])
-
-
-def from_rows(laid: Tensor, slot: Slot) -> Tensor:
-    """Return the whole parameter from its part of a bucket; a view if the bucket is flat."""
-    if slot.split is None:
-        return laid.view(slot.shape)
-    rows = laid.shape[0]
-    piece = [size // rows if dim == slot.split else size for dim, size in enumerate(slot.shape)]
-    return torch.cat([row.view(piece) for row in laid], slot.split)
 
 
 def _owners(sizes: Sequence[int], ranks: int, loads: list[int]) -> tuple[int, ...]:
@@ -450,14 +421,10 @@ class Span:
     piece: int
     low: int
 
-    def element(self, at: int, rows: int | None) -> tuple[int, ...]:
-        """Return the index in the parameter of element ``at`` of the span; ``rows`` is the bucket's number of rows."""
-        shape = list(self.slot.shape)
-        split = self.slot.split if rows is not None else None
-        if split is not None and rows is not None:
-            shape[split] //= rows
-        indices = unravel(self.low + at, shape)
-        return tuple(index + (self.piece * shape[dim] if dim == split else 0) for dim, index in enumerate(indices))
+    def element(self, at: int) -> tuple[int, ...]:
+        """Return the index in the parameter of element ``at`` of the span."""
+        start = self.slot.start(self.piece)
+        return tuple(map(sum, zip(start, unravel(self.low + at, self.slot.piece), strict=True)))
 
 
 def spans(layout: Bucket, mesh: Mesh) -> Iterator[Span]:
@@ -470,11 +437,6 @@ def spans(layout: Bucket, mesh: Mesh) -> Iterator[Span]:
             for row, number in enumerate(numbers):
                 start, stop = low - own.start, high - own.start
                 yield Span(slot, row if rows else None, start, stop, number, low - slot.offset)
-
-
-def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the multi-dimensional index of the element with a linear index, in row-major order."""
-    return tuple(map(int, numpy.unravel_index(index, tuple(shape))))
 
 
 def element_name(name: str, index: Sequence[int]) -> str:

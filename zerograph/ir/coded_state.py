@@ -17,8 +17,9 @@ from torch import Tensor, fx
 
 from zerograph.ir import blocks
 from zerograph.ir.blocks import Codec
-from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
+from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import UpdateProgram
 

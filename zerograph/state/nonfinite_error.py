@@ -67,7 +67,7 @@ def _source_name(step: CompiledStep, names: Sequence[str], cause: Cause) -> str:
         row, column = (None, cause.index[0]) if layout.rows is None else cause.index
         for span in spans(layout, step.context.mesh):
             if span.row == row and span.start <= column < span.stop:
-                return f"parameter {element_name(span.slot.name, span.element(column - span.start, layout.rows))}"
+                return f"parameter {element_name(span.slot.name, span.element(column - span.start))}"
     return element_name(str(source), cause.index)
 
 

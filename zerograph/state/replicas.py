@@ -16,10 +16,11 @@ from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ReplicaError
-from zerograph.ir.buckets import Bucket, element_name, spans, unravel
+from zerograph.ir.buckets import Bucket, element_name, spans
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, is_dtensor
+from zerograph.ir.slots import unravel
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explaining_failures
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
@@ -138,14 +139,14 @@ def _namer(replica: Replica, tensor: Tensor, mesh: Mesh) -> Callable[[int], str 
     shape = tuple(tensor.shape)
     if replica.layout is None:
         return lambda element: element_name(replica.name, unravel(element, shape))
-    rows, width = replica.layout.rows, shape[-1]
+    width = shape[-1]
     slot_spans = list(spans(replica.layout, mesh))
 
     def name(element: int) -> str | None:
         row, column = divmod(element, width)
         for span in slot_spans:
             if (span.row or 0) == row and span.start <= column < span.stop:
-                return element_name(span.slot.name + replica.name, span.element(column - span.start, rows))
+                return element_name(span.slot.name + replica.name, span.element(column - span.start))
         return None
 
     return name

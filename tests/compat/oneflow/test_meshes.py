@@ -144,6 +144,12 @@ def test_what_the_user_split_rests_as_the_user_split_it(found: dict[str, Any]) -
     assert found["grid"][0][2]["sbp"][1][1] == S0
 
 
+@pytest.mark.parametrize("layout", ["grid", "grid, both split"])
+def test_on_a_grid_zero_splits_where_the_user_does_not(found: dict[str, Any], layout: str) -> None:
+    for stage in found[layout][0]:
+        assert stage["sbp"][:2] == ((S0, S0), (S0, S0))
+
+
 def scaled(stage: int) -> list[Any]:
     """With what OneFlow's test turns on besides: fp16, a loss scale of 200, debugging."""
     first, second, place, batch = global_layers("line")

@@ -11,10 +11,11 @@ from torch import Tensor
 from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ConfigError
-from zerograph.ir.buckets import Bucket, Slot
+from zerograph.ir.buckets import Bucket
 from zerograph.ir.coded_state import saved_name
 from zerograph.ir.mesh import Mesh, local_part
 from zerograph.ir.sbp import Split, is_dtensor
+from zerograph.ir.slots import Slot
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
@@ -189,21 +190,16 @@ def _add_slots(
             piece.parts[(0,) * len(slot.shape)] = (slot.shape, flat, 0)
         elif low < high:
             length = own.stop - own.start
-            for row, within in enumerate(_rows(slot, layout.rows, rows)):
+            for row, within in enumerate(_rows(slot, rows)):
                 start = row * length + low - own.start
                 piece.add(low - slot.offset, high - slot.offset, flat, start, within)
 
 
-def _rows(slot: Slot, rows: int | None, local: Sequence[slice]) -> list[Within | None]:
+def _rows(slot: Slot, local: Sequence[slice]) -> list[Within | None]:
     """Return the box of the parameter that each row of this rank's part holds; [None] for a flat bucket."""
-    if rows is None or slot.split is None:
+    if not slot.split:
         return [None]
-    size = slot.shape[slot.split] // rows
-    shape = tuple(size if dim == slot.split else length for dim, length in enumerate(slot.shape))
-    return [
-        Within(tuple(row * size if dim == slot.split else 0 for dim in range(len(shape))), shape)
-        for row in range(local[0].start, local[0].stop)
-    ]
+    return [Within(slot.start(row), slot.piece) for row in range(local[0].start, local[0].stop)]
 
 
 def _replicas(layout: Bucket, mesh: Mesh) -> tuple[int, int]:

@@ -310,10 +310,15 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         return super()._join()
 
     def _follow(self, tensors: Iterable[Tensor]) -> None:
-        """Take a placement of several dimensions from the tensors, unless the configuration has one."""
+        """Take a placement of several dimensions from the tensors, unless the configuration has one.
+
+        As in OneFlow, ZeRO splits along all of them.
+        """
         if self.config.placement is None:
             meshes = (placement_of_tensor(tensor).mesh for tensor in tensors if is_global(tensor))
-            self.config.placement = next((mesh for mesh in meshes if mesh.ndim > 1), None)
+            self.config.placement = mesh = next((mesh for mesh in meshes if mesh.ndim > 1), None)
+            if mesh is not None and self.config.zero_dim is None:
+                self.config.zero_dim = tuple(range(mesh.ndim))
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
         micro_batches = self.config.gradient_accumulation_steps
