@@ -76,7 +76,10 @@ def _search(graph: Preparable, job: Job, members: Members, call: Call) -> Search
     if limit is None:
         limit = int(torch.cuda.get_device_properties(device).total_memory)
         limit -= default_headroom(limit, accelerator=True)
-    described = replace(described, device=replace(described.device, memory=limit, headroom=0))
+    order = tuple(torch.tensor(job.grid, device="cpu").flatten().tolist())
+    in_order = order == tuple(range(len(order)))
+    device_of_rank = replace(described.device, memory=limit, headroom=0)
+    described = replace(described, device=device_of_rank, order=None if in_order else order)
     result = search(graph, call, [job.mesh.shape], described)
     if result.best is None:
         raise MemoryBudgetError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -107,8 +108,10 @@ def carry_seconds(node: fx.Node, device: Device) -> float:
     return max(nbytes(result) / device.host, (nbytes(source) + 3 * nbytes(result)) / device.cpu)
 
 
-def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
-    """Return the seconds of a collective: the latency of each level of the network, and the slowest level's rate.
+def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> tuple[float, float]:
+    """Return the seconds of a collective, and those of them in which the device does not compute.
+
+    A collective takes the latency of each level of the network, and the time of its bytes at the slowest level's rate.
 
     NCCL runs gathers and reductions on as many rings as a node has ranks of the group. Each ring enters and leaves a
     node once, by the link of another rank, so that these links share what crosses between nodes: the bus bandwidth
@@ -116,39 +119,54 @@ def wire_seconds(boxing: Boxing, mesh: Mesh, machine: Machine) -> float:
     from its own rank, and so do the CPU's exchanges. Over hosts of several ranks these exchange inside of a host and
     then between hosts, where each byte goes once per host.
     """
-    crossed = list(_crossed(mesh, boxing.dim, machine.links))
+    crossed = list(_crossed(mesh, boxing.dim, machine))
     if not crossed or not boxing.sent:
-        return 0.0
+        return 0.0, 0.0
     if (layout := _exchanged_by_hosts(mesh, machine)) is not None:
         sent, (inside, between) = traffic(boxing, mesh, layout), (link for link, _, _ in crossed)
-        latency = inside.latency + between.latency
-        return latency + inside.rate.seconds(sent.inside) + between.rate.seconds(sent.between)
+        parts = (
+            (inside, inside.latency + inside.rate.seconds(sent.inside)),
+            (between, between.latency + between.rate.seconds(sent.between)),
+        )
+        return sum(took for _, took in parts), sum(took * _idle(link, machine) for link, took in parts)
     latency = sum(link.latency * math.ceil(math.log2(members)) for link, members, _ in crossed)
     rings = machine.device.accelerator and boxing.kind not in ("all-to-all", "shift")
-    return latency + max(link.rate.seconds(boxing.sent / (within if rings else 1)) for link, _, within in crossed)
+    times = [(link.rate.seconds(boxing.sent / (within if rings else 1)), link) for link, _, within in crossed]
+    slowest, link = max(times, key=lambda one: one[0])
+    return latency + slowest, (latency + slowest) * _idle(link, machine)
+
+
+def _idle(link: Link, machine: Machine) -> float:
+    return 1 - (machine.overlap if link.overlap is None else link.overlap)
 
 
 def _exchanged_by_hosts(mesh: Mesh, machine: Machine) -> HostLayout | None:
     """Return the hosts of the ranks if exchanges cross the wire once per host, as over gloo; else None."""
     per_host = machine.links[0].ranks
-    if machine.device.accelerator or mesh.dims > 1 or len(machine.links) != 2 or per_host is None:
+    if machine.device.accelerator or mesh.dims > 1 or len(machine.links) != 2 or per_host is None or machine.order:
         return None
     return hosts_of_equal_size(mesh.size, per_host) if 1 < per_host < mesh.size and not mesh.size % per_host else None
 
 
-def _crossed(mesh: Mesh, dim: int, links: Sequence[Link]) -> Iterator[tuple[Link, int, int]]:
+def _crossed(mesh: Mesh, dim: int, machine: Machine) -> Iterator[tuple[Link, int, int]]:
     """Yield the levels that a group along a mesh dimension crosses, the parts it joins there, and ranks in each part.
 
-    Ranks that follow each other are close: along the last dimension all of a node's, along one further out those with
-    the same place in each block of ``stride`` ranks.
+    Of the groups along the dimension the one that is spread widest counts: the others wait for it.
     """
-    stride, size = math.prod(mesh.shape[dim + 1 :]), mesh.shape[dim]
-    within = 1
-    for link in links:
-        reach = size if link.ranks is None else min(size, max(1, link.ranks // stride))
-        if reach > within:
-            yield link, math.ceil(reach / within), within
-            within = reach
+    size = apart = mesh.shape[dim]
+    for link in machine.links:
+        parts = 1 if link.ranks is None else _parts(mesh.shape, dim, machine.order, link.ranks)
+        if parts < apart:
+            yield link, math.ceil(apart / parts), math.ceil(size / apart)
+            apart = parts
+
+
+@functools.lru_cache(maxsize=64)
+def _parts(shape: tuple[int, ...], dim: int, order: tuple[int, ...] | None, ranks: int) -> int:
+    """Return over how many runs of so many consecutive ranks a group along a mesh dimension is spread, at most."""
+    places = torch.arange(math.prod(shape)) if order is None else torch.tensor(order)
+    nodes = (places // ranks).reshape(shape).movedim(dim, -1).sort(-1).values
+    return 1 + int((nodes.diff(dim=-1) != 0).sum(-1).max())
 
 
 def _moved(node: fx.Node, *, fuses: bool) -> int:

@@ -105,11 +105,13 @@ class Link:
         ranks: number of consecutive ranks that it connects, such as those of a node or a pod; None for all.
         rate: bytes per second that each rank sends over its own link while all others send too.
         latency: seconds until the first byte arrives.
+        overlap: as that of the machine, for exchanges within this level; None: the machine's.
     """
 
     ranks: int | None
     rate: Rate
     latency: float
+    overlap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ class Machine:
         links: levels from the innermost out; the last connects all ranks.
         overlap: share of a collective's time in which the device computes at full speed.
         source: origin of the numbers.
+        order: the rank at each position of the mesh, in row-major order; None: the ranks in order.
     """
 
     name: str
@@ -127,6 +130,7 @@ class Machine:
     links: tuple[Link, ...]
     overlap: float = 1.0
     source: str = field(default="", compare=False)
+    order: tuple[int, ...] | None = None
 
 
 def machine(which: str | os.PathLike[str] | Machine) -> Machine:
@@ -192,7 +196,12 @@ def write(path: str | os.PathLike[str], described: Machine) -> None:
             **({} if device.cpu_memory is None else {"cpu_memory": device.cpu_memory}),
         },
         "links": [
-            {"ranks": link.ranks, "rate": _plain(link.rate), "latency": _short(link.latency)}
+            {
+                "ranks": link.ranks,
+                "rate": _plain(link.rate),
+                "latency": _short(link.latency),
+                **({} if link.overlap is None else {"overlap": _short(link.overlap)}),
+            }
             for link in described.links
         ],
     }
@@ -217,17 +226,29 @@ def _read(content: Mapping[str, Any]) -> Machine:
         cpu_memory=None if fields.get("cpu_memory") is None else int(_positive(fields["cpu_memory"])),
     )
     device.products["float32"], device.moved["memory"]
-    links = tuple(
-        Link(None if link.get("ranks") is None else int(link["ranks"]), _rate(link["rate"]), _number(link["latency"]))
-        for link in content["links"]
-    )
+    links = tuple(map(_link, content["links"]))
     reaches = [math.inf if link.ranks is None else link.ranks for link in links]
     if not links or reaches[-1] != math.inf or any(a >= b for a, b in itertools.pairwise(reaches)):
         raise ValueError("each link must connect more ranks than the one before, and the last one all (ranks: null)")
-    overlap = _number(content.get("overlap", 1.0))
+    overlap = _overlap(content.get("overlap", 1.0))
+    return Machine(str(content["name"]), device, links, overlap, str(content.get("source", "")))
+
+
+def _link(fields: Mapping[str, Any]) -> Link:
+    ranks, overlap = fields.get("ranks"), fields.get("overlap")
+    return Link(
+        None if ranks is None else int(ranks),
+        _rate(fields["rate"]),
+        _number(fields["latency"]),
+        None if overlap is None else _overlap(overlap),
+    )
+
+
+def _overlap(value: Any) -> float:
+    overlap = _number(value)
     if overlap > 1:
         raise ValueError(f"overlap is a share of a collective's time, at most 1, not {overlap}")
-    return Machine(str(content["name"]), device, links, overlap, str(content.get("source", "")))
+    return overlap
 
 
 def _rate(value: Any) -> Rate:

@@ -117,7 +117,7 @@ def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
 
     Args:
         graph: the emitted graph, in this rank's shapes and with its collectives.
-        mesh: the ranks of the graph; its last dimension is closest in the network.
+        mesh: the ranks of the graph, in the order of the machine.
     """
     values = (value for node in graph.nodes for value in costs.tensors(node.meta.get("val")))
     walk = _Walk(machine, mesh, any(value.device.type != "cpu" for value in values))
@@ -172,10 +172,10 @@ class _Walk:
         elif node.target is WAIT or node.target is WAIT_TRANSFER:
             self._wait(node, times, turn)
         elif boxing is not None and boxing.kind != "slice":
-            took = costs.wire_seconds(boxing, self.mesh, self.machine)
+            took, idle = costs.wire_seconds(boxing, self.mesh, self.machine)
             self._start(node, "communication", took, times, turn)
             # Compute that the device loses to carrying it.
-            self._compute(None, took * (1 - self.machine.overlap), times, turn)
+            self._compute(None, idle, times, turn)
         elif node.target is TRANSFER:
             self._start(node, "host", costs.carry_seconds(node, self.machine.device), times, turn)
         elif node.target is FETCH or node.target is WRITE_BACK:

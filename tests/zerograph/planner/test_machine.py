@@ -14,8 +14,9 @@ import zerograph as zg
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
 from zerograph.ir.sbp import broadcast, split
-from zerograph.planner.costs import seconds, wire_seconds
-from zerograph.planner.machine import Device, Link, Rate, machine, names, write
+from zerograph.planner import costs
+from zerograph.planner.costs import seconds
+from zerograph.planner.machine import Device, Link, Machine, Rate, machine, names, write
 
 
 @pytest.mark.parametrize("name", ["a100", "cpu", "h100", "h200"])
@@ -58,6 +59,10 @@ def test_products_of_other_kinds_reach_a_share_and_a_step_takes_longer() -> None
     assert seconds(convolution, plain) == pytest.approx(2 * 2 * 4 * 36 * 27 / 1e9)
     assert seconds(product, slower) == pytest.approx(1.25 * seconds(product, plain))
     assert seconds(convolution, slower) == pytest.approx(2 * 1.25 * seconds(convolution, plain))
+
+
+def wire_seconds(boxing: Boxing, mesh: Mesh, described: Machine) -> float:
+    return costs.wire_seconds(boxing, mesh, described)[0]
 
 
 def gather(mesh: Mesh, dim: int, sent: float) -> Boxing:
@@ -123,6 +128,24 @@ def test_only_rings_share_the_links_of_a_node() -> None:
     uneven = Mesh((60,), (0,), ("",))
     assert wire_seconds(gather(uneven, 0, 1e9), uneven, cpu) == pytest.approx(1e9 / 40e9, rel=0.01)
     assert wire_seconds(gathers, mesh, h100) < wire_seconds(gather(uneven, 0, 1e9), uneven, cpu) / 7
+
+
+def test_a_grid_with_its_ranks_goes_over_the_links_between_them() -> None:
+    # hpZ: ranks of a host differ along the first dimension, hosts along the second.
+    mesh, h100 = Mesh((8, 8), (0, 0), ("ranks", "hosts")), machine("h100")
+    order = tuple(8 * host + rank for rank in range(8) for host in range(8))
+    placed = dataclasses.replace(h100, order=order)
+    for dim in range(2):
+        assert wire_seconds(gather(mesh, dim, 1e9), mesh, placed) == pytest.approx(
+            wire_seconds(gather(mesh, 1 - dim, 1e9), mesh, h100)
+        )
+
+
+def test_of_an_exchange_by_hosts_only_the_part_inside_of_a_host_may_stop_computing() -> None:
+    links = (Link(2, Rate(((1.0, 1e9),)), 0.0, overlap=0.0), Link(None, Rate(((1.0, 1e8),)), 0.0))
+    hosts = dataclasses.replace(machine("cpu"), links=links, overlap=1.0)
+    gather = Boxing((split(0),), (broadcast,), 0, 4, "it", 4 * 10**8, "forward")
+    assert costs.wire_seconds(gather, Mesh((4,), (0,), ("ranks",)), hosts)[1] == pytest.approx(2e8 / 1e9)
 
 
 def test_exchanges_over_gloo_cross_the_wire_once_per_host() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -137,6 +138,18 @@ def test_a_grid_keeps_the_larger_part_within_a_node() -> None:
     assert grid.time.communication < line.time.communication
 
 
+def test_a_grid_with_its_ranks_is_planned_over_the_links_between_them() -> None:
+    # hpZ: a column is a host, so gathers in backward stay inside of it.
+    links = (Link(2, Rate(((1.0, 1e9),)), 0.0), Link(None, Rate(((1.0, 1e6),)), 0.0))
+    hosts = replace(machine("cpu"), links=links)
+    by_host, turned = (
+        zg.plan(Squares, X, mesh=mesh, stage=3, device=hosts, zero_dim=(0, 1)) for mesh in ([[0, 2], [1, 3]], (2, 2))
+    )
+    # Between hosts, at 1 MB/s: half of the parameters in forward, and of the gradients.
+    assert by_host.time.communication == pytest.approx(2 * (4 * 64 * 65 * 4 / 2 / 2) / 1e6, rel=0.01)
+    assert turned.time.communication > 1.4 * by_host.time.communication
+
+
 class Tokens(zg.ZeroGraph):
     """Attention between an embedding and its transpose."""
 
@@ -234,6 +247,8 @@ def test_what_is_planned_and_read_alike() -> None:
         ({}, "world_size="),
         ({"world_size": 0}, "from 1 up"),
         ({"world_size": 2, "mesh": (1, 2)}, "world_size="),
+        ({"mesh": [[0, 2], [1, 2]]}, "each rank from 0 up once"),
+        ({"mesh": [[0, 1], [2]]}, "rows of equal length"),
         ({"world_size": 2, "stage": 4}, "choose 1, 2 or 3"),
         ({"world_size": 2, "device": "h900"}, "a100, cpu, h100, h200"),
         ({"world_size": 2, "optimizer": ADAMW}, "has its optimizer"),

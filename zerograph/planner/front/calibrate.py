@@ -157,7 +157,9 @@ class _Measure:
         if hosts is None:
             yield self._link(None, self._gather)
             return
-        yield self._link(len(hosts.local.peers), functools.partial(self._inside, hosts.local))
+        inside = self._link(len(hosts.local.peers), functools.partial(self._inside, hosts.local))
+        # An exchange through memory is done by the rank that computes.
+        yield dataclasses.replace(inside, overlap=0.0)
         yield self._link(None, functools.partial(self._between, hosts))
 
     def _link(self, ranks: int | None, exchange: Callable[[int], Callable[[], Any]]) -> Link:
@@ -184,21 +186,34 @@ class _Measure:
 
     def _between(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Any]:
         """Return an exchange between the ranks of equal position on all hosts."""
+        start = self._start_between(hosts, sent)
+        return lambda: start()()
+
+    def _start_between(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Callable[[], Any]]:
         others = hosts.other_hosts()
         own = torch.zeros(sent // len(others), dtype=torch.uint8)
         received = {host: torch.zeros_like(own) for host in others}
 
-        def run() -> None:
-            for work in across_hosts.swap(hosts, dict.fromkeys(others, own), received):
-                work.wait()
+        def start() -> Callable[[], Any]:
+            works = across_hosts.swap(hosts, dict.fromkeys(others, own), received)
+            return lambda: [work.wait() for work in works]
 
-        return run
+        return start
 
     def overlap(self) -> float:
-        """Return the share of a gather's time that computing hides: 1 is all, 0 is none."""
+        """Return the share of a gather's time that computing hides: 1 is all, 0 is none.
+
+        Between hosts of several ranks it is that of the exchange over the wire.
+        """
         a, b = (torch.randn(512, 512, device=self._device) for _ in range(2))
-        gather = self._gather(_SENT[-1])
-        alone = self.seconds(gather)
+        hosts = direct.spanning_group(self._job.groups[0])
+        sent = _SENT[-1]
+        start = self._start_gather(sent) if hosts is None else self._start_between(hosts, sent)
+
+        def exchange() -> None:
+            start()()
+
+        alone = self.seconds(exchange)
         times = max(1, round(alone / self.seconds(functools.partial(torch.mm, a, b))))
 
         def compute() -> None:
@@ -206,14 +221,14 @@ class _Measure:
                 torch.mm(a, b)
 
         def both() -> None:
-            whole = gather(wait=False)
+            wait = start()
             compute()
-            c10d.wait_tensor(whole)
+            wait()
 
         shares = []
         for _ in range(_REPEATS):
             # Compared with its neighbours in time: a machine's speed drifts by more than the difference.
-            apart = self._once(gather, 1), self._once(compute, 1)
+            apart = self._once(exchange, 1), self._once(compute, 1)
             shares.append((sum(apart) - self._once(both, 1)) / min(apart))
         return min(1.0, max(0.0, self._agreed(statistics.median(shares))))
 
@@ -239,17 +254,21 @@ class _Measure:
         update.param_groups[0]["params"][0].grad = parts[1][0]
         return moved / self.seconds(update.step)
 
-    def _gather(self, sent: int) -> Callable[..., Any]:
+    def _gather(self, sent: int) -> Callable[[], Any]:
         """Return an all-gather over all ranks, as a step runs it, in which each rank sends ``sent`` bytes."""
+        start = self._start_gather(sent)
+        return lambda: start()()
+
+    def _start_gather(self, sent: int) -> Callable[[], Callable[[], Any]]:
         part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
-        start = selection.select_exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
+        gather = selection.select_exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
         (group,) = self._job.mesh.groups
 
-        def run(wait: bool = True) -> Any:
-            whole = start(part, self._job.size, group)
-            return c10d.wait_tensor(whole) if wait else whole
+        def start() -> Callable[[], Any]:
+            whole = gather(part, self._job.size, group)
+            return lambda: c10d.wait_tensor(whole)
 
-        return run
+        return start
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """Return the seconds of one call, on all ranks at once."""

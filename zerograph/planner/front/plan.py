@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
+
 from zerograph.base.sizes import in_bytes
 from zerograph.compiler.input_layout import ranks_of_row, with_rows
 from zerograph.errors import ConfigError
@@ -25,7 +27,7 @@ def plan(
     optimizer: Optimizer | None = None,
     *,
     world_size: int | None = None,
-    mesh: Sequence[int] | None = None,
+    mesh: Sequence[Any] | None = None,
     stage: int | str | None = None,
     device: str | os.PathLike[str] | Machine = "h100",
     loss: Loss | None = None,
@@ -48,7 +50,8 @@ def plan(
         optimizer: for a module: a function of its parameters, ``functools.partial(torch.optim.AdamW, lr=1e-4)``; None
             for a forward pass.
         world_size: number of ranks, in a line.
-        mesh: shape of a grid of ranks instead; its last dimension is closest in the network, and ZeRO splits along it.
+        mesh: shape of a grid of ranks instead, ``(2, 4)``: each row has ranks that follow each other, which are close
+            in the network; or the grid itself as :func:`zerograph.placement` takes it, ``[[0, 2], [1, 3]]``.
         stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with the trade-offs
             that it needs (see :mod:`zerograph.planner.search`); None for the graph's configuration.
         device: a built-in machine, a YAML file, or a :class:`Machine`.
@@ -78,9 +81,12 @@ def plan(
         free = 0 if headroom in (0, "0") else _size("headroom", headroom)
     described = replace(described, device=replace(described.device, memory=memory, headroom=free))
     graph = graph_of(model, optimizer, loss)
-    grid = grid_of(_shape(world_size, mesh))
+    size, order = _shape(world_size, mesh)
+    described, grid = replace(described, order=order), grid_of(size)
     with configured(graph, **{key: value for key, value in options.items() if key in _OF_ROWS}) as config:
         ranks, is_free, shape = config.sequence_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
+        if order is not None and len(shape) != len(size):
+            raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
     if stage == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
         free = mesh is None and is_free
@@ -151,10 +157,25 @@ def _peak(candidate: Candidate) -> int:
     return candidate.plan.memory.peak
 
 
-def _shape(world_size: int | None, mesh: Sequence[int] | None) -> tuple[int, ...]:
+def _shape(world_size: int | None, mesh: Sequence[Any] | None) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shape of the grid of ranks, and its ranks in row-major order if they were given."""
     if (world_size is None) == (mesh is None):
         raise ConfigError("give world_size=, the number of ranks, or mesh=, the shape of their grid")
+    if mesh is not None and any(isinstance(row, Sequence) and not isinstance(row, str) for row in mesh):
+        return _order(mesh)
     shape = (world_size,) if mesh is None else tuple(mesh)
     if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
         raise ConfigError(f"world_size={world_size!r}, mesh={mesh!r}: numbers of ranks are whole numbers from 1 up")
-    return shape  # type: ignore[return-value]
+    return shape, None
+
+
+def _order(mesh: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        grid = torch.tensor(mesh, dtype=torch.int64, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        grid = None
+    if grid is None or grid.flatten().sort().values.tolist() != list(range(grid.numel())):
+        raise ConfigError(
+            f"plan(mesh={mesh!r}): a grid of ranks has rows of equal length, and each rank from 0 up once"
+        )
+    return tuple(grid.shape), tuple(grid.flatten().tolist())
