@@ -98,6 +98,29 @@ builtins.GAIN_OF_A_STEP = 1.0  # type: ignore[attr-defined]
 PARTIAL, CLOSURE = functools.partial(scaled, by=0.5), times(3.0)
 
 
+def multiplied(factor: float) -> Callable[[Tensor], Tensor]:
+    def multiply(x: Tensor) -> Tensor:
+        return x * factor
+
+    return multiply
+
+
+LIFT, MULTIPLIED = 0.5, multiplied(2.0)
+
+
+def lift(x: Tensor) -> Tensor:
+    return MULTIPLIED(x) * 1.1875 + LIFT
+
+
+lifted = torch.library.triton_op("zerograph_changes::lifted", lift, mutates_args=())
+lifted.register_autograd(lambda ctx, gradient: gradient * 2.0 * LIFT)
+
+
+@torch.compile(fullgraph=True, dynamic=True)
+def compiled(x: Tensor) -> Tensor:
+    return x * 1.0625
+
+
 def by_name(name: str) -> Any:
     return getattr(sys.modules[__name__], name)
 
@@ -122,6 +145,7 @@ class Base(nn.Module):
             x = MADE_BY_NAME(x) * Measured.GAIN * NUMBER.gain * Kind.ONE.gain * LOCAL.gain * gain  # type: ignore[attr-defined]
         x = x * scaled.gain * QUEUE_LIMIT.maxlen * STRIDED.stride(0) * TABLE.gain * SLOTS.gain()  # type: ignore[attr-defined]
         x = x * GAIN_OF_A_STEP  # type: ignore[name-defined]  # noqa: F821
+        x = torch.ops.zerograph_changes.lifted(compiled(x))
         return self.finished(x + round(1.75)) * getattr(self.linear.weight, "gain", 1.0)
 
     def finished(self, x: Tensor) -> Tensor:
@@ -238,6 +262,15 @@ CHANGES: dict[str, Change] = {
     ),
     "a default argument": on(lambda patch, number: patch.setattr(scaled, "__defaults__", (number,))),
     "a function of the user": on(lambda p, n: p.setitem(globals(), "scaled", lambda x: x * n)),
+    "a function that is compiled": on(
+        lambda patch, number: patch.setattr(
+            compiled.__wrapped__, "__code__", constants(compiled.__wrapped__, 1.0625, number)
+        )
+    ),
+    "the function of an operator": on(lambda p, n: p.setattr(lift, "__code__", constants(lift, 1.1875, n))),
+    "a global of an operator": on(lambda p, n: p.setitem(globals(), "LIFT", n)),
+    "a closure of an operator": on(lambda p, n: p.setitem(globals(), "MULTIPLIED", multiplied(n))),
+    "the backward of an operator": on(lambda p, n: p.setattr(lifted, "_backward_fn", lambda _, x: x * n)),
     "a function of torch.nn.functional": on(lambda p, n: p.setattr(F, "gelu", lambda x: x * n)),
     "a function of torch": on(lambda p, n: p.setattr(torch, "relu", lambda x: x * n)),
     "another function of torch": on(lambda p, n: p.setattr(torch, "relu", torch.tanh)),

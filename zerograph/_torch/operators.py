@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._library.triton import triton_ops_to_kernels
+from torch._ops import OpOverload, OpOverloadPacket
 
 
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:
@@ -84,9 +87,45 @@ def overloads(operator: Any) -> list[OpOverload]:
     operator = getattr(operator, "_opoverload", operator)
     if isinstance(operator, OpOverload):
         return [operator]
-    if isinstance(operator, torch._ops.OpOverloadPacket):
+    if isinstance(operator, OpOverloadPacket):
         return [getattr(operator, name) for name in operator.overloads()]
     return []
+
+
+def triton_body(operator: OpOverload) -> Callable[..., Any] | None:
+    """Return the Python function of an operator of ``torch.library.triton_op``; None for any other operator.
+
+    None too if the function launches kernels of Triton, which no graph of operators has.
+    """
+    name = operator._schema.name
+    if operator.namespace in ("aten", "prims") or name not in triton_ops_to_kernels or triton_ops_to_kernels[name]:
+        return None
+    return _function_of(OPDEFS[name])
+
+
+def _function_of(definition: CustomOpDef) -> Callable[..., Any]:
+    """Return the function that the user has made an operator of. ``triton_op`` wraps it, and has no name for it."""
+    function: Callable[..., Any] = definition._init_fn
+    wrapped = definition._qualname in triton_ops_to_kernels
+    return inspect.getclosurevars(function).nonlocals["fn"] if wrapped else function
+
+
+def operator_functions(operator: Any) -> list[Any] | None:
+    """Return what a trace may run of an operator that a Python function defines: that function, and its autograd's.
+
+    Args:
+        operator: the result of ``torch.library.custom_op`` or ``triton_op``, an overload of it, or a packet.
+
+    Returns:
+        The functions; None for any other operator, and for what is none.
+    """
+    if isinstance(operator, OpOverload):
+        operator = OPDEFS.get(operator._schema.name)
+    elif isinstance(operator, OpOverloadPacket):
+        operator = OPDEFS.get(operator._qualified_op_name)
+    if not isinstance(operator, CustomOpDef):
+        return None
+    return [_function_of(operator), operator._setup_context_fn, operator._backward_fn, operator._autocast_dtype]
 
 
 def in_place_overload(operator: OpOverload) -> OpOverload | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -43,6 +46,9 @@ def _register_fused_updates() -> torch.library.Library:
 
 # The registrations live as long as this library.
 _fused_updates = _register_fused_updates()
+
+
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 
 
 class CachingFakeMode(FakeTensorMode):
@@ -280,3 +286,16 @@ def compiled_modules() -> tuple[type[nn.Module], ...]:
     """Return the class of modules from ``torch.compile``; it has no public name. Empty before its first use."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return () if dynamo is None else (dynamo.OptimizedModule,)
+
+
+def compiled_original(function: FunctionType) -> Any:
+    """Return what ``torch.compile``, or its decorator that keeps Dynamo out, has wrapped; None for other functions."""
+    # Decorators of the user copy the attribute.
+    is_wrapper = function.__code__.co_filename.startswith(_DYNAMO)
+    return getattr(function, "_torchdynamo_orig_callable", None) if is_wrapper else None
+
+
+def untagged(entry: Any) -> Any:
+    """Return a method of ``nn.Module`` as it was before Dynamo replaced it, on the first call of what it compiles."""
+    replaced = isinstance(entry, FunctionType) and entry.__module__ == "torch._dynamo.mutation_guard"
+    return next(iter(inspect.getclosurevars(entry).nonlocals.values())) if replaced else entry

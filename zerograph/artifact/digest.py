@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import OpOverload
+from zerograph._torch import OpOverload, compiled_original, operator_functions, untagged
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
 from zerograph.artifact.names import named_values, names_in
 from zerograph.base import source
@@ -71,6 +71,7 @@ _OF_CLASSES = ADDED | frozenset(
             "__abstractmethods__",
         ),
         *("__orig_bases__", "__parameters__", "__slots__", "__hash__", "__dataclass_params__", "_abc_impl"),
+        "___needs_generation_tag_patch",
     }
 )
 # Longer containers, and objects nested deeper, are digested by their type and length.
@@ -191,6 +192,8 @@ class Digest:
         for kind, text in _TEXT.items():
             if isinstance(value, kind):
                 return f"{type(value).__qualname__} {text(self, value)}"
+        if (functions := operator_functions(value)) is not None:
+            return f"{value!r} {self.of(functions)}"
         if isinstance(value, _NAMED):
             return self._named_function(value)
         return self._object(value)
@@ -286,6 +289,8 @@ class Digest:
         if _is_of_text(code):
             of_all = self.visited.executed is None
             return f"{head} {self._values_of(function) if of_all else self.everything_of(function)}"
+        if (original := compiled_original(function)) is not None:
+            return f"{head} {self.of(original)}"
         if not counts(code.co_filename) and not hasattr(function, "__wrapped__"):
             return head
         return f"{head} {self._values_of(function)}"
@@ -350,7 +355,7 @@ class Digest:
         for kind in cls.__mro__:
             if not counts(_file_of(kind)):
                 continue
-            entries = {name: entry for name, entry in sorted(vars(kind).items()) if name not in _OF_CLASSES}
+            entries = {name: untagged(entry) for name, entry in sorted(vars(kind).items()) if name not in _OF_CLASSES}
             texts.append(f"{kind.__qualname__}: {' '.join(entries)}")
             with_code = self.visited.executed is None or issubclass(kind, torch.autograd.Function)
             for name, entry in entries.items():

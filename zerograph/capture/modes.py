@@ -16,10 +16,11 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
-from zerograph.base.recording import unfollowed
+from zerograph.base.recording import followed, unfollowed
 from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import Origin
+from zerograph.passes.rules.registry import rule_of
 
 aten = torch.ops.aten
 
@@ -29,13 +30,21 @@ ONE_GRAPH = (
 
 
 class Recorder(_torch.PlainMode):
-    """A mode that records each operator's phase, module and source line, and refuses operators that read values."""
+    """A mode that records each operator's phase, module and source line, and refuses operators that read values.
+
+    Operators of ``torch.library.triton_op`` are traced through, unless they have a rule.
+    """
+
+    # They would fail without the user's line.
+    supports_higher_order_operators = True
 
     def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:
         super().__init__()
         self._module_path = module_path
         self._forward: dict[int, Origin] = {}
         self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
+        # The operators of triton_op whose functions run.
+        self._entered: list[_torch.OpOverload] = []
 
     @unfollowed
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,15 +57,21 @@ class Recorder(_torch.PlainMode):
         if func is torch.ops.prim.device.default:
             # Autograd asks twice for each operator. This answer saves the way through every mode.
             return args[0].device
+        if not isinstance(func, _torch.OpOverload):
+            raise self._higher_order_refused(func)
+        if self._entered and (result := self._of_composite(func, args, kwargs or {})) is not NotImplemented:
+            return result
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
-        if isinstance(func, _torch.OpOverload) and func.namespace in COLLECTIVE_NAMESPACES:
+        if func.namespace in COLLECTIVE_NAMESPACES:
             raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
         if str(func) in _VARLEN and args[0].device.type == "cpu":
             line, code = source.running_line()
             raise CaptureError(f"{func} runs on accelerators only\n  {line}   {code}\n{_PACKED_ROWS}")
-        if isinstance(func, _torch.OpOverload) and _torch.is_mutable(func):
+        if (body := _torch.triton_body(func)) is not None and rule_of(func) is None:
+            return self._inlined(func, body, args, kwargs or {})
+        if _torch.is_mutable(func):
             _refuse_writes_outside(func, args, kwargs or {})
         with _torch.annotated(self._annotations(func)):
             result = func(*args, **(kwargs or {}))
@@ -67,6 +82,35 @@ class Recorder(_torch.PlainMode):
                 f"A step graph has fixed shapes. {_FIXED_SHAPES.get(func, _ALL_ROWS)}"
             )
         return result
+
+    def _inlined(self, operator: Any, body: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the function of an operator in its place. Autograd has seen the operator, and sees nothing of it."""
+        self._entered.append(operator)
+        try:
+            with self:
+                return followed(body)(*args, **kwargs)
+        finally:
+            self._entered.pop()
+
+    def _of_composite(self, operator: _torch.OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an operator that others define through these; return NotImplemented for any other operator.
+
+        Below autograd they arrive whole.
+        """
+        with self:
+            return operator.decompose(*args, **kwargs)
+
+    def _higher_order_refused(self, operator: Any) -> CaptureError:
+        line, code = source.running_line()
+        name = getattr(operator, "__name__", str(operator))
+        if not name.startswith("triton_kernel"):
+            return CaptureError(f"build() calls {name}, an operator on functions\n  {line}   {code}\n{ONE_GRAPH}")
+        whole = self._entered[-1].name() if self._entered else "your::operator"
+        how = "" if self._entered else "Put the call into a function with torch.library.triton_op. "
+        return CaptureError(
+            f"build() launches a kernel of Triton, which is no operator\n  {line}   {code}\n"
+            f'{how}Give the operator a rule, zg.register_rule("{whole}", ...): it is then one operator of the graph.'
+        )
 
     def _annotations(self, func: Any) -> dict[str, Any]:
         """Return the annotations of the running operator's nodes."""
