@@ -82,7 +82,7 @@ def setting(parameters: list[nn.Parameter]) -> list[float]:
 
 
 def reading_after_clipping(parameters: list[nn.Parameter]) -> list[float]:
-    norm = clip_grad_norm_(parameters, 0.1)
+    norm = clip_grad_norm_(parameters, 0.1, foreach=True)
     return [norm.item(), *(gradient_of(parameter).norm().item() for parameter in parameters)]
 
 

@@ -295,6 +295,30 @@ def around_the_model(model: nn.Module, optimizer: Any) -> None:
     optimizer.step()
 
 
+def one_optimizer_alone(model: nn.Module, optimizer: Any) -> None:
+    first = network()
+    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
+    last = torch.optim.SGD(first[2].parameters(), lr=0.1)
+    first, part = zg.prepare(first, part)
+    F.cross_entropy(first(X), Y).backward()
+    part.step()
+    last.step()
+
+
+def group_with_a_gradient(model: nn.Module, optimizer: Any) -> None:
+    first = network()
+    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
+    first, part = zg.prepare(first, part)
+    F.cross_entropy(first(X), Y).backward()
+    part.add_param_group({"params": list(first[2].parameters())})
+
+
+def anomalies(model: nn.Module, optimizer: Any) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        F.cross_entropy(model(X), Y).backward()
+        optimizer.step()
+
+
 LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "no backward": (no_backward, r"without loss\.backward"),
     "gradients not cleared": (not_cleared, r"without zero_grad\(\)"),
@@ -303,6 +327,9 @@ LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "a gradient of another shape": (written_gradient, r"set to a tensor of shape \(3,\)"),
     "a loss from a submodule": (around_the_model, "computed without the prepared model"),
     "a closure": (closure, "closure"),
+    "an optimizer that is not prepared": (one_optimizer_alone, "no prepared optimizer trains"),
+    "a new group with a gradient": (group_with_a_gradient, "has a gradient already"),
+    "detection of anomalies": (anomalies, "on_nonfinite = 'raise'"),
     "a result of an updated model": (updated_since, "was updated since"),
 }
 
@@ -361,13 +388,35 @@ def test_a_fused_optimizer_updates_by_the_sum_of_several_backwards() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_model_compiled_after_it_was_prepared_runs_as_it_is() -> None:
+def test_a_layer_that_thaws_is_trained_with_the_others() -> None:
+    states = []
+    for prepared in (False, True):
+        model = network()
+        model[2].requires_grad_(False)
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        if prepared:
+            model, optimizer = zg.prepare(model, optimizer, stage=2)
+        for step in range(3):
+            if step == 1:
+                model[2].requires_grad_(True)
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+            output = model(X)
+            output.backward(F.softmax(output.detach(), 1) - F.one_hot(Y, 4))
+            clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(dict(model.state_dict()))
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_and_a_criterion_compiled_after_it_was_prepared_run_as_they_are() -> None:
     losses = []
     for compiled in (False, True):
         model, optimizer = ready(stage=3)
         called: Any = torch.compile(model) if compiled else model
+        criterion: Any = torch.compile(F.cross_entropy) if compiled else F.cross_entropy
         for _ in range(2):
-            loss = F.cross_entropy(called(X), Y)
+            loss = criterion(called(X), Y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -52,11 +52,11 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(model(x), y)
 
 
-def clip(p: float, max_norm: float = 0.05) -> Callable[..., Loss]:
+def clip(p: float, max_norm: float = 0.05, foreach: bool | None = None) -> Callable[..., Loss]:
     def body(model: nn.Module, _: Any, x: Tensor, y: Tensor) -> Loss:
         loss = loss_of(model, x, y)
         loss.backward()
-        return loss, torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p)
+        return loss, torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, p, foreach=foreach)
 
     return body
 
@@ -289,10 +289,10 @@ def test_one_rank(name: str) -> None:
     check(name, in_graph([name], [3], torch.float64, {})[name, 3], torch.float64, 1e-11)
 
 
-def traffic(stages: list[int], p: float) -> list[list[Counter[tuple[str, int]]]]:
+def traffic(stages: list[int], p: float, foreach: bool | None = None) -> list[list[Counter[tuple[str, int]]]]:
     """Collectives (kind, bytes of the tensor) of a step without and with clipping, for each stage."""
     found: list[list[Counter[tuple[str, int]]]] = [[] for _ in stages]
-    for body in (loss_only, clip(p)):
+    for body in (loss_only, clip(p, foreach=foreach)):
         model = model_of(torch.float32)
         step = Step(body, model, [optimizer_of(model)], 0)
         step.config.bucket_size = 64
@@ -311,8 +311,9 @@ def loss_only(model: nn.Module, _: Any, x: Tensor, y: Tensor) -> Loss:
     return loss
 
 
-def test_clipping_costs_one_all_reduce_of_a_scalar() -> None:
-    for without, clipped in traffic([0, 1, 2, 3], 2.0):
+@pytest.mark.parametrize(("foreach", "stages"), [(None, [0, 1, 2, 3]), (True, [2])])
+def test_clipping_costs_one_all_reduce_of_a_scalar(foreach: bool | None, stages: list[int]) -> None:
+    for without, clipped in traffic(stages, 2.0, foreach):
         assert clipped - without == Counter({("all-reduce", 8): 1})
         assert without - clipped == Counter()
 

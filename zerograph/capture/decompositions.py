@@ -74,6 +74,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.repeat.default: _repeat,
         aten.constant_pad_nd.default: _pad,
         aten.new_full.default: lambda x, size, fill, **options: _new_filled(fill)(x, size, **options),
+        **_FOREACH,
     }
 
 
@@ -118,6 +119,33 @@ def _trilinear(
 def _shrink_backward(gradient: Tensor, x: Tensor, limit: float) -> Tensor:
     return torch.where((x >= -limit) & (x <= limit), 0.0, gradient)
 
+
+def _each(name: str, *, zipped: bool) -> Callable[..., list[Tensor] | None]:
+    """Return the decomposition of an operator on lists: the method of this name of each tensor.
+
+    Args:
+        name: of the method. One that writes ends with an underscore.
+        zipped: each tensor has an operand of its own.
+    """
+
+    def decomposed(tensors: Sequence[Tensor], operand: Any, **options: Any) -> list[Tensor] | None:
+        operands = operand if zipped else [operand] * len(tensors)
+        results = [getattr(one, name)(other, **options) for one, other in zip(tensors, operands, strict=True)]
+        return None if name.endswith("_") else results
+
+    return decomposed
+
+
+# Those with which a loop edits gradients, such as clip_grad_norm_(foreach=True). The edit of one gradient can be
+# computed on a bucket's shard, that of a list could not.
+_FOREACH = {
+    getattr(packet, overload): _each(name, zipped=overload.endswith("List"))
+    for kind in ("mul", "div", "add", "sub", "clamp_min", "clamp_max")
+    for name in (kind, f"{kind}_")
+    for packet in (getattr(aten, f"_foreach_{name}"),)
+    for overload in packet.overloads()
+    if overload in ("Scalar", "Tensor", "List", "ScalarList")
+}
 
 _STATIC_SHAPES = (aten._unsafe_index, aten.complex, aten.polar)
 

@@ -27,6 +27,7 @@ from zerograph.errors import CaptureError
 @contextlib.contextmanager
 def refused_calls() -> Iterator[None]:
     """Make steps of optimizers and schedulers, and collectives, errors that name the user's line."""
+    _refuse_anomaly_detection()
     with contextlib.ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
         for kind in _with_own_step(LRScheduler):
@@ -38,6 +39,17 @@ def refused_calls() -> Iterator[None]:
             stack.enter_context(patch.object(getattr(layers, name), "forward", _refuse_quantized))
         stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
         yield
+
+
+def _refuse_anomaly_detection() -> None:
+    if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
+        return
+    line, code = source.running_line()
+    raise CaptureError(
+        "torch.autograd.detect_anomaly looks at values inside backward(), which a traced step cannot\n"
+        f"  {line}   {code}\n"
+        "Set config.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite."
+    )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> NoReturn:

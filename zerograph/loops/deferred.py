@@ -265,3 +265,6 @@ _REFUSED = {
     "data_ptr": "asks for the memory of values that are not computed yet",
     "untyped_storage": "asks for the memory of values that are not computed yet",
 }
+
+
+_torch.not_compiled(vars(Deferred)["__torch_function__"].__func__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -90,11 +90,36 @@ class Reader:
         self._owner = owner
         # The gradients that the loop has read and still refers to.
         self._homes: weakref.WeakValueDictionary[int, _Home] = weakref.WeakValueDictionary()
+        # Parameters with a gradient in PyTorch that no step computes, by id.
+        self._refused: dict[int, nn.Parameter] = {}
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Answer for these parameters from now on."""
+        """Answer for these parameters from now on.
+
+        Raises:
+            CaptureError: one of them has a gradient in PyTorch that no step has computed.
+        """
+        for parameter in parameters:
+            if id(parameter) in self._refused:
+                _refuse(
+                    f"a parameter of shape {tuple(parameter.shape)} gets an optimizer, and has a gradient already",
+                    "Clear it first, by model.zero_grad() for instance.",
+                )
         for parameter in parameters:
             read_gradient_by(parameter, self)
+
+    def refuse(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make reading the gradient of these parameters an error until it is cleared.
+
+        No prepared optimizer trains them. One that is not prepared would leave them as they are, without a word.
+        """
+        self.watch([one for one in parameters if id(one) not in self._refused])
+        self._refused |= {id(one): one for one in parameters}
+
+    def clear(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that the gradients of these parameters were cleared."""
+        for parameter in parameters if self._refused else ():
+            self._refused.pop(id(parameter), None)
 
     def forget(self) -> None:
         """Note that gradients which were read are not those of the next step any more."""
@@ -108,6 +133,14 @@ class Reader:
         if frame is None or _is_ours(frame) or frame.f_code in _MOVING:
             return None
         speak(self._owner.words)
+        if id(parameter) in self._refused:
+            if frame.f_code not in _ZEROING:
+                _refuse(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} that no prepared optimizer trains",
+                    "Pass its optimizer to the same zg.prepare(), or freeze it with requires_grad_(False).",
+                )
+            self.clear([parameter])
+            return None
         if not self._owner.waits_for_step():
             if frame.f_code not in _ZEROING:
                 self._owner.warn_of_reading_late()
@@ -132,6 +165,7 @@ class Reader:
         frame = _reader_frame()
         if frame is None or _is_ours(frame):
             return False
+        self.clear([parameter])
         speak(self._owner.words)
         if not self._owner.waits_for_step():
             if value is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +15,7 @@ from zerograph.base import source
 from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.errors import InputError
+from zerograph.loops import hyperparameters
 from zerograph.loops.accumulation import Accumulation
 from zerograph.loops.clearing import Clearing
 from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode
@@ -75,7 +74,7 @@ class Loop:
         self._warned: set[str] = set()
         self._trainer: dict[int, int] | None = None
         # Optimizers whose update waits: the loop may update another one with the same losses.
-        self._waiting: dict[int, list[dict[str, Any]]] = {}
+        self._waiting: dict[int, list[hyperparameters.Group]] = {}
         self._clearing = Clearing()
         # Names and sums of the gradients that the loop has written since the last step.
         self._written: list[tuple[str, float]] = []
@@ -139,10 +138,7 @@ class Loop:
             # The sums stay after the update, with all edits.
             self._accumulate()
         others = set().union(*(event.touches - event.cleared for event in events)) - {number}
-        self._waiting[number] = [
-            {key: copy.copy(value) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._waiting[number] = hyperparameters.copied(optimizer)
         if others <= self._waiting.keys():
             self._settle()
         _torch.mark_step_called(optimizer)
@@ -257,6 +253,12 @@ class Loop:
         with _torch.without_torch_function():
             return {self._trainer[id(one)] for one in tensors if id(one) in self._trainer and one.requires_grad}
 
+    def note_untrained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note those of the parameters of a loss that no prepared optimizer trains."""
+        trained = self._trainer or {}
+        with _torch.without_torch_function():
+            self._reader.refuse([one for one in parameters if one.requires_grad and id(one) not in trained])
+
     def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
         """Return the prepared parameters by their name in the graphs."""
         return (self._members or self._forward._members()).parameters
@@ -297,6 +299,7 @@ class Loop:
         """Clear the gradients of a module's parameters: not all of an optimizer's, perhaps."""
         parameters = list(parameters)
         mine = {id(parameter) for parameter in parameters}
+        self._reader.clear(parameters)
         trained = self.trained_by(parameters)
         whole = {n for n in trained if mine.issuperset(map(id, self.parameters_trained_by(n)))}
         self.zero_grad(whole, set_to_none=set_to_none)
@@ -343,7 +346,7 @@ class Loop:
             return
         waiting, self._waiting = self._waiting, {}
         numbers = tuple(sorted(waiting))
-        with self._hyperparameters(waiting):
+        with hyperparameters.replaced({self.optimizers[number]: groups for number, groups in waiting.items()}):
             self._run_step(numbers)
 
     def _run_step(self, numbers: tuple[int, ...]) -> None:
@@ -440,23 +443,6 @@ class Loop:
     def _program(self, tape: LoopTape, outputs: Sequence[Result], optimizers: Iterable[int]) -> Program:
         calls = tape.program_calls(outputs, optimizers)
         return program_of(tape, [], outputs, self._texts, calls, any_size=True)
-
-    @contextlib.contextmanager
-    def _hyperparameters(self, of: Mapping[int, list[dict[str, Any]]]) -> Iterator[None]:
-        """Give the optimizers the hyperparameters that they had when their ``step()`` was called."""
-        groups = [
-            (group, then)
-            for number, all_then in of.items()
-            for group, then in zip(self.optimizers[number].param_groups, all_then, strict=True)
-        ]
-        now = [{key: value for key, value in group.items() if key != "params"} for group, _ in groups]
-        for group, then in groups:
-            group.update(then)
-        try:
-            yield
-        finally:
-            for (group, _), values in zip(groups, now, strict=True):
-                group.update(values)
 
     def step_graph(self, numbers: tuple[int, ...], use: GradientUse) -> LoopStep:
         """Return the graph of some optimizers that uses gradients in this way."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.base import source
 from zerograph.errors import CaptureError, InputError
+from zerograph.loops.batchwise import here
 from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_mode, values_of
 from zerograph.loops.events import Edits, Event, backward_call
 from zerograph.loops.program import autocast_of
@@ -44,6 +44,9 @@ class Owner(Protocol):
 
     def trained_by(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of the optimizers that train some of the parameters."""
+
+    def note_untrained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note those of the parameters of a loss that no prepared optimizer trains."""
 
     def parameters_by_name(self) -> Mapping[str, nn.Parameter]:
         """Return the prepared parameters by their name in the graphs."""
@@ -169,22 +172,26 @@ class LoopTape(Tape):
                     deferred.freed = True
 
     def backward(self, loss: Deferred, *args: Any, **kwargs: Any) -> None:
-        """Record ``loss.backward()``.
+        """Record ``loss.backward()``. With a gradient it is that of the sum of their product.
 
         Raises:
             InputError: the loss is not a scalar that depends on trained parameters, or was used before.
             CaptureError: an argument is not supported.
         """
+        if (gradient := kwargs.pop("gradient", None)) is not None and not loss.freed:
+            loss = (loss * gradient.detach()).sum()
         if self.closed:
             loss = self._reopened(loss)
         tape = loss.tape
         assert isinstance(tape, LoopTape)
         tape._check_loss(loss, args, kwargs)
-        touches = self.owner.trained_by(tape._parameters(tape.with_gradient(loss.result)))
+        parameters = tape._parameters(tape.with_gradient(loss.result))
+        touches = self.owner.trained_by(parameters)
         if not touches:
-            raise InputError(f"loss.backward(): no prepared optimizer trains what the loss depends on{_here()}")
+            raise InputError(f"loss.backward(): no prepared optimizer trains what the loss depends on{here()}")
         tape._record(backward_call(loss.result, bool(kwargs.get("retain_graph"))), Event(touches, loss.result))
         tape.losses.append(loss.result)
+        self.owner.note_untrained(parameters)
 
     def edit(
         self,
@@ -308,7 +315,7 @@ class LoopTape(Tape):
         ancestors = self.with_ancestors(calls)
         if any(self.calls[number].outcome.draws for number in ancestors & self.done):
             raise CaptureError(
-                f"backward() goes through a result that draws random numbers and was computed before{_here()}\n"
+                f"backward() goes through a result that draws random numbers and was computed before{here()}\n"
                 "A value or a gradient was read between two calls of backward() on it: read it after the second."
             )
         return sorted(ancestors)
@@ -356,13 +363,13 @@ class LoopTape(Tape):
         options = {key: value for key, value in kwargs.items() if key != "retain_graph" and value not in (None, False)}
         if any(argument is not None for argument in args) or options:
             raise CaptureError(
-                f"loss.backward() with {', '.join(options) or 'a gradient'} cannot be recorded{_here()}\n"
+                f"loss.backward() with {', '.join(options) or 'a gradient'} cannot be recorded{here()}\n"
                 "Multiply the loss instead; for gradients of gradients write the step as a zg.ZeroGraph."
             )
-        check_scalar_loss(loss, f"loss.backward() on a tensor of shape {tuple(loss.shape)}", _here)
+        check_scalar_loss(loss, f"loss.backward() on a tensor of shape {tuple(loss.shape)}", here)
         if loss.freed or loss.result in self.losses:
             raise InputError(
-                f"loss.backward() was called twice on one loss{_here()}\nMultiply it by 2 if you intend it."
+                f"loss.backward() was called twice on one loss{here()}\nMultiply it by 2 if you intend it."
             )
 
     def _reopened(self, loss: Deferred) -> Deferred:
@@ -370,8 +377,7 @@ class LoopTape(Tape):
         tape = self.owner.tape
         if loss.freed:
             self._check_loss(loss, (), {})
-        result = tape._carried(loss)
-        return next(tensor for tensor in (result,) if isinstance(tensor, Deferred))
+        return tape._carried(loss)
 
     def _record(self, call: Call, event: Event) -> int:
         number = len(self.calls)
@@ -379,9 +385,9 @@ class LoopTape(Tape):
         self.events[number] = event
         return number
 
-    def _parameters(self, calls: Iterable[int]) -> list[Tensor]:
+    def _parameters(self, calls: Iterable[int]) -> list[nn.Parameter]:
         """Return the parameters that calls compute with."""
-        found: list[Tensor] = []
+        found: list[nn.Parameter] = []
         by_name = self.owner.parameters_by_name()
         for number in calls:
             call = self.calls[number]
@@ -405,7 +411,7 @@ class LoopTape(Tape):
         tape = leaf.tape
         if not isinstance(tape, LoopTape) or tape.owner is not self.owner:
             raise CaptureError(
-                f"results of models that were prepared in different calls of zg.prepare() are combined{_here()}\n"
+                f"results of models that were prepared in different calls of zg.prepare() are combined{here()}\n"
                 "Prepare them in one call."
             )
         if tape._carries_gradient(leaf):
@@ -428,7 +434,7 @@ class LoopTape(Tape):
         draws = any(old.calls[number].outcome.draws for number in calls)
         if changed or draws:
             raise CaptureError(
-                f"a result that an earlier {words().step} has computed is used again for {words().backward}{_here()}\n"
+                f"a result that an earlier {words().step} has computed is used again for {words().backward}{here()}\n"
                 + ("Its model draws random numbers" if draws else "Its model was updated since")
                 + f": call the model again after {words().step}, or pass detach()."
             )
@@ -487,11 +493,6 @@ class LoopTape(Tape):
             shape = (_PRETENDED_ROWS, *operand.meta.shape[1:])
             operand = replace(operand, meta=replace(operand.meta, shape=shape, whole=shape), likely="part")
         return operand
-
-
-def _here() -> str:
-    line, code = source.running_line()
-    return f"\n  {line}   {code}"
 
 
 _IN_PLACE = {"add_": "add", "sub_": "sub", "mul_": "mul", "div_": "div"}

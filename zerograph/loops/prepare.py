@@ -85,19 +85,22 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         root = nn.Module()
         root.model = module
         check_modules(root)
-    known = {id(parameter) for module in modules for parameter in module.parameters()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no "
-                        "prepared module has\nPass the module to the same zg.prepare()."
-                    )
+        _check_known(optimizer, modules)
     for one in objects:
         owner = getattr(one, "optimizer", None)
         if isinstance(one, LRScheduler) and not any(owner is optimizer for optimizer in optimizers):
             raise ConfigError(f"{type(one).__name__} schedules an optimizer that is not prepared: pass it too")
+
+
+def _check_known(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if id(parameter) not in known:
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no prepared "
+                "module has\nPass the module to the same zg.prepare()."
+            )
 
 
 def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -231,7 +234,7 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
             if loop_of(one) is not None:
                 one.__class__ = type(one).__bases__[0]
         else:
-            for name in ("step", "zero_grad", "state_dict", "load_state_dict"):
+            for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"):
                 vars(one).pop(name, None)
 
 
@@ -265,6 +268,16 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     def zero_grad(set_to_none: bool = True) -> None:
         loop.zero_grad([number], set_to_none=set_to_none)
 
+    def add_param_group(group: dict[str, Any]) -> None:
+        loop.graph()
+        before = len(optimizer.param_groups)
+        plain.add_param_group(optimizer, group)
+        try:
+            _adopt(optimizer, loop)
+        except BaseException:
+            del optimizer.param_groups[before:]
+            raise
+
     def state_dict() -> dict[str, Any]:
         graph = loop.graph(optimizer)
         if not holds_state_of(optimizer):
@@ -281,8 +294,14 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
 
     # Schedulers look for the mark of their own wrapper.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    for method in (step, zero_grad, state_dict, load_state_dict):
+    for method in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         vars(optimizer)[method.__name__] = method
+    _adopt(optimizer, loop)
+
+
+def _adopt(optimizer: Any, loop: Loop) -> None:
+    """Answer for the gradients of an optimizer's parameters."""
+    _check_known(optimizer, loop.modules.values())
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     for parameter in parameters:
         parameter._zerograph_loop = loop
