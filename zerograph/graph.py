@@ -41,7 +41,7 @@ from zerograph.optim.step_hooks import guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
-from zerograph.runtime.wire.selection import exchanges_of, hosts_of
+from zerograph.runtime.wire.selection import Transport, named_transport
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error
 from zerograph.state.sharded_init import is_recording
@@ -249,7 +249,9 @@ class ZeroGraph(Inspected, Stateful):
         return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
 
     @one_thread("prepare()", collective=False)
-    def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", transport: str = "torch", **kwargs: Any) -> Prepared:
+    def prepare(
+        self, mesh: Mesh, *args: Any, device: str = "cpu", transport: str | Transport = "torch", **kwargs: Any
+    ) -> Prepared:
         """Prepare the step that one rank of ``mesh`` would run for inputs like these: all passes, no backend.
 
         No process group is needed and no state changes. So modules and inputs may be on the meta device, and the mesh
@@ -269,7 +271,9 @@ class ZeroGraph(Inspected, Stateful):
         """
         mesh = with_rows(mesh, self.config)
         members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
-        target = Target(mesh, mesh.rank, exchanges_of(transport), hosts_of(transport, mesh))
+        if isinstance(transport, str):
+            transport = named_transport(transport, mesh)
+        target = Target(mesh, mesh.rank, transport.exchanges, transport.hosts)
         step = self._compiler.prepare(target, members, batch, key, self._steps.dependencies(members).texts())
         logs.tell(step, type(self).__name__)
         return Prepared(step, members.meta)

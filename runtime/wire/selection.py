@@ -12,6 +12,7 @@ import platform
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -51,6 +52,37 @@ _ACROSS_HOSTS: dict[str, OpOverload] = {
 }
 # Used on one host too, and elsewhere if measured faster.
 _MEASURED: dict[str, OpOverload] = {"reduce-scatter": collectives.exchange_pieces}
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How ranks exchange tensors.
+
+    Attributes:
+        exchanges: the operators that replace torch's collectives, by collective.
+        hosts: which ranks share a host; None: unknown.
+    """
+
+    exchanges: Mapping[str, OpOverload]
+    hosts: HostLayout | None = None
+
+
+def transport_of(job: Job) -> Transport:
+    """Return the transport of a job. Every rank must call it.
+
+    Raises:
+        CommunicationError: measuring failed.
+    """
+    return Transport(select_exchanges(job), direct.layout(job))
+
+
+def named_transport(name: str, mesh: Mesh) -> Transport:
+    """Return the transport of that name between the ranks of a mesh; see :meth:`zerograph.ZeroGraph.prepare`.
+
+    Raises:
+        ConfigError: there is no such transport, or not on this mesh.
+    """
+    return Transport(exchanges_of(name), hosts_of(name, mesh))
 
 
 def exchanges_of(transport: str) -> Mapping[str, OpOverload]:

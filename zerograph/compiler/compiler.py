@@ -61,7 +61,7 @@ from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest, reporting_failures
 from zerograph.runtime.relayout import create_store, move, release
 from zerograph.runtime.state import Extents, Store, store_of, stores_of
-from zerograph.runtime.wire import direct, selection
+from zerograph.runtime.wire import selection
 
 
 @dataclass
@@ -122,8 +122,8 @@ class Compiler:
         """
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
-        exchanges = selection.select_exchanges(job)
-        target = Target(job.mesh, job.rank, exchanges, direct.layout(job), compare_inputs(job, batch, doing))
+        wire = selection.transport_of(job)
+        target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, compare_inputs(job, batch, doing))
         self.observer.started()
         facts = dependencies.texts()
         present = {**self.requirements(members, facts), **input_requirements(job.mesh, batch)}

@@ -22,6 +22,7 @@ from zerograph.planner.plan_data import Candidate
 from zerograph.planner.preparable import Preparable
 from zerograph.planner.search import Search, search
 from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.wire.selection import Transport, transport_of
 
 _log = logging.getLogger("zerograph")
 
@@ -47,9 +48,11 @@ def choose(
     """
     problem: BaseException | None = None
     chosen: dict[str, Any] = {}
+    # Collectives and the job's own exchanges differ in the memory that they take.
+    transport = transport_of(job)
     try:
         with job.liveness.busy(f"choosing a stage for {doing}"):
-            result = _search(graph, job, members(), Call(tuple(args), dict(kwargs)))
+            result = _search(graph, job, members(), Call(tuple(args), dict(kwargs)), transport)
         assert result.best is not None
         chosen = _chosen(result.best)
     except BaseException as error:
@@ -61,7 +64,7 @@ def choose(
     _log.info("stage 'auto' chose %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
 
 
-def _search(graph: Preparable, job: Job, members: Members, call: Call) -> Search:
+def _search(graph: Preparable, job: Job, members: Members, call: Call, transport: Transport) -> Search:
     if graph.config.mode == "non_distributed":
         raise ConfigError(
             "config.stage = 'auto' searches modes that split parameters; 'non_distributed' keeps them whole\n"
@@ -80,7 +83,7 @@ def _search(graph: Preparable, job: Job, members: Members, call: Call) -> Search
     in_order = order == tuple(range(len(order)))
     device_of_rank = replace(described.device, memory=limit, headroom=0)
     described = replace(described, device=device_of_rank, order=None if in_order else order)
-    result = search(graph, call, [job.mesh.shape], described)
+    result = search(graph, call, [job.mesh.shape], described, transport=transport)
     if result.best is None:
         raise MemoryBudgetError(
             f"nothing that config.stage = 'auto' tried fits into {show_bytes(limit)} on this rank:\n"

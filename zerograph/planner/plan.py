@@ -30,6 +30,7 @@ from zerograph.planner.show import text
 from zerograph.planner.speed import model_flops, operations, peak_rate, tokens
 from zerograph.planner.stored import StoredBytes, stored_bytes
 from zerograph.planner.timeline import timeline
+from zerograph.runtime.wire.selection import Transport
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,19 @@ class Plan(PlanData):  # noqa: D101
         return text(self)
 
 
-def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine, **options: Any) -> Plan:
+def planned(
+    graph: Preparable,
+    batch: Any,
+    mesh: Sequence[int],
+    machine: Machine,
+    transport: str | Transport = "torch",
+    **options: Any,
+) -> Plan:
     """Plan a graph on a mesh of that shape, with these options instead of its own.
 
     Args:
         batch: one rank's part of the batch: a tensor, a tuple of arguments, or a dict of them by name.
+        transport: how ranks exchange tensors; see :meth:`zerograph.ZeroGraph.prepare`.
 
     Raises:
         ZeroGraphError: as compiling the step does.
@@ -61,7 +70,7 @@ def planned(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machine
     args, kwargs = arguments(batch)
     grid = grid_of(mesh)
     with configured(graph, **options_for(machine, graph, options)) as config:
-        prepared = graph.prepare(grid, *args, device=device_of(machine), **kwargs)
+        prepared = graph.prepare(grid, *args, device=device_of(machine), transport=transport, **kwargs)
         shown = config.shown(changed=True)
         low, splitting = config.amp_dtype, config.sequence_parallel
     compile_seconds = time.perf_counter() - began

@@ -12,6 +12,7 @@ from zerograph.compiler.layout import PlannedBucket
 from zerograph.config import Config
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
+from zerograph.runtime.wire.selection import Transport
 
 
 class Preparable(Protocol):
@@ -21,7 +22,9 @@ class Preparable(Protocol):
     def config(self) -> Config:
         """The options of the graph."""
 
-    def prepare(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> Prepared:
+    def prepare(
+        self, mesh: Mesh, *args: Any, device: str = "cpu", transport: str | Transport = "torch", **kwargs: Any
+    ) -> Prepared:
         """Prepare a step; see :meth:`zerograph.ZeroGraph.prepare`."""
 
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[PlannedBucket, ...]:

@@ -21,6 +21,7 @@ from zerograph.planner.plan_data import Candidate
 from zerograph.planner.preparable import Preparable
 from zerograph.planner.stored import StoredBytes
 from zerograph.planner.timeline import Timeline
+from zerograph.runtime.wire.selection import Transport
 
 STAGES: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
@@ -48,6 +49,7 @@ def search(
     machine: Machine,
     stages: Sequence[str] = tuple(STAGES),
     nvme_path: str | None = None,
+    transport: str | Transport = "torch",
     **options: Any,
 ) -> Search:
     """Try every stage on every mesh: without offloading, with the optimizer on the CPU, and with state in files.
@@ -59,6 +61,7 @@ def search(
         batch: one rank's part of the batch.
         machine: limits a rank to the memory of its device without headroom.
         nvme_path: directory for files; None for the directory in the configuration. Without either, no files are used.
+        transport: how ranks exchange tensors; see :meth:`zerograph.ZeroGraph.prepare`.
     """
     families = [
         _Family(tuple(mesh), stage, offloading)
@@ -67,7 +70,7 @@ def search(
         for stage in offloading.stages
         if stage in stages
     ]
-    trials = _Trials(graph, batch, machine, len(families), options)
+    trials = _Trials(graph, batch, machine, len(families), options, transport)
     trials.settle(families, trials.may_fit, trials.without_trade_offs, trials.with_trade_offs)
     if all(candidate.plan is None for candidate in trials.candidates):
         trials.compile_smallest()
@@ -145,6 +148,7 @@ class _Trials:
     machine: Machine
     total: int
     options: Mapping[str, Any]
+    transport: str | Transport
     candidates: list[Candidate] = field(default_factory=list)
     stored: dict[_Family, StoredBytes] = field(default_factory=dict)
     plain: dict[_Family, Plan] = field(default_factory=dict)
@@ -279,7 +283,9 @@ class _Trials:
         plan: Plan | None = None
         verdict, hopeless = "", False
         try:
-            plan = planned(self.graph, self.batch, family.mesh, self.machine, **{**self.options, **chosen})
+            plan = planned(
+                self.graph, self.batch, family.mesh, self.machine, self.transport, **{**self.options, **chosen}
+            )
         except MemoryBudgetError as error:
             verdict = f"does not fit: {show_bytes(error.missing)} too much"
             hopeless = error.missing > error.activations + error.in_buckets + _bytes(self.batch)

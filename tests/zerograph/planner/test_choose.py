@@ -17,12 +17,12 @@ LAYER = 4 * 64 * 65
 
 
 class Wide(zg.ZeroGraph):
-    """Much state for few activations: a bucket for each of eight layers."""
+    """Much state for few activations: a bucket for each of four layers."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True))
         self.config.bucket_size = LAYER
 
@@ -75,8 +75,9 @@ def test_with_room_nothing_is_offloaded(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_what_it_chooses_for_little_memory_trains_in_files_with_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
-    # Less than a rank's half of eight layers and their two moments: without files no stage can.
-    budget = 21 * LAYER // 2
+    # Little more than a rank's half of four layers and their two moments: without files no stage can, and with the
+    # optimizer alone in files none over the exchanges of ranks on one host, which hold gradients longer.
+    budget = 33 * LAYER // 4
     for expected, found, about in pool.run(2, run, budget, tmp_path):
         assert same(expected, found)
         assert about["stage"] == 3
