@@ -115,9 +115,9 @@ def trained(layout: str, stage: int, **options: Any) -> tuple[Step, list[Tensor]
     return step, [step(given(x), given(y)) for x, y in data()]
 
 
-def all_stages(layout: str) -> list[Any]:
+def at_stages(layout: str, stages: tuple[int, ...]) -> list[Any]:
     found = []
-    for stage in (0, 1, 2, 3):
+    for stage in stages:
         step, losses = trained(layout, stage)
         sbps = {name: str(sbp) for name, sbp in step.placements().items()}
         with step.full_parameters():
@@ -128,7 +128,7 @@ def all_stages(layout: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def line(pool: Pool) -> list[list[Any]]:
-    return pool.run(2, all_stages, "line")
+    return pool.run(2, at_stages, "line", (0, 1, 2, 3))
 
 
 def check(found: list[list[Any]]) -> None:
@@ -147,17 +147,24 @@ def test_a_whole_and_a_split_layer_on_a_line_train_as_on_one_device(line: list[l
     check(line)
 
 
-@pytest.mark.parametrize("layout", ["grid", "rows of the grid"])
-def test_a_whole_and_a_split_layer_on_a_grid_train_as_on_one_device(pool: Pool, layout: str) -> None:
-    found = pool.run(4, all_stages, layout)
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        ("grid", (0, 2)),
+        ("rows of the grid", (3,)),
+        *(pytest.param(name, (0, 1, 2, 3), marks=pytest.mark.long) for name in ("grid", "rows of the grid")),
+    ],
+)
+def test_a_whole_and_a_split_layer_on_a_grid_train_as_on_one_device(
+    pool: Pool, layout: str, stages: tuple[int, ...]
+) -> None:
+    found = pool.run(4, at_stages, layout, stages)
     check(found)
-    rows = layout != "grid"
-    sbps = [one[2] for one in found[0]]
-    assert [one["model.split.weight"] for one in sbps] == (
-        ["(S(0), B)"] * 4 if rows else ["(B, S(0))", *["(S(0), S(0))"] * 3]
-    )
-    # The second layer takes nothing from the first: ZeRO goes along the batch's dimension.
-    assert [one["model.whole.weight"] for one in sbps] == ["(B, B)", *["(S(0), B)"] * 3]
+    for stage, (_, _, sbps, *_) in zip(stages, found[0], strict=True):
+        split = "(S(0), B)" if layout != "grid" else "(S(0), S(0))" if stage else "(B, S(0))"
+        assert sbps["model.split.weight"] == split
+        # The second layer takes nothing from the first: ZeRO goes along the batch's dimension.
+        assert sbps["model.whole.weight"] == ("(S(0), B)" if stage else "(B, B)")
 
 
 def test_the_stages_agree_bitwise_with_a_split_layer(line: list[list[Any]]) -> None:

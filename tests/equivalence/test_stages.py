@@ -46,8 +46,11 @@ def check(result: tuple[list[Tensor], dict[str, Tensor]], plain: PlainRun, toler
 @pytest.mark.parametrize(
     ("name", "dtype", "tolerance"),
     [
-        *((name, torch.float32, 1e-6) for name in ("mlp", "conv", "gpt", "gpt_tied_of_one_block")),
-        *((name, torch.float64, 1e-12) for name in ("conv", "gpt_of_one_block")),
+        *((name, torch.float32, 1e-6) for name in ("mlp", "conv", "gpt_tied_of_one_block")),
+        ("gpt_of_one_block", torch.float64, 1e-12),
+        # Two blocks: GPT-2 in test_families.
+        pytest.param("gpt", torch.float32, 1e-6, marks=pytest.mark.long),
+        pytest.param("conv", torch.float64, 1e-12, marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_compute_what_one_device_computes(
@@ -70,9 +73,14 @@ def test_two_ranks_compute_what_one_device_computes(
             assert deviation(results[0][1][key], value) <= tolerance, key
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt_tied", marks=pytest.mark.long)])
-def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str) -> None:
-    stages = [0, 1, 2, 3] if name == "mlp" else [3]
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("mlp", [0, 3]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("mlp", [0, 1, 2, 3]), ("gpt_tied", [3]))),
+    ],
+)
+def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str, stages: list[int]) -> None:
     results = pool.run(4, train, name, stages, torch.float32, 12, {})
     for result in results[0]:
         check(result, plain_run(name, STEPS, 12), 1e-6)

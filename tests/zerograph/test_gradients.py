@@ -252,18 +252,24 @@ def check(name: str, result: Any, dtype: torch.dtype, tolerance: float) -> None:
         torch.testing.assert_close(state[key], value, rtol=tolerance, atol=tolerance, msg=f"{name}: {key}")
 
 
-ALL_STAGES = ["clip_norm_2", "edits_before_and_after_the_norm", "two_losses_with_clipping_between"]
+# That stages agree bitwise does not depend on what happens to gradients.
+AT_EVERY_STAGE = ["clip_norm_2", "two_losses_with_clipping_between"]
 
 
 # What differs little from another: on one rank only.
 VARIANTS = ["clip_norm_3", "clip_norm_far_away", "clip_with_foreach", "clip_norm_0"]
 
 
-@pytest.mark.parametrize("name", [name for name in BODIES if name not in VARIANTS])
-def test_two_ranks_compute_what_plain_pytorch_computes(pool: Pool, name: str) -> None:
-    stages = [0, 1, 2, 3] if name in ALL_STAGES else [0, 3]
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        *((name, [0, 1, 2, 3] if name in AT_EVERY_STAGE else [3]) for name in BODIES if name not in VARIANTS),
+        *(pytest.param(name, [0, 1, 2, 3], marks=pytest.mark.long) for name in BODIES if name not in AT_EVERY_STAGE),
+    ],
+)
+def test_two_ranks_compute_what_plain_pytorch_computes(pool: Pool, name: str, stages: list[int]) -> None:
     mine, others = pool.run(2, in_graph, [name], stages, torch.float64, {"bucket_size": 256})
-    first = mine[name, 0]
+    first = mine[name, stages[0]]
     check(name, first, torch.float64, 1e-11)
     for (_, stage), result in mine.items():
         assert all(map(torch.equal, result[0], first[0])), f"stage {stage} returns something else"
@@ -279,6 +285,7 @@ def test_in_single_precision_and_with_small_parameters_apart(pool: Pool) -> None
         assert all(map(torch.equal, flat(list(result[1].values())), flat(list(mine[name, 0][1].values()))))
 
 
+@pytest.mark.long
 def test_four_ranks(pool: Pool) -> None:
     result = pool.run(4, in_graph, ["edits_before_and_after_the_norm"], [3], torch.float64, {})[0]
     check("edits_before_and_after_the_norm", result["edits_before_and_after_the_norm", 3], torch.float64, 1e-11)
@@ -372,7 +379,7 @@ def gan(stages: list[int] | None) -> list[Any]:
 
 
 def test_two_losses_and_two_optimizers(pool: Pool) -> None:
-    mine = pool.run(2, gan, [0, 1, 2, 3])[0]
+    mine = pool.run(2, gan, [0, 2, 3])[0]
     (losses, state), *_ = gan(None)
     for one in mine:
         assert all(map(torch.equal, one[0] + one[1], mine[0][0] + mine[0][1]))

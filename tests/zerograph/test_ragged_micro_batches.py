@@ -42,7 +42,7 @@ def test_unequal_micro_batches_train_as_one_device_on_the_whole(
 
 
 def test_stages_train_as_one_device_and_agree_bitwise_as_they_do_on_equal_micro_batches(pool: Pool) -> None:
-    name, cases = "gpt_tied_of_one_block", [(0, 3), (1, 3), (2, 2), (3, 2)]
+    name, cases = "mlp", [(0, 3), (1, 3), (2, 2), (3, 2)]
     for off, one, two, three in pool.run(2, trained, name, cases, True, ROWS):
         as_one_device(name, ROWS[2], [off, one, two, three], 1)
         for stage, other in ((off, one), (two, three)):
@@ -127,7 +127,7 @@ def whole() -> Results:
 
 @pytest.mark.parametrize(
     ("ranks", "cases", "grid"),
-    [(1, [(0, 2)], False), (2, [(1, 3), (3, 2)], False), (4, [(3, 2)], True)],
+    [(1, [(0, 2)], False), (2, [(1, 3)], False), (4, [(3, 2)], True)],
 )
 def test_draws_counts_statistics_and_outputs_are_those_of_the_whole(
     pool: Pool, whole: Results, ranks: int, cases: list[tuple[int, int]], grid: bool
