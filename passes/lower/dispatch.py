@@ -10,15 +10,16 @@ from torch import fx
 
 from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import Size
-from zerograph.ir.dispatch import COMBINE, DISPATCH, PACK, UNPACK
+from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS, PACK, UNPACK
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
 from zerograph.ir.rank_numbers import along
 from zerograph.ir.rewrite import emit
 from zerograph.ir.rows import exchange_rows
-from zerograph.ir.sbp import NdSbp, Split
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import nbytes
 from zerograph.passes import rules
 from zerograph.passes.context import Context
+from zerograph.passes.lower.lowering import Lowering, c10d
 from zerograph.passes.placement.experts import capacity_of, exchanged_along
 
 aten = torch.ops.aten
@@ -35,20 +36,49 @@ def lower_dispatch(node: fx.Node, shape: Sequence[Size], context: Context) -> No
     # It is the signature of the operator that the node had.
     dim = exchanged_along(node, meta(node).pop("signature"))
     if dim is not None:
-        _exchange(node, dim, context)
+        _send(node, dim, context)
+    elif node.target is GATHER_IDS:
+        node.target = aten.alias.default
     elif node.target is DISPATCH:
         node.target, node.args = aten.expand.default, (node.args[0], [shape[0], -1, -1])
     else:
         node.target, node.args = aten.sum.dim_IntList, (node.args[0], [0])
 
 
-def _exchange(node: fx.Node, dim: int, context: Context) -> None:
+def _send(node: fx.Node, dim: int, context: Context) -> None:
+    """Exchange tokens, or gather them and reduce results where an exchange sends no less."""
+    if node.target is not GATHER_IDS and context.batch.expert_capacity is not None:
+        ranks, tokens = context.mesh.shape[dim], rules.arguments(node)["ids"].meta["val"].shape[0]
+        limit = capacity_of(node, tokens // ranks, ranks, context)
+        if limit * ranks < tokens:
+            _exchange(node, dim, limit, context)
+            return
+    (source, *_), sbp = node.all_input_nodes, meta(node)["sbp"]
+    held = nbytes(source.meta["val"])
+    if node.target is COMBINE:
+        change = _change(node, "results of experts", _at(sbp, dim, partial_sum), sbp, dim, held, context)
+    else:
+        what, moves = "experts of tokens", (_at(sbp, dim, Split(0)), _at(sbp, dim, broadcast))
+        what = "tokens to experts" if node.target is DISPATCH else what
+        change = _change(node, what, *moves, dim, held * context.mesh.shape[dim], context)
+    with node.graph.inserting_before(node):
+        lowering = Lowering(node.graph, node, context, change)
+        if node.target is COMBINE:
+            rows = lowering.contiguous(lowering.emit(aten.squeeze.dim, source, 0))
+            sent = lowering.collective(c10d.reduce_scatter_tensor.default, rows, "sum", change.ranks)
+        else:
+            sent = lowering.gathered(source, 0)
+    is_dispatch = node.target is DISPATCH
+    node.target, node.kwargs = aten.unsqueeze.default if is_dispatch else aten.alias.default, {}
+    node.args = (sent, 0) if is_dispatch else (sent,)
+
+
+def _exchange(node: fx.Node, dim: int, limit: int, context: Context) -> None:
     """Let the node unpack the rows of a first round, and send the rows of a second one."""
     operator: Any = node.target
     rows, ids = rules.tensor_arguments(node)
     ranks, group, graph = context.mesh.shape[dim], context.mesh.groups[dim], node.graph
     tokens = ids.meta["val"].shape[0]
-    limit = capacity_of(node, tokens // ranks, ranks, context)
     numbers = context.mesh.position[dim], ranks, rules.arguments(node)["experts"], limit
     sbp: NdSbp = meta(node)["sbp"]
     with graph.inserting_before(node):
@@ -62,21 +92,27 @@ def _exchange(node: fx.Node, dim: int, context: Context) -> None:
     meta(packed)["rank_arguments"] = {2: along(dim, 1)}
     # The numbers of the tokens that each rank sends to each, sorted.
     meta(packed)["temporary"] = tokens * ranks * (2 * 8 + 2)
-    place = origin(node)
-    where = place.module or place.source or "the step"
-    tokens_to = "tokens to experts" if operator is DISPATCH else "results of experts"
-    before = tuple(Split(0) if at == dim else one for at, one in enumerate(sbp))
-    after = tuple(Split(1) if at == dim else one for at, one in enumerate(sbp))
-    together = ranks * nbytes(packed.meta["val"])
-    meta(start)["boxing"] = Boxing(
-        before, after, dim, ranks, TensorRef("value", f"{tokens_to} of {where}"), together, place.phase
-    )
-    meta(node)["boxing"] = Boxing(
-        before, after, dim, ranks, TensorRef("value", f"{tokens_to} of {where}, above the capacity"), 0, place.phase
-    )
+    what = "tokens to experts" if operator is DISPATCH else "results of experts"
+    moves = _at(sbp, dim, Split(0)), _at(sbp, dim, Split(1))
+    meta(start)["boxing"] = _change(node, what, *moves, dim, ranks * nbytes(packed.meta["val"]), context)
+    meta(node)["boxing"] = _change(node, what, *moves, dim, 0, context, ", above the capacity")
     meta(node)["rank_arguments"] = {3: along(dim, 1)}
     # The same numbers; results of experts from one rank, before they are added.
     meta(node)["temporary"] = tokens * ranks * (8 + 2) + (
         nbytes(node.meta["val"]) // ranks if operator is COMBINE else 0
     )
     node.target, node.args, node.kwargs = UNPACK[operator], (wait, rows, ids, *numbers, group), {}
+
+
+def _at(sbp: NdSbp, dim: int, entry: Sbp) -> NdSbp:
+    """Return an SBP with another entry for one mesh dimension."""
+    return (*sbp[:dim], entry, *sbp[dim + 1 :])
+
+
+def _change(
+    node: fx.Node, what: str, before: NdSbp, after: NdSbp, dim: int, together: int, context: Context, more: str = ""
+) -> Boxing:
+    """Describe what ranks send of ``together`` bytes, which those along ``dim`` hold."""
+    place = origin(node)
+    tensor = TensorRef("value", f"{what} of {place.module or place.source or 'the step'}{more}")
+    return Boxing(before, after, dim, context.mesh.shape[dim], tensor, together, place.phase)

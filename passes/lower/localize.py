@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from zerograph import errors
 from zerograph.ir.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ir.dims import Size
-from zerograph.ir.dispatch import COMBINE, DISPATCH
+from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ir.memory import computed_bytes
@@ -100,7 +100,7 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
             _begin_mask_at_own_queries(node, context)
     elif node.target in FIRST:
         _begin_at_own_group(node, context)
-    elif node.target in (DISPATCH, COMBINE):
+    elif node.target in (DISPATCH, COMBINE, GATHER_IDS):
         lower_dispatch(node, shapes[0], context)
     elif node.target is uniform:
         _draw_own_piece(node, outputs[0].shape, shapes[0], context)

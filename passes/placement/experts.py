@@ -1,14 +1,17 @@
 """Experts along a mesh dimension that splits them: ranks multiply by their own, and gather or exchange tokens.
 
 Tokens are gathered before the experts, and results reduce-scattered after them; or both are exchanged by all-to-all,
-see ``ir/dispatch.py``, where that sends fewer bytes.
+see ``ir/dispatch.py``, where that sends fewer bytes. In a loop over micro-batches the operators of ``ir/dispatch.py``
+gather and reduce inside.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
-from zerograph.ir.dispatch import COMBINE, DISPATCH, capacity
+from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS, capacity
 from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED
 from zerograph.ir.sbp import Signature, Split, broadcast
 from zerograph.passes import rules
@@ -16,22 +19,39 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.problem import PlacementProblem
 
 _EXCHANGE = Signature((Split(0), broadcast), (Split(0),))
+_SENDING: dict[Any, Signature] = {
+    DISPATCH: _EXCHANGE,
+    COMBINE: _EXCHANGE,
+    GATHER_IDS: Signature((Split(0),), (broadcast,)),
+}
+# Along time each micro-batch has its own tokens. Rules would see those of one rank beside those of all.
+_ALONG_TIME: dict[Any, Signature] = {
+    DISPATCH: Signature((Split(0), Split(0)), (Split(1),)),
+    COMBINE: Signature((Split(1), Split(0)), (Split(0),)),
+    GATHER_IDS: Signature((Split(0),), (Split(0),)),
+}
 
 
 def of_own_experts(
     node: fx.Node, signatures: tuple[Signature, ...], problem: PlacementProblem, context: Context
 ) -> tuple[Signature, ...]:
     """Return the signatures in which ranks multiply by the experts that they store, where the user splits experts."""
-    if node.target in (DISPATCH, COMBINE):
-        return (_EXCHANGE,) if _exchange_pays(node, problem, context) else signatures
+    if node.target in _SENDING:
+        return (_SENDING[node.target],) if _sends_tokens(node, problem, context) else signatures
     if node.target not in (EXPERT_MM, EXPERT_MM_SUMMED) or problem.sbp_of(problem.inputs(node)[1]) != Split(0):
         return signatures
     return tuple(one for one in signatures if one.inputs[1] == Split(0)) or signatures
 
 
+def along_time(node: fx.Node, problem: PlacementProblem) -> Signature | None:
+    """Return the signature along time of a node between tokens and experts; None for any other node."""
+    return _ALONG_TIME.get(node.target) if problem.is_time else None
+
+
 def exchanged_along(node: fx.Node, signatures: tuple[Signature, ...]) -> int | None:
-    """Return the mesh dimension along which a node exchanges tokens by all-to-all; None for any other node."""
-    return signatures.index(_EXCHANGE) if node.target in (DISPATCH, COMBINE) and _EXCHANGE in signatures else None
+    """Return the mesh dimension along which a node sends tokens or their experts; None for any other node."""
+    sending = _SENDING.get(node.target)
+    return signatures.index(sending) if sending in signatures else None
 
 
 def capacity_of(node: fx.Node, tokens: int, ranks: int, context: Context) -> int:
@@ -48,12 +68,20 @@ def capacity_of(node: fx.Node, tokens: int, ranks: int, context: Context) -> int
     return capacity(tokens, arguments["ids"].meta["val"].shape[1], arguments["experts"], ranks, factor)
 
 
-def _exchange_pays(node: fx.Node, problem: PlacementProblem, context: Context) -> bool:
-    """Return whether an exchange of tokens, with the experts of all tokens on all ranks, sends less than a gather."""
+def _sends_tokens(node: fx.Node, problem: PlacementProblem, context: Context) -> bool:
+    """Return whether the node sends tokens, or their experts, between ranks that split the experts.
+
+    It does if an exchange of tokens, with the experts of all tokens on all ranks, sends less than a gather; and in
+    micro-batches.
+    """
     splits_experts = any(bucket.rows is not None and bucket.sbp[problem.dim] == Split(0) for bucket in context.buckets)
     # Rules along later mesh dimensions would see tokens of one rank and rows for those of all.
-    is_last = problem.dim == context.mesh.dims - 1 and not problem.is_time
-    if context.batch.expert_capacity is None or not splits_experts or not problem.batch_is_split or not is_last:
+    is_last = problem.dim == context.mesh.dims - 1 - context.has_time and not problem.is_time
+    if not splits_experts or not problem.batch_is_split or not is_last:
+        return False
+    if context.has_time:
+        return True
+    if node.target is GATHER_IDS or context.batch.expert_capacity is None:
         return False
     (rows, ids), ranks = (problem.values[source][index] for source, index in problem.inputs(node)), problem.ranks
     groups = rows.shape[0] if node.target is COMBINE else rules.arguments(node)["groups"]

@@ -26,7 +26,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.placement.attention import ATTENTION, of_one_form, report_unused_form
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.cost import PACKET
-from zerograph.passes.placement.experts import of_own_experts
+from zerograph.passes.placement.experts import along_time, of_own_experts
 from zerograph.passes.placement.problem import PlacementProblem, TensorId, placement_problem
 from zerograph.passes.placement.solve import improve
 from zerograph.passes.rules.discover import discover
@@ -204,6 +204,8 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
     """Return the signatures that a node may have; without a rule, discovered ones or all broadcast."""
     if not rules.output_values(node):
         return (rules.all_broadcast(node),)
+    if (signature := along_time(node, problem)) is not None:
+        return (signature,)
     signatures = problem.signatures(node)
     if signatures is not None:
         return of_own_experts(node, of_one_form(node, signatures, problem, context), problem, context)

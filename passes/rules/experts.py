@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerograph.ir.dispatch import COMBINE, DISPATCH
+from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS
 from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
 from zerograph.passes.rules.registry import Operands, rule
 
@@ -16,3 +16,4 @@ rule(EXPERT_MM_SUMMED, "g t k! i, g e! i o, t k! -> t o", linear=(0, 1))
 rule(EXPERT_WEIGHT_GRADIENT, lambda operands: f"{_rows(operands)}, g t k! o, t k! -> g e! i o", linear=(0, 1))
 rule(DISPATCH, "t i, t k! -> g t i", linear=(0,))
 rule(COMBINE, "g t i, t k! -> t i", linear=(0,))
+rule(GATHER_IDS, "t k -> t k", linear=(0,))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,29 @@ def qwen3_moe() -> nn.Module:
     return LossOf(transformers.Qwen3MoeForCausalLM(config), "input_ids", "labels")
 
 
+def unbalanced(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Without the load-balancing loss, which is not a sum over micro-batches."""
+
+    def made() -> nn.Module:
+        model = kind()
+        model.model.config.output_router_logits = False  # type: ignore[union-attr]
+        return model
+
+    return made
+
+
 class Routed(nn.Module):
     """Experts of Mixtral after a router in the model's own precision, with its load-balancing loss and z-loss."""
 
     def __init__(
-        self, implementation: str = "eager", kind: type[nn.Module] = MixtralExperts, prefers: float = 0.0
+        self,
+        implementation: str = "eager",
+        kind: type[nn.Module] = MixtralExperts,
+        prefers: float = 0.0,
+        balances: bool = True,
     ) -> None:
         super().__init__()
-        self.prefers = prefers
+        self.prefers, self.balances = prefers, balances
         config_of = transformers.MixtralConfig if kind is MixtralExperts else transformers.GptOssConfig
         config = config_of(hidden_size=8, intermediate_size=12, num_local_experts=4)
         config._experts_implementation = implementation
@@ -95,9 +111,10 @@ class Routed(nn.Module):
         shares = logits.softmax(-1)
         chosen, experts = shares.topk(2, -1)
         y = self.experts(x, experts, chosen / chosen.sum(-1, keepdim=True))
-        load = F.one_hot(experts, 4).to(x.dtype).mean((0, 1))
-        balance, z = (load * shares.mean(0)).sum(), logits.logsumexp(-1).square().mean()
-        loss: Tensor = (y - x.roll(1, -1)).square().mean() + 0.1 * balance + 0.01 * z
+        loss: Tensor = (y - x.roll(1, -1)).square().mean() + 0.01 * logits.logsumexp(-1).square().mean()
+        if self.balances:
+            load = F.one_hot(experts, 4).to(x.dtype).mean((0, 1))
+            loss = loss + 0.1 * (load * shares.mean(0)).sum()
         return loss
 
 
@@ -141,6 +158,9 @@ FAMILIES = {
         Family("biased", lambda: Routed(kind=GptOssExperts), rows),
         Family("preferred", lambda: Routed(prefers=50.0), rows),
         Family("batched", lambda: Routed("batched_mm"), rows),
+        Family("unbalanced", lambda: Routed(balances=False), rows),
+        Family("mixtral-unbalanced", unbalanced(mixtral), text),
+        Family("qwen3-moe-unbalanced", unbalanced(qwen3_moe), text),
     )
 }
 SPLIT = zg.sbp.split(0)
@@ -152,6 +172,11 @@ LITTLE = ("expert_capacity", 0.25)
 EXCHANGED = Arrangement("4 ranks, exchanged", (SPLIT,), ranks=(0, 1, 2, 3), options=(("expert_parallel", 4), LITTLE))
 ROWS_AND_EXCHANGED = replace(ROWS_AND_EXPERTS, title="2x2, rows and exchanged", options=(*OPTIONS, LITTLE))
 EXPERTS_OF_FOUR = replace(EXCHANGED, title="4 ranks, experts", options=(("expert_parallel", 4),))
+IN_TWO, IN_FOUR = ("gradient_accumulation_steps", 2), ("gradient_accumulation_steps", 4)
+CUT = replace(EXPERTS, title="2 ranks, experts, 2 micro-batches", options=(*OPTIONS, IN_TWO))
+CUT_IN_FOUR = replace(EXPERTS, title="2 ranks, experts, 4 micro-batches", options=(*OPTIONS, IN_FOUR))
+ROWS_AND_CUT = replace(ROWS_AND_EXPERTS, title="2x2, rows, experts, 2 micro-batches", options=(*OPTIONS, IN_TWO))
+CUT_OF_FOUR = replace(EXCHANGED, title="4 ranks, exchanged, 2 micro-batches", options=(*EXCHANGED.options, IN_TWO))
 # The losses and routers of transformers compute in fp32.
 EXACT, ROUNDED = 1e-10, 1e-6
 
@@ -177,6 +202,9 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
             "routed", torch.float64, EXCHANGED, (1, 3), EXACT, id="routed-exchanged-4", marks=pytest.mark.long
         ),
         pytest.param("biased", torch.float64, ROWS_AND_EXPERTS, (2,), EXACT, id="biased-2x2", marks=pytest.mark.long),
+        pytest.param("unbalanced", torch.float64, ROWS_AND_CUT, (3,), EXACT, id="routed-2x2-cut"),
+        pytest.param("unbalanced", torch.float64, CUT_OF_FOUR, (2,), EXACT, id="routed-exchanged-cut"),
+        pytest.param("qwen3-moe-unbalanced", torch.float32, CUT_IN_FOUR, (2,), ROUNDED, id="qwen3-moe-2-cut-in-4"),
         pytest.param(
             "routed", torch.float64, ROWS_AND_EXPERTS, STAGES, EXACT, id="routed-2x2-all", marks=pytest.mark.long
         ),
@@ -186,6 +214,12 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
         ),
         pytest.param(
             "qwen3-moe", torch.float32, ROWS_AND_EXPERTS, STAGES, ROUNDED, id="qwen3-moe-2x2", marks=pytest.mark.long
+        ),
+        *(
+            pytest.param(f"{name}-unbalanced", dtype, where, (stage,), ROUNDED, marks=pytest.mark.long)
+            for name, dtype in (("mixtral", torch.float64), ("qwen3-moe", torch.float32))
+            for where in (CUT, CUT_IN_FOUR, ROWS_AND_CUT)
+            for stage in STAGES
         ),
     ],
 )
@@ -239,6 +273,21 @@ def test_tokens_are_exchanged_in_two_rounds_where_that_sends_fewer_bytes() -> No
     gathers = activations(prepared("mixtral", ranks, 2, **options, expert_capacity=None), 2 * first // 3)
     assert [sent for _, _, sent in gathers] == [tokens * width * 4 * (ranks - 1)] * 4
     assert sum(n for *_, n in exchanges) + 5 * tokens * choices * 8 < 4 * gathers[0][2]
+
+
+def test_in_micro_batches_each_token_travels_once_to_the_experts_and_once_back() -> None:
+    tokens, width, choices, count = 2 * 12, 32, 2, 2  # of a rank in a micro-batch
+    whole, shares, ids = (tokens * size for size in (width * 4, choices * 4, choices * 8))
+    step = prepared("mixtral-unbalanced", 2, 2, expert_parallel=2, gradient_accumulation_steps=2, dtype=torch.float32)
+    assert Counter(activations(step)) == {
+        ("forward", "all-gather", ids): count,
+        ("forward", "all-gather", shares): count,
+        ("forward", "all-gather", whole): count,
+        ("forward", "reduce-scatter", whole): count,
+        ("backward", "all-gather", whole): count,
+        ("backward", "reduce-scatter", shares): count,
+        ("backward", "reduce-scatter", whole): count,
+    }
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "adapted"])
@@ -326,19 +375,13 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
             "routed",
             2,
             {"expert_parallel": 2, "batch_sbp": (zg.sbp.split(1),), "gradient_accumulation_steps": 2},
-            "and experts need those of all ranks of a row",
+            "micro-batches need experts that the last mesh dimension splits, .* and inputs that it splits by rows",
         ),
         (
             "routed",
             2,
             {"expert_parallel": 2, "gradient_accumulation_steps": 2},
-            "Pass all ranks of a row the same rows",
-        ),
-        (
-            "annotated",
-            2,
-            {"gradient_accumulation_steps": 2},
-            "model.experts.down_proj is split over ranks, and config.grad",
+            "needs the whole batch at once",  # the load-balancing loss
         ),
         ("routed", 2, {"expert_parallel": 2, "sequence_parallel": 4}, "both are the ranks of a row"),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.passes.samples import Sample, ints, s, x
 from zerograph.ir.attention import repeat_heads, sum_heads
 from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
-from zerograph.ir.dispatch import COMBINE, DISPATCH
+from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS
 from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
 from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.rows import shift_offsets
@@ -291,6 +291,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         s(x(2, 4, 2, 3), x(2, 4, 2, 4), ints(4, 4, 2), 2, 4, 0),
         s(x(2, 4, 3), x(2, 4, 2, 4), ints(4, 4, 2), 2, 4, 0),
     ],
+    GATHER_IDS: [s(ints(4, 4, 2))],
     DISPATCH: [s(x(4, 3), ints(4, 4, 2), 4, 4)],
     COMBINE: [s(x(4, 8, 3), ints(4, 8, 2), 4)],
     repeat_heads: [s(x(2, 4, 6, 3), 2), s(x(4, 3, 2, 3), 4)],

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from zerograph.ir.dispatch import combine, dispatch
+from zerograph.ir.dispatch import combine, dispatch, gather_ids
 from zerograph.ir.experts import expert_mm
 
 # Number of groups that ranks split the experts into, by ``id`` of the module.
 _groups: ContextVar[Mapping[int, int]] = ContextVar("expert_groups", default=MappingProxyType({}))
+# Whether the batch is cut into micro-batches.
+_is_cut: ContextVar[bool] = ContextVar("batch_is_cut", default=False)
 
 
 def expert_count(module: nn.Module) -> int:
@@ -38,13 +40,19 @@ def _stored(module: nn.Module, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def in_groups(groups: Mapping[int, int]) -> Iterator[None]:
-    """Trace experts in so many groups, by ``id`` of the module; the others in one."""
-    token = _groups.set(groups)
+def in_groups(groups: Mapping[int, int], *, is_cut: bool) -> Iterator[None]:
+    """Trace experts in so many groups, by ``id`` of the module; the others in one.
+
+    Args:
+        groups: number of groups.
+        is_cut: the batch is cut into micro-batches.
+    """
+    of_groups, of_cut = _groups.set(groups), _is_cut.set(is_cut)
     try:
         yield
     finally:
-        _groups.reset(token)
+        _groups.reset(of_groups)
+        _is_cut.reset(of_cut)
 
 
 @contextlib.contextmanager
@@ -84,6 +92,10 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         top_k_index, top_k_weights: the experts of each token, and their shares [tokens, choices].
     """
     groups, total = _groups.get().get(id(self), 1), expert_count(self)
+    if groups > 1 and _is_cut.get():
+        # In the order of tokens that ``dispatch`` has in a micro-batch.
+        top_k_index = gather_ids(top_k_index)
+        top_k_weights = dispatch(top_k_weights, top_k_index, groups, total)
     x: Tensor = hidden_states if groups == 1 else dispatch(hidden_states, top_k_index, groups, total)
     hidden = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", x, top_k_index)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)

@@ -398,7 +398,7 @@ class Compiler:
         clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * self.micro_batches
         groups = tuple(expert_groups(members, mesh, self.config, self.micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        options = (self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
+        options = (self.micro_batches > 1, self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
         key = (key, clip, batch_norm_groups, groups, *options)
         cached = self._captures.get(key)
         # Only local regions depend on the number of parts.
@@ -449,7 +449,7 @@ class Compiler:
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         )
-        with in_groups(expert_groups(members, mesh, config, self.micro_batches)):
+        with in_groups(expert_groups(members, mesh, config, self.micro_batches), is_cut=self.micro_batches > 1):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         return accelerator.moved(captured) if members.on_accelerator else captured

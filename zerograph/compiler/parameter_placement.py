@@ -14,7 +14,7 @@ from zerograph.errors import ConfigError, PlacementError
 from zerograph.ir.annotate import annotated_sbp, annotation
 from zerograph.ir.buckets import Bucket, free_dims
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, dims_split
+from zerograph.ir.sbp import NdSbp, Split, broadcast, dims_split
 from zerograph.ir.slots import cuts
 
 _EXPERTS = Split(0)
@@ -79,7 +79,7 @@ def expert_groups(members: Members, mesh: Mesh, config: Config, micro_batches: i
     """Return the number of groups that ranks split experts into, by ``id`` of the module.
 
     Raises:
-        ConfigError: each rank cuts micro-batches from rows of its own.
+        ConfigError: experts in micro-batches are split in a way that is not supported.
         ZeroGraphError: as :func:`expert_sbps`.
     """
     sbps, groups = expert_sbps(members, mesh, config), {}
@@ -91,20 +91,21 @@ def expert_groups(members: Members, mesh: Mesh, config: Config, micro_batches: i
             dim: name for name, sbp in sbp_of.items() for dim in range(mesh.dims) if sbp[dim : dim + 1] == (_EXPERTS,)
         }
         for dim, name in split.items() if micro_batches > 1 else ():
-            _check_rows(name, batch_on(config, mesh)[dim], micro_batches)
+            rows, has_norm = batch_on(config, mesh)[dim], getattr(module, "has_post_expert_norm", False)
+            if isinstance(rows, Split) and (rows.dim or dim < mesh.dims - 1 or has_norm):
+                _refuse_micro_batches(name, micro_batches)
         size = max((mesh.shape[dim] for dim in split), default=1)
         groups[id(module)] = 1 if expert_count(module) % size else size
     return groups
 
 
-def _check_rows(name: str, rows: Sbp, micro_batches: int) -> None:
-    if isinstance(rows, Split):
-        raise ConfigError(
-            f"{name} is split over ranks, and config.gradient_accumulation_steps is {micro_batches}: micro-batches are "
-            "cut from each rank's own rows, and experts need those of all ranks of a row\n"
-            "Pass all ranks of a row the same rows, zg.sbp.broadcast as the last entry of config.batch_sbp, or call "
-            "backward() several times for a step in a loop of zg.prepare()."
-        )
+def _refuse_micro_batches(name: str, micro_batches: int) -> None:
+    raise ConfigError(
+        f"{name} is split over ranks, and config.gradient_accumulation_steps is {micro_batches}: micro-batches need "
+        "experts that the last mesh dimension splits, without a norm behind them, and inputs that it splits by rows\n"
+        "Pass all ranks of a row the same rows, zg.sbp.broadcast as that entry of config.batch_sbp, or call "
+        "backward() several times for a step in a loop of zg.prepare()."
+    )
 
 
 def _stacked(members: Members) -> dict[str, nn.Parameter]:

@@ -84,6 +84,21 @@ def combine(rows: Tensor, ids: Tensor, experts: int) -> Tensor:
     return rows.sum(0)
 
 
+@torch.library.custom_op("zerograph::gather_ids", mutates_args=())
+def gather_ids(ids: Tensor) -> Tensor:
+    """Return the experts of all tokens [tokens, choices], in the order in which ``dispatch`` has their rows.
+
+    Ranks gather them inside of it. In a micro-batch these are the tokens that all ranks have in it, which are no slice
+    of the batch: no boxing may gather them.
+    """
+    return ids.clone()
+
+
+@gather_ids.register_fake
+def _(ids: Tensor) -> Tensor:
+    return ids.new_empty(ids.shape)
+
+
 @dispatch.register_fake
 def _(x: Tensor, ids: Tensor, groups: int, experts: int) -> Tensor:
     return x.new_empty((groups, *x.shape))
@@ -223,6 +238,7 @@ _pack = "(Tensor rows, Tensor ids, " + _NUMBERS + ") -> Tensor"
 _unpack = "(Tensor received, Tensor rows, Tensor ids, " + _NUMBERS + ", str group) -> Tensor"
 # The operators in a graph, and those that exchange: pack the rows of the first round, and unpack them.
 DISPATCH, COMBINE = torch.ops.zerograph.dispatch.default, torch.ops.zerograph.combine.default
+GATHER_IDS = torch.ops.zerograph.gather_ids.default
 PACK = {
     DISPATCH: define("pack_dispatched", _pack, _pack_dispatched, _packed),
     COMBINE: define("pack_combined", _pack, _pack_combined, _packed),
