@@ -24,6 +24,8 @@ class Contender:
         compiled: Inductor is at work, so that a first start differs from a later one.
         ranks: how many processes run at once.
         alone: they exchange nothing, so that only their first losses are those of the others.
+        coded: parameters and gradients are exchanged in fewer bits, so that its losses are only close to the others'.
+        grid: a grid of ranks, a column for each of two hosts; for hosts of several ranks only.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Contender:
     compiled: bool = False
     ranks: int = 2
     alone: bool = False
+    coded: bool = False
+    grid: bool = False
 
     @property
     def module(self) -> str:
@@ -92,4 +96,17 @@ TABLE = (
     Contender("deepspeed-3", "DeepSpeed ZeRO 3", "3", "deepspeed", {"stage": 3}),
     *_ours("3"),
 )
-CONTENDERS = {one.name: one for one in TABLE}
+
+
+def _between(name: str, title: str, stage: str, *, coded: bool = False, grid: bool = False) -> Contender:
+    options = {"stage": stage, "backend": "eager", "wire": "int8" if coded else "exact", "grid": grid}
+    return Contender(name, title, stage, "zerograph", options, ours=True, coded=coded, grid=grid)
+
+
+# Ways to train between hosts only; see hosts.py.
+BETWEEN_HOSTS = (
+    _between("zerograph-2-int8", "zerograph 2, int8 wire", "2", coded=True),
+    _between("zerograph-3-int8", "zerograph 3, int8 wire", "3", coded=True),
+    _between("zerograph-3-hpz", "zerograph 3, hpZ", "3", grid=True),
+)
+CONTENDERS = {one.name: one for one in (*TABLE, *BETWEEN_HOSTS)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 import zerograph as zg
@@ -22,8 +24,15 @@ class TrainStep(zg.ZeroGraph):
         return loss
 
 
-def step_of(task: Task, stage: str, backend: str) -> TrainStep:
+def columns(ranks: int) -> list[list[int]]:
+    """Return a grid of the ranks of two hosts, numbered host by host: a column for each host."""
+    return [[rank, rank + ranks // 2] for rank in range(ranks // 2)]
+
+
+def step_of(task: Task, stage: str, backend: str, wire: str = "exact", grid: bool = False) -> TrainStep:
     step = TrainStep(task, task.model())
+    step.config.wire = wire
+    step.config.zero_dim = (0, 1) if grid else None
     step.config.enable_zero(stage != "off", stage=1 if stage == "off" else int(stage))
     step.config.backend = backend
     # As all the others do: each rank normalises its part of the batch.
@@ -31,7 +40,9 @@ def step_of(task: Task, stage: str, backend: str) -> TrainStep:
     return step
 
 
-def build(task: Task, stage: str, backend: str) -> Trainer:
-    step = step_of(task, stage, backend)
+def build(task: Task, grid: bool = False, **options: Any) -> Trainer:
+    step = step_of(task, grid=grid, **options)
+    if grid:
+        step.config.placement = zg.placement("cpu", ranks=columns(zg.world_size()))
     listed = lambda: sum(one.between for one in step.collectives())  # noqa: E731
     return Trainer(step, read_bytes=bytes_read, listed_bytes=listed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.contenders import OFF, REFERENCE, STAGES
+from benchmarks.contenders import CONTENDERS, OFF, REFERENCE, STAGES
 from benchmarks.generated import stamp
 from benchmarks.report.goals import Verdict
 from benchmarks.report.markdown import facts, goals_table, number, problems
@@ -18,6 +18,8 @@ RATES: Mapping[str, float | None] = {"1gbit": 1e9, "10gbit": 1e10, "none": None}
 # Limits of step time / max(compute, wire), and of step time / compute where the wire is fast.
 OVER_WIRE = {OFF: 1.15, "1": 1.15, "2": 1.15, "3": 1.08}
 OVER_COMPUTE = 1.10
+# Of steps with an int8 wire at 1 Gbit/s: step time / compute at stage 2, and times as fast as these.
+FASTER_BY_CODES = {"2": {"ddp": 2.5, "fsdp2-kept": 2.5}, "3": {"zerograph-3": 2.2}}
 # Headers and the ranks' notes may add this much to the bytes that must leave a host.
 HEADERS = 1.06
 # Limit of predicted / measured step time, and of its inverse.
@@ -29,8 +31,9 @@ step of as many processes that exchange nothing, on the same cores. **wire**: by
 the parameters once (stages off to 2: half for the gradients, half for the update or the parameters), one and a half
 times at stage 3. **limit**: the greater of the two, reached if exchanges overlap computation entirely. **/ peer**:
 over the best peer of the stage. **sent**: MB of 10^6 bytes that a host sends in a step, by the counters of its
-interface, headers included. **listed**: those that `step.collectives()` lists. **predicted**: milliseconds of a step
-that `zg.plan` predicts for the machine that `zerograph calibrate` has measured between the same hosts. **flat**: bytes
+interface, headers included. **listed**: those that `step.collectives()` lists; with codes and with hpZ, **wire** is
+the time of these. **predicted**: milliseconds of a step that `zg.plan` predicts for the machine that `zerograph
+calibrate` has measured between the same hosts, and **/ step**: that over the measured one. **flat**: bytes
 of whole parameters and gradients if every rank sent its pieces to every rank of the other host; a step that exchanges
 rows of an embedding sends less on any number of ranks.
 **losses**: mean over the ranks, of the first steps."""
@@ -64,10 +67,14 @@ class Setting:
         """Return the bytes that leave a host if each rank sends a piece to each rank of the other host."""
         return self.least_sent(stage) * self.ranks_per_host
 
-    def wire(self, stage: str) -> float | None:
-        """Return the seconds that the wire takes at least; None without a limit."""
+    def wire(self, stage: str, sent: float = 0.0) -> float | None:
+        """Return the seconds that the wire takes at least; None without a limit.
+
+        Args:
+            sent: the bytes that leave a host, if they are fewer because they are codes; 0: those of the stage.
+        """
         rate = RATES[self.rate]
-        return None if rate is None else 8 * self.least_sent(stage) / rate
+        return None if rate is None else 8 * (sent or self.least_sent(stage)) / rate
 
 
 def _passes(stage: str) -> int:
@@ -76,13 +83,19 @@ def _passes(stage: str) -> int:
 
 
 Table = Mapping[str, Row]
-# By the setting's name and the stage: seconds of a step as the planner predicts them.
+# By the setting's name and that of the contender: seconds of a step as the planner predicts them.
 Predicted = Mapping[str, Mapping[str, float]]
 
 
-def limit(setting: Setting, stage: str, table: Table) -> float | None:
-    """Return the seconds that a step takes if compute and wire overlap completely."""
-    base, wire = floor(table), setting.wire(stage)
+def _wire(setting: Setting, row: Row) -> float | None:
+    """Return the seconds that the wire takes at least in a contender's step."""
+    is_less = row.contender.coded or row.contender.grid
+    return setting.wire(row.contender.stage, row.listed * setting.ranks_per_host if is_less else 0.0)
+
+
+def limit(setting: Setting, row: Row, table: Table) -> float | None:
+    """Return the seconds that a contender's step takes if compute and wire overlap completely."""
+    base, wire = floor(table), _wire(setting, row)
     times = [time for time in (base.median if base else None, wire) if time is not None]
     return max(times) if base else None
 
@@ -91,22 +104,23 @@ def verdicts(
     setting: Setting, table: Table, predicted: Mapping[str, float] | None = None, *, quiet: bool = True
 ) -> Iterator[Verdict]:
     """Yield the goals of a setting, met or not; those of times only if the machine was quiet."""
-    for stage in STAGES:
-        ours = table.get(f"zerograph-{stage}")
-        if ours is None or ours.problem:
+    for ours in table.values():
+        stage, name = ours.contender.stage, ours.contender.name
+        if not ours.contender.ours or ours.problem:
             continue
-        title = stage if stage == OFF else f"stage {stage}"
+        title = ours.contender.title.removeprefix("zerograph ").removesuffix(", eager")
+        title = f"stage {title}" if title[0] in STAGES else title
         if quiet:
             yield from _times(setting, stage, title, ours, table)
-            if predicted and stage in predicted and ours.median is not None:
-                value = max(predicted[stage] / ours.median, ours.median / predicted[stage])
+            if predicted and name in predicted and ours.median is not None:
+                value = max(predicted[name] / ours.median, ours.median / predicted[name])
                 goal = f"{title}: predicted and measured step time, the greater / the less"
                 yield Verdict(setting.name, goal, value, PREDICTION, True, ours.contender.title)
         if ours.listed and ours.wire is not None:
             value = ratio(ours.wire, ours.listed * setting.ranks_per_host)
             goal = f"{title}: bytes that leave a host / those that collectives() lists"
             yield Verdict(setting.name, goal, value, HEADERS, True, ours.contender.title)
-        if setting.ranks_per_host > 1 and ours.wire is not None:
+        if setting.ranks_per_host > 1 and ours.wire is not None and not ours.contender.coded:
             value = ratio(ours.wire, setting.flat_sent(stage))
             goal = f"{title}: bytes that leave a host / of the flat exchange"
             yield Verdict(setting.name, goal, value, HEADERS / setting.ranks_per_host, True, ours.contender.title)
@@ -114,8 +128,11 @@ def verdicts(
 
 def _times(setting: Setting, stage: str, title: str, ours: Row, table: Table) -> Iterator[Verdict]:
     name, base = ours.contender.title, floor(table)
+    if ours.contender.coded:
+        yield from _times_with_codes(setting, title, ours, table)
+        return
     if setting.ranks_per_host == 1 and base is not None and setting.rate == "1gbit":
-        value = ratio(ours.median, limit(setting, stage, table))
+        value = ratio(ours.median, limit(setting, ours, table))
         yield Verdict(setting.name, f"{title}: step time / max(compute, wire)", value, OVER_WIRE[stage], True, name)
     if setting.ranks_per_host == 1 and base is not None and setting.rate == "10gbit":
         value = ratio(ours.median, base.median)
@@ -126,6 +143,20 @@ def _times(setting: Setting, stage: str, title: str, ours: Row, table: Table) ->
         yield Verdict(setting.name, f"{title}: times as fast as the best peer", value, 1.0, False, names)
 
 
+def _times_with_codes(setting: Setting, title: str, ours: Row, table: Table) -> Iterator[Verdict]:
+    if setting.rate != "1gbit" or setting.ranks_per_host > 1:
+        return
+    name, stage, base = ours.contender.title, ours.contender.stage, floor(table)
+    if stage == "2" and base is not None:
+        value = ratio(ours.median, base.median)
+        yield Verdict(setting.name, f"{title}: step time / compute", value, OVER_COMPUTE, True, name)
+    for other, least in FASTER_BY_CODES[stage].items():
+        row = table.get(other)
+        if row is not None and row.median is not None:
+            goal = f"{title}: times as fast as {CONTENDERS[other].title}"
+            yield Verdict(setting.name, goal, ratio(row.median, ours.median), least, False, name)
+
+
 def page(
     about: Mapping[str, str],
     titles: Mapping[str, str],
@@ -134,6 +165,7 @@ def page(
     predicted: Predicted | None = None,
     *,
     quiet: bool = True,
+    missing: Sequence[str] = (),
 ) -> str:
     """Return the whole page.
 
@@ -144,6 +176,7 @@ def page(
         plots: names of the pictures beside the page.
         predicted: what the planner predicts.
         quiet: the machine did nothing else. Else no goal of a time is judged.
+        missing: what was left out for lack of time.
     """
     made = stamp("benchmarks/results/hosts.md")
     parts = ["# Between two hosts", f"Written by `python benchmarks/hosts.py`.\n{made}", facts(about)]
@@ -151,6 +184,8 @@ def page(
     parts += [f"![{name}]({name})" for name in plots]
     if not quiet:
         parts.append("The machine did other work during this run: its times say nothing, only its bytes and losses do.")
+    if missing:
+        parts.append(f"Not measured within the time of the run: {'; '.join(missing)}.")
     plans = {setting: (predicted or {}).get(setting.name, {}) for setting in tables}
     goals = [
         goal for setting, table in tables.items() for goal in verdicts(setting, table, plans[setting], quiet=quiet)
@@ -163,7 +198,19 @@ def page(
 
 
 def _table(setting: Setting, table: Table, predicted: Mapping[str, float]) -> str:
-    head = ("contender", "stage", "step", "quartiles", "predicted", "wire", "/ limit", "/ peer", "sent", "listed")
+    head = (
+        "contender",
+        "stage",
+        "step",
+        "quartiles",
+        "predicted",
+        "/ step",
+        "wire",
+        "/ limit",
+        "/ peer",
+        "sent",
+        "listed",
+    )
     head = (*head, "/ flat", "losses")
     lines = [line(head), line(["---", "---", *["---:"] * (len(head) - 3), "---"])]
     for row in table.values():
@@ -174,9 +221,10 @@ def _table(setting: Setting, table: Table, predicted: Mapping[str, float]) -> st
             "" if stage == REFERENCE else stage,
             number(row.median, 1000, 0),
             "" if row.quartiles is None else " to ".join(f"{one * 1000:.0f}" for one in row.quartiles),
-            number(predicted.get(stage), 1000, 0) if row.contender.name.startswith("zerograph") else "",
-            "" if stage == REFERENCE else number(setting.wire(stage), 1000, 0),
-            number(ratio(row.median, limit(setting, stage, table)), 1, 2),
+            number(predicted.get(row.contender.name), 1000, 0),
+            number(ratio(predicted.get(row.contender.name), row.median), 1, 2),
+            "" if stage == REFERENCE else number(_wire(setting, row), 1000, 0),
+            number(ratio(row.median, limit(setting, row, table)), 1, 2),
             number(ratio(row.median, peer.median if peer else None), 1, 2),
             number(row.wire, 1e-6, 1),
             number(row.listed * setting.ranks_per_host, 1e-6, 1) if row.listed else "",

@@ -109,7 +109,8 @@ def problems(table: Mapping[str, Row]) -> list[str]:
         f"- **losses of {table[name].contender.title} are {off:.2g} from the others'**"
         for name, off in disagreements(table).items()
     ]
-    return ["\n".join(lines)] if lines else ["All losses agree to 1e-4."]
+    coded = any(row.contender.coded for row in table.values())
+    return ["\n".join(lines) or f"All losses agree to 1e-4{', those with codes to 2e-2' if coded else ''}."]
 
 
 def number(value: float | None, factor: float, digits: int) -> str:

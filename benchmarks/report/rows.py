@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.contenders import REFERENCE, TABLE, Contender
+from benchmarks.contenders import CONTENDERS, REFERENCE, Contender
 
-TOLERANCE = 1e-4
+# Differences of losses, and of those where codes are exchanged.
+TOLERANCE, CODED = 1e-4, 2e-2
 
 # What pair.measure() returned, with "contender", "task", "kind" and "round".
 Measurement = Mapping[str, Any]
@@ -60,7 +61,7 @@ def rows(measurements: Iterable[Measurement], task: str) -> dict[str, Row]:
     for one in measurements:
         if one["task"] == task:
             found.setdefault(one["contender"], []).append(one)
-    return {one.name: _row(one, found[one.name]) for one in TABLE if one.name in found}
+    return {one.name: _row(one, found[one.name]) for one in CONTENDERS.values() if one.name in found}
 
 
 def _row(contender: Contender, measurements: Sequence[Measurement]) -> Row:
@@ -125,10 +126,11 @@ def disagreements(table: Mapping[str, Row]) -> dict[str, float]:
     for index in range(max(map(len, compared.values()), default=0)):
         here = {name: losses[index] for name, losses in compared.items() if len(losses) > index}
         # One that exists, so that of two that differ one is right.
-        middle = statistics.median_low(list(here.values()))
+        exact = [loss for name, loss in here.items() if not table[name].contender.coded]
+        middle = statistics.median_low(exact or list(here.values()))
         for name, loss in here.items():
             # Not "> tolerance": a loss that is no number agrees with none.
-            if not abs(loss - middle) <= TOLERANCE:
+            if not abs(loss - middle) <= (CODED if table[name].contender.coded else TOLERANCE):
                 found[name] = max(found.get(name, 0.0), abs(loss - middle))
     return found
 
