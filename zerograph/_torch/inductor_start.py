@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def remembered_vector_units() -> Iterator[None]:
         compiler = cpu_vec_isa._get_isa_dry_compile_fingerprint(unit.build_arch_flags())
         text = "\n".join([compiler, code, str(unit), *unit.build_macro(), torch.__file__, _processor()])
         mark = Path(cache_dir()) / "zerograph" / f"{hashlib.sha256(text.encode()).hexdigest()}.works"
-        if mark.exists():
+        if os.path.exists(mark):  # Path.exists() raises where the folder cannot be searched
             return True
         works = attempt(unit, code)
         if works:
