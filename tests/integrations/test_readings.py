@@ -117,3 +117,19 @@ def test_a_method_may_depend_on_what_changes_outside_of_it() -> None:
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
     assert trainer.losses == pytest.approx(expected.losses, rel=1e-12)
     assert numbers == [0, 1, 2, 2, 3, 4, 4, 4, 4], "each is compiled once"
+
+
+def test_to_move_a_tensor_to_the_device_of_another_is_no_other_computation() -> None:
+    def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square()
+        return loss.sum() / torch.tensor(8.0).to(loss.device)
+
+    model = nn.Linear(6, 2)
+    readings = Readings(compute_loss)
+    _, recorded, optimizer = zg.prepare(model, Recorded(model, readings), torch.optim.SGD(model.parameters(), lr=0.1))
+    numbers = []
+    for x in torch.randn(2, 4, 6).unbind():
+        numbers.append(readings.variant(True, (model, x), {}).number)
+        recorded(x, numbers[-1])[0].backward()
+        optimizer.step()
+    assert numbers == [0, 0]

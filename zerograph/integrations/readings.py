@@ -29,6 +29,7 @@ from zerograph.errors import CaptureError, InputError
 from zerograph.graph import building
 from zerograph.integrations.checks import is_checked
 from zerograph.integrations.replay import (
+    DEVICE,
     ORIGINAL,
     READS,
     Call,
@@ -365,7 +366,7 @@ class _Trace(TorchFunctionMode):
     def _note(self, callee: Any, args: Any, kwargs: Any, result: Any, read: int | None = None) -> None:
         arguments = pytree.tree_leaves((args, kwargs))
         leaves, tree = pytree.tree_flatten(result)
-        if read is None and not any(isinstance(leaf, Tensor) for leaf in (*arguments, *leaves)):
+        if callee == DEVICE or (read is None and not any(isinstance(leaf, Tensor) for leaf in (*arguments, *leaves))):
             return
         self._calls += 1
         if self._log is None:

@@ -133,6 +133,8 @@ class Replay(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == DEVICE:
+            return func(*args, **kwargs)
         return self._call(func, args, kwargs, lambda: func(*args, **kwargs))
 
     def call_module(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -299,6 +301,9 @@ def guessed(shape: Sequence[int], dtype: torch.dtype, guess: float) -> Tensor:
 
 
 _PLAIN = (Number, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+# Not part of a log: a fake tensor returns its device without a call of __torch_function__.
+DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 
 READS = {
     *(getattr(Tensor, name) for name in ("item", "tolist", "numpy", "is_nonzero", "__bool__", "__float__", "__int__")),
