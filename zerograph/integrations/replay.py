@@ -303,7 +303,7 @@ def guessed(shape: Sequence[int], dtype: torch.dtype, guess: float) -> Tensor:
 _PLAIN = (Number, str, slice, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Not part of a log: a fake tensor returns its device without a call of __torch_function__.
-DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+DEVICE = Tensor.device.__get__
 
 READS = {
     *(getattr(Tensor, name) for name in ("item", "tolist", "numpy", "is_nonzero", "__bool__", "__float__", "__int__")),
