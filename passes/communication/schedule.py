@@ -108,23 +108,37 @@ def _prefetch_gathers(graph: fx.Graph, place: fx.Node, *, one_by_one: bool) -> N
         place: the node after which gathers may start.
         one_by_one: start each gather when the one before has arrived, so that one bucket is in use and one on the wire.
             Else all start at once, but those that gather further: gathered buckets are alive at the step's peak anyway.
+            A gather whose result is gathered further starts one bucket earlier, so that both overlap computation.
     """
     order = positions(graph)
     starts = [start for start in _starts(graph) if _reads_bucket(start) or (one_by_one and _gathers_further(start))]
     gathers = sorted(starts, key=order.__getitem__)
+    sources: dict[fx.Node, fx.Node] = {}
+    for start in gathers:
+        if _gathers_further(start) and _reads_bucket(origin := _source_gather(start)):
+            # Backward gathers what is here since forward.
+            sources.setdefault(origin, start)
+    source_of = {start: origin for origin, start in sources.items()}
     previous: fx.Node | None = None
     moved: set[fx.Node] = set()
-    for start in gathers:
-        if previous is None:
-            _move_after_inputs(start, [place])
-        else:
-            (_wait_of(previous) if one_by_one else previous).append(start)
-        place = start
-        for form in _forms_after_wait(start, moved) if _gathers_further(start) else sent_forms(start):
-            move_before(form, place)
-            moved.add(form)
-            place = form
+    for start in (start for start in gathers if start not in sources):
+        if (source := source_of.get(start)) is not None:
+            place = move_after([*reversed(sent_forms(source)), source], place)
+        if previous is not None:
+            place = _wait_of(previous) if one_by_one else previous
+        forms = _forms_after_wait(start, moved) if _gathers_further(start) else sent_forms(start)
+        waits = [] if source is None else [_wait_of(source)]
+        place = move_after([*waits, *reversed(forms), start], place)
+        moved.update(forms)
         previous = start
+
+
+def _source_gather(start: fx.Node) -> fx.Node:
+    """Return the gather whose result this one gathers further."""
+    node = start.all_input_nodes[0]
+    while node.target is not WAIT:
+        (node,) = node.all_input_nodes
+    return node.all_input_nodes[0]
 
 
 def _forms_after_wait(start: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:

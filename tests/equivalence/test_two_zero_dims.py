@@ -14,7 +14,10 @@ from tests.equivalence.test_stages import check
 from tests.harness import deviation, plain_run
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
+from zerograph.ir.alias import WAIT
 from zerograph.ir.mesh import Mesh
+from zerograph.ir.metadata import boxing_of
+from zerograph.ir.step_graph import gathers_bucket
 
 # Two hosts of two ranks: rows are places on a host, columns are hosts.
 GRID = [[0, 2], [1, 3]]
@@ -96,6 +99,25 @@ def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> Non
     assert phases == sorted(phases, reverse=True)  # forward before backward
     assert {one.mesh_dim for one in moved if one.phase == "backward"} == {0}
     assert Counter(one.mesh_dim for one in moved)[1] == len({one.tensors for one in moved})
+
+
+def test_forward_computes_with_a_bucket_while_both_gathers_of_the_next_are_under_way() -> None:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 3, zero_dim=BOTH, bucket_size=64)
+    prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
+    nodes = [node for node in prepared.graph.graph.nodes if node.op == "call_function"]
+    under_way: set[str] = set()
+    at_products: list[set[str]] = []
+    for node in nodes:
+        if gathers_bucket(node):
+            under_way.add(f"{boxing_of(node).tensor.name}, {boxing_of(node).dim}")
+        elif node.target is WAIT and gathers_bucket(node.all_input_nodes[0]):
+            change = boxing_of(node.all_input_nodes[0])
+            under_way.remove(f"{change.tensor.name}, {change.dim}")
+        elif node.target is torch.ops.aten.mm.default:
+            at_products.append(set(under_way))
+    # bucket0 has the first weight. Gathers between hosts, along dimension 1, are a bucket further.
+    assert at_products[0] == {"bucket1, 0", "bucket2, 1"}
 
 
 def move_between_layouts() -> dict[str, Any]:
