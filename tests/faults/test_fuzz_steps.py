@@ -179,7 +179,7 @@ def fuzzed(pool: Pool, folder: Path, examples: int, number: int, tally: Callable
 
 
 def test_a_drawn_step_is_right_or_refused(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally]) -> None:
-    fuzzed(pool, tmp_path, 6, 1, tally)
+    fuzzed(pool, tmp_path, 3, 1, tally)
 
 
 def test_an_update_within_another_ones_turn_waits_for_its_own_file(pool: Pool, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Seen:
 
 def graph() -> TrainStep:
     torch.manual_seed(0)
-    model = Gpt(tied=False, vocabulary=64, width=32, layers=3, context=16)
+    model = Gpt(tied=False, vocabulary=64, width=32, layers=2, context=16)
     return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=8192)
 
 

@@ -101,11 +101,12 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
 @pytest.mark.parametrize(
     ("name", "stage", "options"),
     [
-        (GPT, 1, {}),
-        ("conv", 2, {"clip_grad_norm": 0.5}),
-        pytest.param(GPT, 2, {"backend": "inductor"}, marks=needs_compiler),
-        ("gpt_tied_of_one_block", 1, {"gradient_accumulation_steps": 2}),
+        (GPT, 1, {"clip_grad_norm": 0.5}),
+        pytest.param("mlp", 2, {"backend": "inductor", **TINY}, marks=needs_compiler),
         ("mlp", 2, {"gradient_accumulation_steps": 2, **TINY}),
+        pytest.param("conv", 2, {"clip_grad_norm": 0.5}, marks=pytest.mark.long),
+        pytest.param(GPT, 2, {"backend": "inductor"}, marks=[needs_compiler, pytest.mark.long]),
+        pytest.param("gpt_tied_of_one_block", 1, {"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
     ],
 )
 def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: dict[str, Any]) -> None:

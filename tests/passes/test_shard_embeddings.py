@@ -87,18 +87,21 @@ def train_plainly(tied: bool, size: int, dtype: torch.dtype) -> dict[str, Tensor
     return {"losses": torch.stack(losses), **model.state_dict()}
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int) -> None:
-    wanted = train_plainly(False, 8, torch.float64)
-    for found in pool.run(ranks, train, [0, 3], False, 8, torch.float64)[0]:
+@pytest.mark.parametrize(
+    ("ranks", "stages"), [(3, [3]), *(pytest.param(ranks, [0, 3], marks=pytest.mark.long) for ranks in (2, 4))]
+)
+def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int, stages: list[int]) -> None:
+    size = 9 if ranks == 3 else 8
+    wanted = train_plainly(False, size, torch.float64)
+    for found in pool.run(ranks, train, stages, False, size, torch.float64)[0]:
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
 def test_lookups_in_pieces_change_no_bit(pool: Pool) -> None:
     """Tied, the table is gathered and its gradient reduced; untied, both are in pieces: each as the stages agree."""
-    for tied, amp in ((False, None), (True, None), (False, torch.bfloat16)):
-        off, *others = pool.run(2, train, [0, 1, 2, 3], tied, 8, torch.float32, amp)[0]
+    for tied, amp, stages in ((False, None, [0, 1, 2, 3]), (True, None, [0, 3]), (False, torch.bfloat16, [0, 2])):
+        off, *others = pool.run(2, train, stages, tied, 8, torch.float32, amp)[0]
         assert all(torch.equal(other[name], value) for other in others for name, value in off.items())
 
 

@@ -77,7 +77,7 @@ def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
     return step.collectives(), sum(messages), len(messages)
 
 
-@pytest.mark.parametrize(("name", "stage", "ranks"), [("conv", 1, 2), ("gpt", 3, 2), ("mlp", 3, 3)])
+@pytest.mark.parametrize(("name", "stage", "ranks"), [("conv", 1, 2), ("gpt_of_one_block", 3, 2), ("mlp", 3, 3)])
 def test_exchanges_send_what_the_collectives_would(pool: Pool, name: str, stage: int, ranks: int) -> None:
     planned, sent, messages = pool.run(ranks, exchanged, name, stage)[0]
     moved = [one for one in planned if one.kind in ("all-gather", "reduce-scatter")]

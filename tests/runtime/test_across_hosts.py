@@ -123,9 +123,9 @@ def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool) ->
 def sent_in_a_step(hosts: str, stage: int, wire_format: str) -> tuple[int, int]:
     """Return the bytes that this rank sends to the other host in a step, and those that ``collectives()`` says."""
     with on_host(hosts), patch.object(collectives, "_SMALL", 0), patch.object(hosts_of_ranks, "SMALL_SUM", 0):
-        model = make("gpt_of_one_block")
+        model = make("mlp")
         step = TrainStep(model, adamw(model), stage, wire=wire_format)
-        x, y = map(part, batches("gpt_of_one_block", 1)[0])
+        x, y = map(part, batches("mlp", 1)[0])
         step(x, y)
         with patch.object(dist, "isend", wraps=dist.isend) as send:
             step(x, y)

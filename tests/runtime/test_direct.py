@@ -146,17 +146,17 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
         For each: losses and parameters, planned bytes, bytes read out of others' memory, number of tensors still kept.
     """
     environment = {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}
-    model, results = make("gpt_of_one_block"), []
+    model, results = make("mlp"), []
     with patch.dict(os.environ, environment):
         # A timeout of its own makes a job of its own.
         timeout = 50.0 + sockets
-        step = TrainStep(model, adamw(model), bucket_size=8192, timeout=timeout, backend=backend)
+        step = TrainStep(model, adamw(model), bucket_size=512, timeout=timeout, backend=backend)
         initial = step.state_dict()
         for stage in stages:
             step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
             step.load_state_dict(initial)
             before = bytes_read()
-            losses = [step(part(x), part(y)) for x, y in batches("gpt_of_one_block", 3, 12)]
+            losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
             read = bytes_read() - before
             job = join(timeout)
             assert (direct.host_groups(job) == (None,)) == sockets

@@ -33,7 +33,7 @@ def test_a_job_that_is_over_leaves_no_threads(pool: Pool) -> None:
 def count_threads_of_placements() -> tuple[int, int]:
     """Threads after the first placement, and after many that are the same."""
     counts = []
-    for _ in range(5):
+    for _ in range(3):
         placement = zg.placement("cpu", ranks=[[0, 1]])
         model = make("mlp")
         step = TrainStep(model, adamw(model), 2, placement=placement, backend="eager")

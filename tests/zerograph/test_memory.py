@@ -152,8 +152,8 @@ def at_stages(name: str, stages: list[int]) -> list[tuple[int, int]]:
     ("name", "stages"),
     [
         ("gpt small", [0, 1, 2, 3]),
-        ("resnet", [0, 3]),
-        pytest.param("resnet", [1, 2], marks=pytest.mark.long),
+        ("resnet", [3]),
+        pytest.param("resnet", [0, 1, 2], marks=pytest.mark.long),
     ],
 )
 def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool, name: str, stages: list[int]) -> None:
@@ -163,7 +163,11 @@ def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool, name: str, stage
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [(matrices_by_muon, {}), (torch.optim.AdamW, {"clip_grad_norm": 1.0}), (torch.optim.SGD, {"shard_min_size": 512})],
+    [
+        (matrices_by_muon, {}),
+        (torch.optim.SGD, {"shard_min_size": 512, "clip_grad_norm": 1.0}),
+        pytest.param(torch.optim.AdamW, {"clip_grad_norm": 1.0}, marks=pytest.mark.long),
+    ],
 )
 def test_so_it_is_with_other_updates(pool: Pool, optimizer: Any, options: dict[str, Any]) -> None:
     for predicted, seen in pool.run(2, predicted_and_seen, "gpt small", 2, optimizer, options):
@@ -174,7 +178,7 @@ def reports() -> list[tuple[zg.Memory, int, int, int]]:
     """Return the prediction of each stage, what is seen, and the bytes of its state and of the batch."""
     found = []
     step, batch = trained("gpt mid", 0, fused_adamw), own_batch("gpt mid")
-    for stage in range(4):
+    for stage in (0, 2, 3):
         step.config.enable_zero(stage > 0, stage=stage or 1)
         step(*batch)
         # The last stage has everything that may be wrong.
@@ -196,8 +200,8 @@ def test_the_peak_is_explained_by_kind(pool: Pool) -> None:
         assert memory.where.source
         assert "MiB at " in str(memory)
         assert "activations " in str(memory)
-    off, one, two, three = (memory for memory, *_ in every)
-    for split in (one, two, three):
+    off, two, three = (memory for memory, *_ in every)
+    for split in (two, three):
         assert split.kinds["optimizer state"] == pytest.approx(off.kinds["optimizer state"] / 2, rel=0.01)
     assert "gathered" not in off.kinds
     assert three.kinds["gathered"] < two.kinds["gathered"] / 2

@@ -146,6 +146,8 @@ def raising(optimizer: Any, stage: int, options: dict[str, Any]) -> dict[str, tu
     return found
 
 
+# Each optimizer, stage and option once.
+LONG = ("stage 2, fused", "stage 2, two backward()", "stage 3, recomputed")
 ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "data parallel": (momentum, 0, {}),
     "stage 1, dealt": (momentum, 1, {"mode": "non_distributed"}),
@@ -163,7 +165,10 @@ ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "arrangement",
-    [pytest.param(one, marks=[needs_compiler] * ("inductor" in one)) for one in ARRANGEMENTS],
+    [
+        pytest.param(one, marks=[needs_compiler] * ("inductor" in one) + [pytest.mark.long] * (one in LONG))
+        for one in ARRANGEMENTS
+    ],
 )
 def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arrangement: str, tmp_path: Path) -> None:
     optimizer, stage, options = ARRANGEMENTS[arrangement]

@@ -157,7 +157,7 @@ def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]
         ("momentum", torch.optim.Muon, {}, 2),
         ("weight_decay", torch.optim.Adafactor, {}, 2),
         # Multiplied with another number before it meets a tensor: stays a constant, compiled each time.
-        ("d", torch.optim.Adafactor, {}, STEPS),
+        pytest.param("d", torch.optim.Adafactor, {}, STEPS, marks=pytest.mark.long),
     ],
 )
 def test_a_hyperparameter_that_changes_becomes_an_input(name: str, kind: Any, options: Any, compiles: int) -> None:

@@ -77,9 +77,13 @@ class Predict(nn.Graph):
         return self.second(self.first(x))
 
 
-def all_stages(layout: str) -> list[dict[str, Any]]:
+# That stages agree does not depend on the mesh.
+STAGES: dict[str, tuple[int, ...]] = {"line": (1, 2, 3), "grid": (3,), "grid, both split": (2,)}
+
+
+def at_stages(layout: str) -> list[dict[str, Any]]:
     found = []
-    for stage in (1, 2, 3):
+    for stage in STAGES[layout]:
         first, second, place, batch = global_layers(layout)
         whole = [B] * place.mesh.ndim
 
@@ -116,7 +120,7 @@ def plain() -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def found(pool: Pool) -> dict[str, list[Any]]:
-    return {layout: pool.run(2 if LAYOUTS[layout][0] is LINE else 4, all_stages, layout) for layout in LAYOUTS}
+    return {layout: pool.run(2 if LAYOUTS[layout][0] is LINE else 4, at_stages, layout) for layout in LAYOUTS}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,7 +145,7 @@ def test_after_training_both_layers_are_split(found: dict[str, Any], layout: str
 
 def test_what_the_user_split_rests_as_the_user_split_it(found: dict[str, Any]) -> None:
     assert found["line"][0][0]["sbp"][1] == (S0,)
-    assert found["grid"][0][2]["sbp"][1][1] == S0
+    assert found["grid"][0][0]["sbp"][1][1] == S0
 
 
 @pytest.mark.parametrize("layout", ["grid", "grid, both split"])

@@ -159,12 +159,26 @@ def expected(name: str, chosen: list[dict[str, Any]]) -> list[Any]:
     return [np.stack([steps[step] for steps in each]) for step in range(STEPS)]
 
 
+def covering(name: str) -> list[dict[str, Any]]:
+    """Return few cases that have all values of every option, plain and clipped."""
+    missing = {
+        (number, option, value)
+        for number, values in enumerate(CHECKS[name][2])
+        for option in values
+        for value in values[option]
+    }
+    numbered = [(number, case) for number, values in enumerate(CHECKS[name][2]) for case in combinations(values)]
+    chosen = []
+    while missing:
+        number, case = max(numbered, key=lambda one: len(missing & {(one[0], *item) for item in one[1].items()}))
+        missing -= {(number, *item) for item in case.items()}
+        chosen.append(case)
+    return chosen
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_cases_of_upstream_have_upstreams_numbers(name: str) -> None:
-    # Every seventh: all values of every option are among them.
-    chosen = cases(name)[::7] + cases(name)[-1:]
-    for option, value in [(key, value) for values in CHECKS[name][2] for key in values for value in values[key]]:
-        assert any(case.get(option) == value for case in chosen) or len(cases(name)) < 8
+    chosen = covering(name)
     np.testing.assert_allclose(run(name, chosen)[0], expected(name, chosen), rtol=1e-9, atol=1e-9)
 
 
@@ -187,8 +201,9 @@ def at_stages(stages: dict[str, tuple[int, ...]]) -> dict[str, list[list[Any]]]:
     return {name: run(name, few(name), chosen) for name, chosen in stages.items()}
 
 
-# That stages agree does not depend on the optimizer: one whose update is elementwise and one of norms show all three.
-AT_STAGES = {name: (1, 2, 3) if name in ("adamw", "lamb") else (3,) for name in OWN}
+# That stages agree does not depend on the optimizer: one whose update is of norms shows all three. Adam and AdamW share
+# their formula but for the decay, which the cases on one rank have.
+AT_STAGES = {name: (1, 2, 3) if name == "lamb" else (3,) for name in OWN if name != "adam"}
 
 
 @pytest.mark.parametrize(
@@ -196,7 +211,7 @@ AT_STAGES = {name: (1, 2, 3) if name in ("adamw", "lamb") else (3,) for name in 
 )
 def test_two_ranks_at_every_stage_have_upstreams_numbers(pool: Pool, stages: dict[str, tuple[int, ...]]) -> None:
     for rank in pool.run(2, at_stages, stages):
-        for name in OWN:
+        for name in stages:
             for stage in rank[name]:
                 np.testing.assert_allclose(stage, expected(name, few(name)), rtol=1e-9, atol=1e-9)
 
