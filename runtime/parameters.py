@@ -63,7 +63,12 @@ def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return a subclass of a parameter class whose ``grad`` asks readers."""
     if issubclass(kind, SplitParameter) or isinstance(kind.__dict__.get("grad"), _Grad):
         return kind
-    names = {"grad": _Grad(), "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {
+        "grad": _Grad(),
+        "_zerograph_reader": True,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
     metaclass: Any = type(kind)
     subclass: type[nn.Parameter] = metaclass(kind.__name__, (kind,), names)
     return subclass

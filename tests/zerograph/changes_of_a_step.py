@@ -133,6 +133,8 @@ class Base(nn.Module):
         self.linear, self.gain, self.act = nn.Linear(4, 4), 1.0, times(0.5)
         self.register_buffer("offset", torch.zeros(width))
         self._sizes = [1.0, 2.0]
+        self.gates = nn.ModuleList([nn.Threshold(0.0, 0.0), nn.Threshold(0.25, 0.0)])
+        self._gate = [self.gates[0]]
 
     def forward(self, x: Tensor) -> Tensor:
         import library_of_a_step as library
@@ -145,7 +147,7 @@ class Base(nn.Module):
             x = MADE_BY_NAME(x) * Measured.GAIN * NUMBER.gain * Kind.ONE.gain * LOCAL.gain * gain  # type: ignore[attr-defined]
         x = x * scaled.gain * QUEUE_LIMIT.maxlen * STRIDED.stride(0) * TABLE.gain * SLOTS.gain()  # type: ignore[attr-defined]
         x = x * GAIN_OF_A_STEP  # type: ignore[name-defined]  # noqa: F821
-        x = torch.ops.zerograph_changes.lifted(compiled(x))
+        x = self._gate[0](torch.ops.zerograph_changes.lifted(compiled(x)))
         return self.finished(x + round(1.75)) * getattr(self.linear.weight, "gain", 1.0)
 
     def finished(self, x: Tensor) -> Tensor:
@@ -314,6 +316,7 @@ CHANGES: dict[str, Change] = {
     "a module's number": of(lambda step, n: setattr(step.body, "gain", n)),
     "a module's function": of(lambda step, n: setattr(step.body, "act", times(n))),
     "a module's private list": of(lambda step, n: step.body._sizes.append(n)),
+    "one of two modules of a class": of(lambda step, n: setattr(step.body, "_gate", [step.body.gates[1]])),
     "a hook": of(hooked),
     "an attribute of a parameter": of(lambda step, n: setattr(step.body.linear.weight, "gain", n)),
     "a tuple of the graph": of(lambda step, n: setattr(step, "extra", (1.0, (n,)))),

@@ -41,11 +41,11 @@ _FUNCTIONS_IN_C = _words("""
     _thread.RLock.__enter__ _thread.RLock.__exit__ _thread.RLock.acquire _thread.RLock.release _thread._local
     _thread.allocate_lock _thread.get_ident _thread.lock.__enter__ _thread.lock.__exit__ _thread.lock.acquire
     _thread.lock.release _weakref.proxy _weakref.ref nt.fspath posix.fspath sys.exc_info sys.intern
-    torch._C._are_functorch_transforms_active torch._C._get_cudnn_enabled torch._C._get_flash_sdp_enabled
-    torch._C._get_math_sdp_enabled torch._C._get_mem_efficient_sdp_enabled torch._C._get_tracing_state
-    torch._C._has_torch_function torch._C._has_torch_function_unary torch._C._has_torch_function_variadic
-    torch._C._is_torch_function_mode_enabled torch._C._log_api_usage_once torch._C._set_grad_enabled
-    torch._C.get_autocast_dtype torch._C.get_default_dtype torch._C.is_anomaly_enabled
+    torch._C._are_functorch_transforms_active torch._C._disabled_torch_function_impl torch._C._get_cudnn_enabled
+    torch._C._get_flash_sdp_enabled torch._C._get_math_sdp_enabled torch._C._get_mem_efficient_sdp_enabled
+    torch._C._get_tracing_state torch._C._has_torch_function torch._C._has_torch_function_unary
+    torch._C._has_torch_function_variadic torch._C._is_torch_function_mode_enabled torch._C._log_api_usage_once
+    torch._C._set_grad_enabled torch._C.get_autocast_dtype torch._C.get_default_dtype torch._C.is_anomaly_enabled
     torch._C.is_autocast_cpu_enabled torch._C.is_autocast_enabled torch._C.is_grad_enabled
     torch._C.is_inference_mode_enabled
 """)

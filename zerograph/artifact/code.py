@@ -126,7 +126,9 @@ def attribute_digests(
         names: digest attributes of modules of these names only.
     """
     modules = {name: module for name, module in root.named_modules() if name}
-    visited.own = frozenset(map(id, [*own, root, *modules.values(), *root.parameters(), *root.buffers()]))
+    tensors = [*root.named_parameters(), *root.named_buffers()]
+    visited.own = {**{id(one): "graph" for one in (*own, root)}, **{id(one): name for name, one in modules.items()}}
+    visited.own |= {id(tensor): name for name, tensor in tensors}
     digest = Digest(visited)
     texts = {}
     holders = {"self": attributes, **{name: vars(module) for name, module in modules.items()}}

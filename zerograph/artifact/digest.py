@@ -18,7 +18,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -74,6 +74,8 @@ _OF_CLASSES = ADDED | frozenset(
         "___needs_generation_tag_patch",
     }
 )
+# Entries of the classes that zerograph gives prepared modules, and parameters: to a trace they are their bases.
+_OURS = frozenset({"_zerograph_prepared", "_zerograph_reader"})
 # Longer containers, and objects nested deeper, are digested by their type and length.
 _MAX_LENGTH, _MAX_DEPTH = 10_000, 24
 # Types of what has no value besides its name, and the object that it belongs to.
@@ -120,7 +122,7 @@ class Visited:
 
     Attributes:
         executed: names of the functions whose globals count; None for all.
-        own: the graph, its modules and their tensors, by ``id``, which are compared by themselves.
+        own: names of the graph, its modules and their tensors, by ``id``, which are compared by themselves.
         doubts: values that a digest does not tell whole, as text.
         codes: the code of all functions seen, with that of the functions inside.
         functions: what is in the closures of the functions seen as objects, by their code.
@@ -128,7 +130,7 @@ class Visited:
     """
 
     executed: Collection[str] | None = None
-    own: Collection[int] = ()
+    own: Mapping[int, str] = field(default_factory=dict)
     doubts: dict[str, None] = field(default_factory=dict)
     codes: set[types.CodeType] = field(default_factory=set)
     functions: dict[types.CodeType, list[tuple[Any, ...]]] = field(default_factory=dict)
@@ -272,7 +274,7 @@ class Digest:
     def _tensor(self, value: Tensor) -> str:
         content = ""
         if id(value) in self.visited.own:
-            return "of the graph"
+            return f"of the graph {self.visited.own[id(value)]}"
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             content = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
@@ -353,7 +355,7 @@ class Digest:
         if counts(_file_of(type(cls))):
             texts.append(self.of(type(cls)))
         for kind in cls.__mro__:
-            if not counts(_file_of(kind)):
+            if not counts(_file_of(kind)) or not _OURS.isdisjoint(vars(kind)):
                 continue
             entries = {name: untagged(entry) for name, entry in sorted(vars(kind).items()) if name not in _OF_CLASSES}
             texts.append(f"{kind.__qualname__}: {' '.join(entries)}")
@@ -370,8 +372,9 @@ class Digest:
         return " ".join(texts)
 
     def _module(self, module: nn.Module) -> str:
-        # What the graph holds is compared by itself.
-        return self.of(type(module)) if id(module) in self.visited.own else self._parts(module)
+        # What the graph holds is compared by itself. Several modules may have one class.
+        name = self.visited.own.get(id(module))
+        return self._parts(module) if name is None else f"{name} {self.of(type(module))}"
 
     def _package(self, module: types.ModuleType) -> str:
         package = sys.modules.get(module.__name__.partition(".")[0])

@@ -17,8 +17,10 @@ from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
 from zerograph.passes.rules.registry import user_rules
 
+# The name among the attributes of a graph for the calls of a loop that its ``build()`` repeats.
+RECORDED = "the recorded calls"
+_FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
 # Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
-_FRAMEWORKS = ("zerograph.loops", "zerograph.compat", "zerograph.integrations")
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step")
 
 
@@ -30,7 +32,7 @@ class Dependencies:
         facts: those that a capture compares, as text by name.
         read_facts: returns them as they are now.
         graph: the graph.
-        attributes: its attributes, private ones of the user's class included.
+        attributes: its attributes, private ones of the user's class included; and :data:`RECORDED`.
         members: its modules and tensors.
         optimizers: its optimizers.
         config: its options.
@@ -67,11 +69,16 @@ class Dependencies:
         executed, named = visited.executed, frozenset(visited.codes)
         # What no code names is not read: schedulers and tokenizers may be in attributes.
         names = read_names(trace)
-        attributes = {name: value for name, value in self.attributes.items() if names is None or name in names}
+        attributes = {
+            name: value for name, value in self.attributes.items() if names is None or name in names or name == RECORDED
+        }
         visited.executed = ()
         self._digests(visited, attributes, names)
         visited.executed = executed
         doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited, named), *self.foreseen_doubts()]
+        if self._is_recorded:
+            # No code of the user has the graph.
+            return doubts if trace.codes else [*doubts, "no code of the model ran"]
         if not any(code.co_name == "build" for code in trace.codes):
             doubts.append("no build() ran")
         # Counts of steps, for instance.
@@ -82,19 +89,28 @@ class Dependencies:
     def foreseen_doubts(self) -> list[str]:
         """Return those of :meth:`doubts` that no trace is needed for."""
         doubts = []
-        if _is_of_framework(type(self.graph)):
-            doubts.append("the graph is not a direct subclass of zg.ZeroGraph: its class keeps state of its own")
+        kinds = [type(self.graph), *(map(type, self.members.root.modules()) if self._is_recorded else ())]
+        names = [kind.__module__ for cls in kinds for kind in cls.__mro__ if kind.__module__.startswith(_FRAMEWORKS)]
+        if names or (type(self.graph).__module__.startswith("zerograph.loops") and not self._is_recorded):
+            doubts.append(f"a class of {[*names, type(self.graph).__module__][0]} keeps state of its own")
         if modes := _torch.active_modes():
             doubts.append(f"modes of torch are active: {', '.join(modes)}")
         if self.config.on_missing_rule == "discover":
             doubts.append("config.on_missing_rule = 'discover' runs operators")
         return doubts
 
+    @property
+    def _is_recorded(self) -> bool:
+        return RECORDED in self.attributes
+
     def _digests(
         self, visited: Visited, attributes: Mapping[str, Any], names: Collection[str] | None
     ) -> dict[str, str]:
-        texts = attribute_digests(self.members.root, attributes, [self.graph], visited, names)
+        own = {name: value for name, value in attributes.items() if name != RECORDED}
+        texts = attribute_digests(self.members.root, own, [self.graph], visited, names)
         digest = Digest(visited)
+        if self._is_recorded:
+            texts[RECORDED] = digest.of(attributes[RECORDED])
         tensors = {**self.members.parameters, **self.members.buffers}
         for name, tensor in tensors.items():
             noted = {key: entry for key, entry in vars(tensor).items() if not key.startswith("_zerograph")}
@@ -119,11 +135,6 @@ class Dependencies:
             for operator, rule in user_rules()
         )
         return texts
-
-
-def _is_of_framework(cls: type) -> bool:
-    """Return whether a class inherits from one of zerograph's loops, integrations or compatible interfaces."""
-    return any(kind.__module__.startswith(_FRAMEWORKS) for kind in cls.__mro__)
 
 
 def _is_plain(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from zerograph import _torch
+from zerograph.compiler.dependencies import RECORDED
 from zerograph.compiler.input_layout import rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
@@ -74,6 +75,11 @@ class Recorded(ZeroGraph):
         if losses:
             torch.autograd.backward(losses)
         return outputs
+
+    def _attributes_of_code(self) -> dict[str, Any]:
+        """Return what a trace of the graph depends on: the program, in place of the attributes that hold it."""
+        program = {} if self._program is None else {RECORDED: self._program.described()}
+        return {**self._attributes(), **program}
 
     def parts(self) -> int:
         """Return the number of parts that the batch of one call is split into over the ranks."""
@@ -303,6 +309,10 @@ class Gradients(Preview):
         job = self._join()
         placed = zip(self._names[self.tape], values, self._latest.outputs, strict=True)
         return {name: gather_whole(job, value, sbp) for name, value, (sbp, _) in placed}
+
+    def _attributes_of_code(self) -> dict[str, Any]:
+        """Return attributes without the program: a trace notes the names of gradients, so no step is cached."""
+        return self._attributes()
 
     def _computed(self, *tensors: Tensor) -> Any:
         assert self._program is not None

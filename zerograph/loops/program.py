@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base import source
 from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.loops.deferred import Meta, Result, replaying
 from zerograph.loops.metadata import patched
@@ -67,6 +68,34 @@ class Program:
             with torch.set_grad_enabled(call.with_gradients), autocast_of(call, device), replaying():
                 results.append(pytree.tree_leaves(_repeated(call, args, kwargs)))
         return [value_of(loss) for loss in self.losses], [value_of(output) for output in self.outputs]
+
+    def described(self) -> list[Any]:
+        """Return all that :meth:`run` depends on besides tensors, with the lines of the user that nodes get."""
+        calls = [
+            [
+                *map(_described, (call.function, *call.arguments)),
+                *(str(call.tree), call.with_gradients, call.again, call.autocast, call.line),
+            ]
+            for call in self.calls
+        ]
+        return [calls, repr((self.kinds, self.losses, self.outputs, self.early)), source.running_line()]
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """A function of zerograph's, of which a digest would not see what its closure contains."""
+
+    name: str
+
+
+def _described(value: Any) -> Any:
+    """Return a function or an argument as a digest tells it whole."""
+    if isinstance(value, (Result, RealTensor, Named)):
+        return (repr(value),)
+    module, closure = getattr(value, "__module__", None) or "", getattr(value, "__closure__", ())
+    if module.partition(".")[0] == "zerograph" and not (module.startswith("zerograph.loops.") and closure is None):
+        return _Unknown(module)
+    return value
 
 
 def program_of(

@@ -1,0 +1,148 @@
+"""The cache of steps in loops of ``zg.prepare``: used where the loop makes the same calls, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import part
+from tests.pool import Pool
+from tests.zerograph.test_step_cache import cache_in
+
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.arange(8) % 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(F.gelu(self.norm(self.first(x)))))
+
+
+def train(folder: str, stage: int) -> tuple[list[float], list[Tensor], list[str], int]:
+    """Run steps of several kinds; return losses, parameters, what the cache says, and the number of traces."""
+    with cache_in(folder) as cache:
+        torch.manual_seed(0)
+        model = Net()
+        model, optimizer = zg.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage)
+        losses = []
+        for backwards in (1, 1, 3):
+            optimizer.zero_grad()
+            for number in range(backwards):
+                loss = F.cross_entropy(model(part(X) + number), part(Y)) * 0.5
+                # The step pauses before backward() from the second time on.
+                losses.append(loss.item())
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(part(X)).sum().item())
+        return losses, list(model.state_dict().values()), cache.said, cache.traces
+
+
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2))])
+def test_steps_of_a_loop_are_kept_and_compute_the_same(pool: Pool, tmp_path: Path, stage: int) -> None:
+    cold = pool.run(2, train, str(tmp_path), stage)
+    warm = pool.run(2, train, str(tmp_path), stage)
+    assert cold[0][3] > 2
+    for (losses, state, _, _), (losses_again, state_again, said, traces) in zip(cold, warm, strict=True):
+        assert traces == 0, said
+        assert all("is used" in line for line in said)
+        torch.testing.assert_close((losses_again, state_again), (losses, state), rtol=0, atol=0)
+
+
+LIMIT = 1.0
+
+
+def limited(factor: float) -> Callable[[Tensor], Tensor]:
+    def limit(x: Tensor) -> Tensor:
+        return x.clamp(max=LIMIT) * factor
+
+    return limit
+
+
+@dataclass
+class Options:
+    """The calls of one step of a loop."""
+
+    scale: float = 0.5
+    norm: float = 0.5
+    order: tuple[int, int] = (0, 1)
+    operator: Callable[[Tensor], Tensor] = torch.tanh
+    method: str = "sin"
+    dim: int = 0
+    detached: bool = False
+    limit: Callable[[Tensor], Tensor] = field(default_factory=lambda: limited(1.0))
+    backwards: int = 1
+    smoothing: float = 0.0
+    edit: bool = True
+
+
+def run(options: Options) -> None:
+    """Make one step of a loop with two models of one class."""
+    torch.manual_seed(0)
+    models = nn.Linear(4, 4), nn.Linear(4, 4)
+    parameters = [*models[0].parameters(), *models[1].parameters()]
+    *models, optimizer, limit = zg.prepare(*models, torch.optim.SGD(parameters, lr=0.1), options.limit, stage=2)
+    optimizer.zero_grad()
+    first, second = (models[number] for number in options.order)
+    x = getattr(options.operator(first(X)), options.method)()
+    with torch.set_grad_enabled(not options.detached):
+        x = limit(x)
+    x = x.softmax(-1 - options.dim) + second(X)
+    loss = nn.CrossEntropyLoss(label_smoothing=options.smoothing)(x, Y) * options.scale
+    if options.backwards == 2:
+        x.square().mean().backward(retain_graph=True)
+    loss.backward()
+    if options.edit:
+        nn.utils.clip_grad_norm_(parameters, options.norm)
+    optimizer.step()
+    models[0].state_dict()
+
+
+CHANGES: dict[str, Options] = {
+    "a number in the loss": Options(scale=0.25),
+    "a number of an edit of gradients": Options(norm=0.25),
+    "the order of two models of one class": Options(order=(1, 0)),
+    "a function of torch": Options(operator=torch.sigmoid),
+    "a method of a tensor": Options(method="cos"),
+    "the closure of a prepared function": Options(limit=limited(2.0)),
+    "without gradients": Options(detached=True),
+    "a second backward": Options(backwards=2),
+    "an attribute of a loss that is not prepared": Options(smoothing=0.1),
+    "without an edit": Options(edit=False),
+}
+
+
+def changed(folder: str) -> list[str]:
+    """Return the changes after which the steps in the cache were used, and no other."""
+    used = []
+    with cache_in(folder) as cache, pytest.MonkeyPatch.context() as patch:
+        run(Options())
+        assert cache.files(), cache.said
+        for name, options in {"nothing": Options(), **CHANGES}.items():
+            before = cache.traces
+            run(options)
+            if cache.traces == before:
+                used.append(name)
+        patch.setitem(globals(), "LIMIT", 0.5)
+        before = cache.traces
+        run(Options())
+        if cache.traces == before:
+            used.append("a global of a prepared function")
+    return used
+
+
+def test_a_step_of_a_loop_that_makes_other_calls_is_not_used(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(1, changed, str(tmp_path))[0] == ["nothing"]
