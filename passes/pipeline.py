@@ -25,6 +25,7 @@ from zerograph.passes.buckets.fuse import fuse
 from zerograph.passes.buckets.skip_overflowed_update import skip_overflowed_update
 from zerograph.passes.communication.assign_wire_formats import assign_wire_formats
 from zerograph.passes.communication.coalesce import coalesce
+from zerograph.passes.communication.fuse_feedback import fuse_feedback
 from zerograph.passes.communication.merge_exchanges import merge_exchanges
 from zerograph.passes.communication.pause_before_backward import pause_before_backward
 from zerograph.passes.communication.release import release
@@ -132,6 +133,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(pause_before_backward, "local", time=False, bodies=False, essential=True),
     # merge small all-reduces that only the step's end needs
     Pass(coalesce, "local", time=False),
+    # add, code, and compute what the code lacks, in one operator
+    Pass(fuse_feedback, "local", time=False),
     # send queries, keys and values of attention in one all-to-all
     Pass(merge_exchanges, "local", time=False),
     # let fused optimizers update a bucket by their own operators

@@ -234,6 +234,10 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     "read early": (read_early, ("pause_before_backward",)),
     "peers": (between_peers, ("lower_to_p2p",)),
     "wire": (lambda: step_of(mlp(4, 4), torch.ones(4, 4), wire={"reduce": "int8"}), ("assign_wire_formats",)),
+    "feedback": (
+        lambda: step_of(mlp(4, 4), torch.ones(4, 4), wire={"reduce": zg.wire("int8", feedback=True)}),
+        ("fuse_feedback",),
+    ),
     "optimizer on the CPU": (with_optimizer_on_the_cpu, ("prefetch_offloaded",)),
     "activations on the CPU": (with_activations_on_the_cpu, ("offload_activations",)),
     "files": (offloaded, ("offload",)),

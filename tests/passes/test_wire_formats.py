@@ -15,7 +15,7 @@ from tests.models import TrainStep, adamw, batches, make
 from zerograph.inspection.step import Prepared
 from zerograph.ir import blocks
 from zerograph.ir.blocks import Codec
-from zerograph.ir.mesh import Mesh
+from zerograph.ir.mesh import Mesh, line
 from zerograph.ir.metadata import Coded, boxing_of, meta
 from zerograph.ir.wire import wire
 from zerograph.passes.context import Context
@@ -179,6 +179,28 @@ def test_the_error_of_a_code_is_what_it_lacks_and_0_where_it_is_not_finite(code:
     if code == "int4":
         # What an outlier leaves no code for is kept.
         assert torch.equal(error[256 + 8 : 512], values[256 + 8 : 512])
+
+
+@pytest.mark.parametrize("code", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_sum_is_coded_with_the_bits_of_its_parts(code: str, dtype: torch.dtype) -> None:
+    codec = wire(code, scales=torch.bfloat16).codec
+    values = torch.randn(2 * 2**18 + 1024) * torch.logspace(-45, 30, 2 * 2**18 + 1024)
+    residual = (values * torch.randn(len(values)) / 16).bfloat16()
+    values[300], values[2**18 + 9] = float("nan"), float("inf")
+    total = values + residual
+    coded = blocks.encode(total, *codec.arguments)
+    error = blocks.coding_error(total, coded, *codec.arguments, dtype)
+    assert all(map(torch.equal, blocks.encode_sum(values, residual, *codec.arguments, dtype), (coded, error)))
+
+
+def test_error_feedback_is_one_operator_for_each_bucket() -> None:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, wire={"reduce": wire("int4", feedback=True)})
+    prepared = step.prepare(line(2, 0, "ranks"), *(tensor.chunk(2)[0] for tensor in batches("mlp", 1)[0]))
+    targets = [node.target for node in prepared.graph.graph.nodes]
+    assert targets.count(blocks.encode_sum) == len(prepared.context.buckets)
+    assert blocks.coding_error not in targets
 
 
 def test_tiny_and_zero_blocks_are_finite() -> None:

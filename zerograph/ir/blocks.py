@@ -92,20 +92,27 @@ def _encode_blocks(values: Tensor, into: Tensor, code: Code, scales: torch.dtype
     if code in _INTEGERS:
         for part, new in zip(root_parts(into, code), encode_roots(values, code), strict=False):
             part.copy_(new)
-        return
+    else:
+        _encode_integers(values, into, code, scales)
+
+
+def _encode_integers(values: Tensor, into: Tensor, code: Code, scales: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Code blocks as integers that a scale multiplies; return both in fp32."""
     block, limit = values.shape[1], _LIMITS[code]
     integers, scale = into.split([_code_bytes(code, block), scales.itemsize], 1)
     stored = scale.view(scales)
     magnitudes = values.abs()
     stored.copy_(magnitudes.amax(1, keepdim=True).div_(limit))
+    factor = stored.float()
     # At most the limit and a few thousandths, which round to the limit: nothing is to be clamped.
-    rounded = torch.mul(values, _inverse(stored.float()), out=magnitudes).round_()
+    rounded = torch.mul(values, _inverse(factor), out=magnitudes).round_()
     if code == "int8":
         integers.view(torch.int8).copy_(rounded)
     else:
         # The first half of a block is in the low bits, the second half in the high bits; each is offset by 8.
         low, high = rounded.chunk(2, 1)
         integers.copy_(torch.add(low, high, alpha=16).add_(8 + 8 * 16))
+    return rounded, factor
 
 
 def _decode(coded: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype) -> Tensor:
@@ -234,11 +241,15 @@ def _coding_error(x: Tensor, coded: Tensor, code: Code, block: int, scales: torc
     error = torch.empty_like(x, dtype=dtype)
     for (values, source), (into, _) in zip(_chunks(x, coded, codec), _chunks(error, coded, codec), strict=True):
         decoded = _decoded_blocks(source, code, block, scales)
-        lacking = torch.sub(values, decoded, out=decoded)
-        # A sum takes less time, and is finite only if its terms are. An accelerator would have to be waited for.
-        if lacking.device.type != "cpu" or not lacking.sum().isfinite():
-            lacking.nan_to_num_(0.0, 0.0, 0.0)
-        into.copy_(lacking)
+        into.copy_(_finite(torch.sub(values, decoded, out=decoded)))
+    return error
+
+
+def _finite(error: Tensor) -> Tensor:
+    """Replace what is not finite by 0, in place."""
+    # A sum takes less time, and is finite only if its terms are. An accelerator would have to be waited for.
+    if error.device.type != "cpu" or not error.sum().isfinite():
+        error.nan_to_num_(0.0, 0.0, 0.0)
     return error
 
 
@@ -246,6 +257,30 @@ def _coding_error_fake(
     x: Tensor, coded: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
+
+
+def _encode_sum(
+    x: Tensor, residual: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the code of a sum of fp32, and what it lacks, with the bits of :func:`encode` and :func:`coding_error`."""
+    codec = Codec(code, block, scales)
+    if code == "bf16" or code in _INTEGERS:
+        total = x + residual
+        coded = _encode(total, code, block, scales)
+        return coded, _coding_error(total, coded, code, block, scales, dtype)
+    coded, error = _encode_sum_fake(x, residual, code, block, scales, dtype)
+    parts = (_chunks(one, coded, codec) for one in (x, residual, error))
+    for (values, into), (owed, _), (lacking, _) in zip(*parts, strict=True):
+        total = values + owed
+        rounded, factor = _encode_integers(total, into, code, scales)
+        lacking.copy_(_finite(total.sub_(rounded.mul_(factor))))
+    return coded, error
+
+
+def _encode_sum_fake(
+    x: Tensor, residual: Tensor, code: Code, block: int, scales: torch.dtype, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _encode_fake(x, code, block, scales), torch.empty_like(x, dtype=dtype)
 
 
 def _difference(x: Tensor, received: Tensor, start: int) -> Tensor:
@@ -268,9 +303,9 @@ _library = torch.library.Library("zerograph", "FRAGMENT")
 CODEC = "str code, int block, ScalarType scales"
 
 
-def _define(name: str, takes: str, run: Any, fake: Any) -> Any:
+def _define(name: str, takes: str, run: Any, fake: Any, returns: str = "Tensor") -> Any:
     """Register an operator of the ``zerograph`` namespace for all devices and return it."""
-    _library.define(f"{name}({takes}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(f"{name}({takes}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zerograph::{name}", fake, lib=_library)
     return getattr(torch.ops.zerograph, name).default
@@ -281,5 +316,12 @@ decode = _define("decode", f"Tensor coded, {CODEC}, ScalarType dtype", _decode, 
 sum_decoded = _define("sum_decoded", f"Tensor coded, {CODEC}, ScalarType dtype", _sum_decoded, _sum_decoded_fake)
 coding_error = _define(
     "coding_error", f"Tensor x, Tensor coded, {CODEC}, ScalarType dtype", _coding_error, _coding_error_fake
+)
+encode_sum = _define(
+    "encode_sum",
+    f"Tensor x, Tensor residual, {CODEC}, ScalarType dtype",
+    _encode_sum,
+    _encode_sum_fake,
+    "(Tensor, Tensor)",
 )
 difference = _define("difference", "Tensor x, Tensor received, int start", _difference, _difference_fake)

@@ -368,7 +368,14 @@ def _reads_a_copy(start: fx.Node) -> bool:
     return start.target is c10d.all_reduce.default or str(start.target) in copying
 
 
-_CODES = {blocks.encode, blocks.decode, blocks.sum_decoded, blocks.coding_error, blocks.difference}
+_CODES = {
+    blocks.encode,
+    blocks.decode,
+    blocks.sum_decoded,
+    blocks.coding_error,
+    blocks.encode_sum,
+    blocks.difference,
+}
 _COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER, *_CODES}
 
 
