@@ -44,7 +44,12 @@ def in_turn(first: str, second: str, stages: tuple[int, int]) -> tuple[list[floa
 
 @pytest.mark.parametrize(
     ("first", "second", "stages"),
-    [("adamw", "adamw", (1, 1)), ("adamw", "adamw", (2, 3)), ("sgd", "adamw", (1, 1)), ("adafactor", "adamw", (0, 3))],
+    [
+        ("adamw", "adamw", (2, 3)),
+        ("sgd", "adamw", (1, 1)),
+        pytest.param("adamw", "adamw", (1, 1), marks=pytest.mark.long),
+        pytest.param("adafactor", "adamw", (0, 3), marks=pytest.mark.long),
+    ],
 )
 def test_each_optimizer_keeps_its_own_state(pool: Pool, first: str, second: str, stages: tuple[int, int]) -> None:
     plain = make("mlp", torch.float64)

@@ -71,17 +71,21 @@ def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return path, pool.run(2, saved_and_gone_on, path, [0, 1, 2, 3])[0]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["into a new graph", "into a compiled graph of another stage"])
-def test_training_goes_on_bitwise(pool: Pool, checkpoints: Any, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("compiled", "stages"),
+    [(False, [1, 3]), (True, [0, 2]), pytest.param(False, [0, 2], marks=pytest.mark.long)],
+    ids=["into a new graph", "into a compiled graph of another stage", "into a new graph of the other stages"],
+)
+def test_training_goes_on_bitwise(pool: Pool, checkpoints: Any, compiled: bool, stages: list[int]) -> None:
     path, expected = checkpoints
-    for (losses, state), (more, parameters) in zip(
-        expected, pool.run(2, gone_on_from, path, [0, 1, 2, 3], compiled)[0], strict=True
-    ):
+    for stage, (more, parameters) in zip(stages, pool.run(2, gone_on_from, path, stages, compiled)[0], strict=True):
+        losses, state = expected[stage]
         assert more == losses
         assert all(torch.equal(parameters[name], value) for name, value in state.items())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+# Four ranks: test_resume_elsewhere.
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_training_goes_on_on_another_number_of_ranks(pool: Pool, checkpoints: Any, ranks: int) -> None:
     path, expected = checkpoints
     losses, parameters = pool.run(ranks, gone_on_from, path, [3], True, 4096)[0][0]
@@ -186,7 +190,10 @@ def resumed(path: Path, case: str) -> tuple[list[float], list[float], bool, bool
     return expected, found, all(torch.equal(mine[name], theirs[name]) for name in mine), alike
 
 
-@pytest.mark.parametrize("case", CASES)
+# Micro-batches and bf16 go on in new processes in test_resume.
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=[pytest.mark.long] * (one in ("bf16", "accumulation"))) for one in CASES]
+)
 def test_loss_scales_schedules_dropout_and_norms_go_on(pool: Pool, tmp_path: Path, case: str) -> None:
     expected, found, parameters, draws = pool.run(2, resumed, tmp_path, case)[0]
     assert found == expected

@@ -149,7 +149,7 @@ def both(stage: int) -> dict[str, tuple[Outcome, Outcome]]:
     return outcomes
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_graph_computes_what_plain_pytorch_does(pool: Pool, stage: int) -> None:
     for outcomes in pool.run(2, both, stage):
         for title, (outcome, expected) in outcomes.items():
