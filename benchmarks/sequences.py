@@ -10,14 +10,18 @@ sequence. Activations: bytes that a step holds at its peak beyond those between 
 Longest sequence: the longest one for which a step keeps `memory_budget`, a multiple of 128, found by preparing steps.
 Bytes sent: by each rank, to exchange activations. Step: medians of rounds in which the ways alternate. By hand:
 plain PyTorch, with the all-to-alls of Ulysses written into the model (`all_to_all_single_autograd`, queries, keys and
-values in one) inside `DistributedDataParallel`. torch's context parallel is not among the ways: it has no kernel for
-CPUs.
+values in one) inside `DistributedDataParallel`. DeepSpeed: the same model with its `DistributedAttention`, where
+deepspeed is installed. torch's context parallel is not among the ways. Its first attention on a CPU ends in
+"NotImplementedError: Operator aten._scaled_dot_product_flash_attention_for_cpu.default does not have a sharding
+strategy registered."
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -133,21 +137,23 @@ def longest(sizes: dict[str, int], budget: int, ranks: int, **options: Any) -> i
     return least
 
 
+# From queries, keys and values [batch, positions, 3, heads, channels] to results [batch, positions, heads, channels].
+Attention = Callable[[Tensor], Tensor]
+
+
 class ByHand(nn.Module):
     """The same GPT on one piece of the sequence: heads and positions change places before and after attention."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, attention: Attention) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.attention = model, attention
 
     def forward(self, tokens: Tensor) -> Tensor:
         model, first = self.model, zg.rank() * tokens.shape[1]
         x = model.tokens(tokens) + model.positions(torch.arange(first, first + tokens.shape[1]))
         for block in model.blocks:
-            qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(*all_to_all(qkv, cut=2, join=3).unbind(0), is_causal=True)
-            attended = all_to_all(attended, cut=2, join=1)
-            x = x + block.out(attended.transpose(1, 2).flatten(2))
+            qkv = block.qkv(block.norm1(x)).unflatten(-1, (3, block.heads, -1))
+            x = x + block.out(self.attention(qkv).flatten(2))
             x = x + block.down(F.gelu(block.up(block.norm2(x))))
         return model.head(model.norm(x))
 
@@ -160,8 +166,31 @@ def all_to_all(x: Tensor, cut: int, join: int) -> Tensor:
     return torch.cat(received.unbind(0), join)
 
 
-def by_hand(task: Task) -> Callable[[Tensor, Tensor], Tensor]:
-    model = nn.parallel.DistributedDataParallel(ByHand(task.model()))
+def exchanged_by_hand(qkv: Tensor) -> Tensor:
+    whole = all_to_all(qkv.permute(2, 0, 3, 1, 4), cut=2, join=3)
+    attended = F.scaled_dot_product_attention(*whole.unbind(0), is_causal=True)
+    return all_to_all(attended, cut=2, join=1).transpose(1, 2)
+
+
+def exchanged_by_deepspeed() -> Attention:
+    # Read at import: without it DeepSpeed looks for an accelerator.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+
+    # An all-reduce for inference that no training step calls; to build it takes a minute and a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in qkv), is_causal=True).transpose(1, 2)
+
+    layer = DistributedAttention(attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    return lambda qkv: layer(*qkv.unbind(2), batch_dim_idx=0)
+
+
+def by_hand(task: Task, attention: Attention) -> Callable[[Tensor, Tensor], Tensor]:
+    model = nn.parallel.DistributedDataParallel(ByHand(task.model(), attention))
     optimizer = adamw(model.parameters(), task.lr)
     return loop(lambda x, y: task.loss(model, x, y), optimizer.step, optimizer.zero_grad)
 
@@ -170,7 +199,9 @@ def alternate(sizes: dict[str, int], rounds: int) -> tuple[list[str], list[float
     """Return the ways, the median seconds of their steps, and their losses of the last step."""
     task = gpt(**sizes)
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {form: TrainStep(task, **split(form)) for form in FORMS}
-    ways["by hand"] = by_hand(task)
+    if importlib.util.find_spec("deepspeed"):
+        ways["DeepSpeed"] = by_hand(task, exchanged_by_deepspeed())
+    ways["by hand"] = by_hand(task, exchanged_by_hand)
     batches = [piece(batch, zg.rank(), RANKS) for batch in task.batches(0)]
     losses = dict.fromkeys(ways, torch.zeros(()))
 
@@ -184,8 +215,9 @@ def alternate(sizes: dict[str, int], rounds: int) -> tuple[list[str], list[float
         return run
 
     seconds = medians([runner(way) for way in ways], rounds, warm_up=2)
-    dist.all_reduce(losses["by hand"], dist.ReduceOp.SUM)
-    losses["by hand"] /= RANKS
+    for way in sorted(set(ways) - set(FORMS)):
+        dist.all_reduce(losses[way], dist.ReduceOp.SUM)
+        losses[way] /= RANKS
     return list(ways), seconds, [loss.item() for loss in losses.values()]
 
 
@@ -223,6 +255,8 @@ def longest_table(sizes: dict[str, int], budget: int) -> list[str]:
 
 def times_table(pool: Pool, sizes: dict[str, int], rounds: int) -> list[str]:
     ways, seconds, losses = pool.run(RANKS, alternate, sizes, rounds)[0]
+    if "DeepSpeed" not in ways:
+        print("DeepSpeed is left out: deepspeed is not installed")
     rows = [
         [way, f"{taken * 1e3:.0f} ms", f"{seconds[-1] / taken:.2f}", f"{loss:.6f}"]
         for way, taken, loss in zip(ways, seconds, losses, strict=True)

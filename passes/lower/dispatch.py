@@ -10,7 +10,8 @@ from torch import fx
 
 from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import Size
-from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS, PACK, UNPACK
+from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS, PACK, ROUTES, UNPACK
+from zerograph.ir.mesh import global_shape
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
 from zerograph.ir.rank_numbers import along
 from zerograph.ir.rewrite import emit
@@ -79,10 +80,11 @@ def _exchange(node: fx.Node, dim: int, limit: int, context: Context) -> None:
     rows, ids = rules.tensor_arguments(node)
     ranks, group, graph = context.mesh.shape[dim], context.mesh.groups[dim], node.graph
     tokens = ids.meta["val"].shape[0]
-    numbers = context.mesh.position[dim], ranks, rules.arguments(node)["experts"], limit
+    numbers = context.mesh.position[dim], limit
     sbp: NdSbp = meta(node)["sbp"]
+    routes = _routes_of(ids, node, ranks, context)
     with graph.inserting_before(node):
-        packed = emit(graph, PACK[operator], (rows, ids, *numbers), origin(node), sbp=sbp)
+        packed = emit(graph, PACK[operator], (rows, routes, *numbers), origin(node), sbp=sbp)
         width = packed.meta["val"].shape[1]
         sizes = [limit * width] * ranks, [limit] * ranks, [ranks * limit, width]
         start = emit(graph, exchange_rows, (packed, *sizes, group), origin(node), sbp=sbp)
@@ -90,18 +92,30 @@ def _exchange(node: fx.Node, dim: int, limit: int, context: Context) -> None:
     for emitted in (packed, start, wait):
         meta(emitted)["global"] = (ranks * ranks * limit, width)
     meta(packed)["rank_arguments"] = {2: along(dim, 1)}
-    # The numbers of the tokens that each rank sends to each, sorted.
-    meta(packed)["temporary"] = tokens * ranks * (2 * 8 + 2)
+    # Places in the order of tokens that are sent.
+    meta(packed)["temporary"] = 8 * (tokens + ranks * limit)
     what = "tokens to experts" if operator is DISPATCH else "results of experts"
     moves = _at(sbp, dim, Split(0)), _at(sbp, dim, Split(1))
     meta(start)["boxing"] = _change(node, what, *moves, dim, ranks * nbytes(packed.meta["val"]), context)
     meta(node)["boxing"] = _change(node, what, *moves, dim, 0, context, ", above the capacity")
     meta(node)["rank_arguments"] = {3: along(dim, 1)}
-    # The same numbers; results of experts from one rank, before they are added.
-    meta(node)["temporary"] = tokens * ranks * (8 + 2) + (
-        nbytes(node.meta["val"]) // ranks if operator is COMBINE else 0
-    )
-    node.target, node.args, node.kwargs = UNPACK[operator], (wait, rows, ids, *numbers, group), {}
+    # Places of tokens; results of experts from one rank, before they are added.
+    meta(node)["temporary"] = tokens * (8 + 2) + (nbytes(node.meta["val"]) // ranks if operator is COMBINE else 0)
+    node.target, node.args, node.kwargs = UNPACK[operator], (wait, rows, routes, *numbers, group), {}
+
+
+def _routes_of(ids: fx.Node, node: fx.Node, ranks: int, context: Context) -> fx.Node:
+    """Return the node of the routes of these tokens, emitted before the first node that exchanges them."""
+    known = next((user for user in ids.users if user.target is ROUTES), None)
+    if known is not None:
+        return known
+    experts, tokens = rules.arguments(node)["experts"], ids.meta["val"].shape[0]
+    sbp = tuple(Split(1) if isinstance(entry, Split) else entry for entry in meta(ids)["sbp"])
+    with ids.graph.inserting_before(node):
+        routes = emit(ids.graph, ROUTES, (ids, ranks, experts), origin(node), sbp=sbp)
+    meta(routes)["global"] = global_shape(routes.meta["val"].shape, sbp, context.mesh)
+    meta(routes)["temporary"] = 3 * tokens * ranks * 4
+    return routes
 
 
 def _at(sbp: NdSbp, dim: int, entry: Sbp) -> NdSbp:

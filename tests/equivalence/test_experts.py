@@ -38,7 +38,7 @@ from tests.models import part
 from tests.peak_memory import most_allocated
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
-from zerograph.ir import experts
+from zerograph.ir import dispatch, experts
 from zerograph.ir.memory import temporary_bytes
 from zerograph.ir.mesh import line
 from zerograph.ir.step_graph import nbytes
@@ -461,3 +461,21 @@ def test_the_memory_inside_of_products_by_expert_is_predicted(target: Any, width
     node.meta["val"] = target(x, other, ids, *sizes)
     seen = most_allocated(lambda: target(x, other, ids, *sizes), before=lambda: target(x, other, ids, *sizes))
     assert nbytes(node.meta["val"]) + temporary_bytes(node) == pytest.approx(seen, rel=0.02)
+
+
+def test_the_memory_of_an_exchange_is_predicted_and_its_routes_are_computed_once() -> None:
+    step = prepared("mixtral", 4, 2, expert_parallel=4, dtype=torch.float32)
+    nodes = [node for node in step.emitted.nodes if node.target is dispatch.ROUTES]
+    assert len(nodes) == 1
+    pairs, tokens, width = 2, 4096, 64
+    ids = torch.stack([torch.randperm(8)[:pairs] for _ in range(tokens)])
+    routes = dispatch.ROUTES(ids, 4, 8)
+    x, rows = torch.randn(tokens // 4, width), torch.randn(1, tokens, width)
+    received = torch.randn(tokens, width)
+    for run, wanted in (
+        (lambda: dispatch.ROUTES(ids, 4, 8), 3 * tokens * 4 * 4),
+        (lambda: dispatch.PACK[dispatch.COMBINE](rows, routes, 0, tokens // 4), tokens * 16),
+        (lambda: dispatch.UNPACK[dispatch.DISPATCH](received, x, routes, 0, tokens // 4, ""), tokens * 10),
+        (lambda: dispatch.UNPACK[dispatch.COMBINE](received, rows, routes, 0, tokens // 4, ""), tokens * 10 + x.nbytes),
+    ):
+        assert most_allocated(run, before=run) - nbytes(run()) == pytest.approx(wanted, rel=0.1)

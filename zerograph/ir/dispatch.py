@@ -35,31 +35,32 @@ def capacity(tokens: int, choices: int, experts: int, ranks: int, factor: float)
     return min(tokens, math.ceil(factor * share * tokens))
 
 
-class _Routes:
-    """Which rank gets which tokens.
+def _routes(ids: Tensor, ranks: int, experts: int) -> Tensor:
+    """Return which rank gets which tokens [source, tokens, destination].
 
-    Attributes:
-        number: place of each token among the tokens that its rank sends to a rank [source, tokens, destination].
-        sent: whether the token is sent there [source, tokens, destination].
+    A number is the place of a token among those that its rank sends to the destination, -1 for one that is not sent.
+    It is computed once for both directions of forward and of backward.
+
+    Args:
+        ids: experts of the tokens of all ranks [all tokens, choices].
+        ranks: number of ranks.
+        experts: number of experts of all ranks.
     """
+    owners = torch.div(ids, experts // ranks, rounding_mode="floor")
+    sent = torch.zeros(len(ids), ranks, dtype=torch.int32, device=ids.device).scatter_(1, owners, 1)
+    sent = sent.view(ranks, -1, ranks)
+    return (sent.cumsum(1, dtype=torch.int32) * sent).sub_(1)
 
-    def __init__(self, ids: Tensor, experts: int, ranks: int) -> None:
-        owners = torch.div(ids, experts // ranks, rounding_mode="floor")  # [all tokens, choices]
-        sent = (owners.unsqueeze(-1) == torch.arange(ranks, device=ids.device)).any(1)
-        self.sent = sent.view(ranks, -1, ranks)
-        self.number = self.sent.cumsum(1) - 1
 
-    def first(self, limit: int) -> Tensor:
-        """Return the first ``limit`` tokens that each rank sends to each, and any others if there are fewer.
+def _first(routes: Tensor, limit: int) -> Tensor:
+    """Return the first ``limit`` tokens that are sent [rows, tokens], and any others if there are fewer."""
+    return (routes < 0).byte().sort(dim=1, stable=True).indices[:, :limit]
 
-        Shape [source, destination, limit]; tokens are counted in their rank.
-        """
-        return self.sent.logical_not().byte().sort(dim=1, stable=True).indices[:, :limit].transpose(1, 2)
 
-    def rest(self, limit: int) -> list[list[int]] | None:
-        """Return the number of tokens above the limit from each rank to each; None without any. Wait for ``ids``."""
-        counts = (self.sent.sum(1) - limit).clamp(min=0).tolist()
-        return counts if any(map(any, counts)) else None
+def _rest(routes: Tensor, limit: int) -> list[list[int]] | None:
+    """Return the number of tokens above the limit from each rank to each; None without any. Wait for ``routes``."""
+    counts = (routes.amax(1) + 1 - limit).clamp(min=0).tolist()
+    return counts if any(map(any, counts)) else None
 
 
 @torch.library.custom_op("zerograph::dispatch", mutates_args=())
@@ -134,85 +135,80 @@ class _Place(NamedTuple):
 
     Attributes:
         rank: this rank.
-        ranks: number of ranks.
-        experts: number of experts of all ranks.
         limit: the capacity.
         group: name of the process group; empty for operators that send nothing.
     """
 
     rank: int
-    ranks: int
-    experts: int
     limit: int
     group: str = ""
 
 
-def _pack_dispatched(x: Tensor, ids: Tensor, *numbers: Any) -> Tensor:
+def _pack_dispatched(x: Tensor, routes: Tensor, *numbers: Any) -> Tensor:
     """Return the rows that this rank sends in the first round [ranks * capacity, width].
 
     Args:
         x: tokens of this rank [tokens, width].
-        ids: experts of the tokens of all ranks [all tokens, choices].
+        routes: see :func:`_routes`.
         numbers: see :class:`_Place`.
     """
     place = _Place(*numbers)
-    return x[_Routes(ids, place.experts, place.ranks).first(place.limit)[place.rank].flatten()]
+    return x[_first(routes[place.rank].t(), place.limit).flatten()]
 
 
-def _unpack_dispatched(received: Tensor, x: Tensor, ids: Tensor, *numbers: Any) -> Tensor:
+def _unpack_dispatched(received: Tensor, x: Tensor, routes: Tensor, *numbers: Any) -> Tensor:
     """Return a row for each token of all ranks [1, all tokens, width], zero for those of other groups.
 
     Args:
         received: the rows of the first round.
-        x, ids, numbers: as for :func:`_pack_dispatched`.
+        x, routes, numbers: as for :func:`_pack_dispatched`.
     """
     place = _Place(*numbers)
-    rank, ranks, limit = place.rank, place.ranks, place.limit
-    routes = _Routes(ids, place.experts, ranks)
-    number, sent = routes.number[..., rank], routes.sent[..., rank]  # [source, tokens]
-    places = number.clamp(0, limit - 1) + limit * torch.arange(ranks, device=ids.device).unsqueeze(1)
-    result = received[places.flatten()].masked_fill_(~(sent & (number < limit)).view(-1, 1), 0)
-    if (counts := routes.rest(limit)) is not None:
-        late = routes.sent & (routes.number >= limit)
+    (rank, limit, _), ranks = place, len(routes)
+    number = routes[..., rank]  # [source, tokens]
+    places = number.clamp(0, limit - 1) + limit * torch.arange(ranks, device=x.device).unsqueeze(1)
+    in_time = (number >= 0) & (number < limit)
+    result = received[places.flatten()].masked_fill_(~in_time.view(-1, 1), 0)
+    if (counts := _rest(routes, limit)) is not None:
+        late = routes >= limit
         own = torch.cat([x[late[rank, :, other]] for other in range(ranks)])
         arrived = _exchanged(own, counts[rank], [row[rank] for row in counts], place.group)
         result.index_copy_(0, late[..., rank].flatten().nonzero().squeeze(1), arrived)
     return result.unsqueeze(0)
 
 
-def _pack_combined(rows: Tensor, ids: Tensor, *numbers: Any) -> Tensor:
+def _pack_combined(rows: Tensor, routes: Tensor, *numbers: Any) -> Tensor:
     """Return the rows that this rank sends back in the first round [ranks * capacity, width].
 
     Args:
         rows: a row for each token of all ranks [1, all tokens, width].
-        ids, numbers: as for :func:`_pack_dispatched`.
+        routes, numbers: as for :func:`_pack_dispatched`.
     """
     place = _Place(*numbers)
-    first = _Routes(ids, place.experts, place.ranks).first(place.limit)[:, place.rank]  # [rank of the token, capacity]
-    begins = len(ids) // place.ranks * torch.arange(place.ranks, device=ids.device)
+    first = _first(routes[..., place.rank], place.limit)  # [rank of the token, capacity]
+    begins = routes.shape[1] * torch.arange(len(routes), device=rows.device)
     return rows[0, (first + begins.unsqueeze(1)).flatten()]
 
 
-def _unpack_combined(received: Tensor, rows: Tensor, ids: Tensor, *numbers: Any) -> Tensor:
+def _unpack_combined(received: Tensor, rows: Tensor, routes: Tensor, *numbers: Any) -> Tensor:
     """Return the sum of the rows of each of this rank's tokens, in the order of the ranks that they are from.
 
     Args:
         received: the rows of the first round.
-        rows, ids, numbers: as for :func:`_pack_combined`.
+        rows, routes, numbers: as for :func:`_pack_combined`.
     """
     place = _Place(*numbers)
-    rank, ranks, limit = place.rank, place.ranks, place.limit
-    routes, tokens = _Routes(ids, place.experts, ranks), len(ids) // ranks
-    number, late = routes.number[rank], routes.sent & (routes.number >= limit)
-    in_time = routes.sent[rank] & (number < limit)  # [tokens, rank that sends]
+    (rank, limit, _), ranks = place, len(routes)
+    number, late = routes[rank], routes >= limit
+    in_time = (number >= 0) & (number < limit)  # [tokens, rank that sends]
     rest: Sequence[Tensor] = ()
-    if (counts := routes.rest(limit)) is not None:
+    if (counts := _rest(routes, limit)) is not None:
         own = rows[0][late[..., rank].flatten()]
         rest = _exchanged(own, [row[rank] for row in counts], counts[rank], place.group).split(counts[rank])
-    result = received.new_zeros(tokens, received.shape[1])
+    result = received.new_zeros(len(number), received.shape[1])
     for other, part in enumerate(received.view(ranks, limit, -1)):
-        row = part[number[:, other].clamp(0, limit - 1)]
-        result += row.masked_fill_(~in_time[:, other].unsqueeze(1), 0)
+        # Without a name, so that only one rank's rows are in memory.
+        result += part[number[:, other].clamp(0, limit - 1)].masked_fill_(~in_time[:, other].unsqueeze(1), 0)
         if rest:
             result.index_add_(0, late[rank, :, other].nonzero().squeeze(1), rest[other])
     return result
@@ -226,16 +222,18 @@ def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
     return arrived
 
 
-_NUMBERS = "int rank, int ranks, int experts, int limit"
+def _packed(rows: Tensor, routes: Tensor, rank: int, limit: int) -> Tensor:
+    return rows.new_empty((len(routes) * limit, rows.shape[-1]))
 
 
-def _packed(rows: Tensor, ids: Tensor, *numbers: Any) -> Tensor:
-    place = _Place(*numbers)
-    return rows.new_empty((place.ranks * place.limit, rows.shape[-1]))
-
-
-_pack = "(Tensor rows, Tensor ids, " + _NUMBERS + ") -> Tensor"
-_unpack = "(Tensor received, Tensor rows, Tensor ids, " + _NUMBERS + ", str group) -> Tensor"
+_pack = "(Tensor rows, Tensor routes, int rank, int limit) -> Tensor"
+_unpack = "(Tensor received, Tensor rows, Tensor routes, int rank, int limit, str group) -> Tensor"
+ROUTES = define(
+    "token_routes",
+    "(Tensor ids, int ranks, int experts) -> Tensor",
+    _routes,
+    lambda ids, ranks, experts: ids.new_empty((ranks, len(ids) // ranks, ranks), dtype=torch.int32),
+)
 # The operators in a graph, and those that exchange: pack the rows of the first round, and unpack them.
 DISPATCH, COMBINE = torch.ops.zerograph.dispatch.default, torch.ops.zerograph.combine.default
 GATHER_IDS = torch.ops.zerograph.gather_ids.default
@@ -248,12 +246,12 @@ UNPACK = {
         "unpack_dispatched",
         _unpack,
         _unpack_dispatched,
-        lambda received, x, ids, *_: x.new_empty((1, len(ids), x.shape[1])),
+        lambda received, x, routes, *_: x.new_empty((1, routes.shape[0] * routes.shape[1], x.shape[1])),
     ),
     COMBINE: define(
         "unpack_combined",
         _unpack,
         _unpack_combined,
-        lambda received, rows, ids, rank, ranks, *_: rows.new_empty((len(ids) // ranks, rows.shape[-1])),
+        lambda received, rows, routes, *_: rows.new_empty((routes.shape[1], rows.shape[-1])),
     ),
 }
