@@ -86,6 +86,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("first_step", "zerograph/artifact/*.py", "zerograph/compiler/step_cache.py"),
         _page("hosts", *_PEERS[1:], command="python benchmarks/hosts.py"),
         _page("generate", "zerograph/state/generate.py"),
+        _page("muon", "zerograph/ir/buckets.py"),
         _page("features", command="make bench-memory"),
         _page("memory", "zerograph/ir/memory.py"),
         _page("offload"),
