@@ -16,9 +16,9 @@ from tests.harness import LossStep
 from zerograph.ir.mesh import line
 
 # The others of the table are of these kinds, or are trained on ragged batches elsewhere.
-NAMES = ("bert", "lstm", "gru_time_first", "transformer", "unet", "graph", "mixer")
-# Attention as in BERT, two lengths as in the transformer, convolutions as in the U-Net; it takes the longest.
-REST = [pytest.param("whisper", marks=pytest.mark.long)]
+NAMES = ("bert", "gru_time_first", "transformer", "unet", "graph", "mixer")
+# Whisper: attention as in BERT, two lengths as in the transformer, convolutions as in the U-Net. LSTM: as the GRU.
+REST = [pytest.param(name, marks=pytest.mark.long) for name in ("whisper", "lstm")]
 
 
 def sent(name: str, dynamic: bool) -> Counter[tuple[str, int]]:

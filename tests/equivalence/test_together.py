@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from tests.pool import Pool
 STEPS, SIZE = 3, 16
 
 
-def train(spared: bool, folder: str) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """(losses, state of the model) at each stage, over two micro-batches; ``spared``: with everything that saves."""
     model = make("gpt_tied")
     step = TrainStep(model, adamw(model), bucket_size=16384)
@@ -24,7 +25,7 @@ def train(spared: bool, folder: str) -> list[tuple[list[Tensor], dict[str, Tenso
     step.config.reduce_dtype = torch.float32
     initial = step.state_dict()
     results = []
-    for stage in (1, 3):
+    for stage in stages:
         step.set_zero_mode("distributed_split", stage=stage)
         if spared:
             step.config.recompute = "blocks"
@@ -37,9 +38,10 @@ def train(spared: bool, folder: str) -> list[tuple[list[Tensor], dict[str, Tenso
     return results
 
 
-def test_all_together_train_as_without_what_saves_memory(pool: Pool, tmp_path: Path) -> None:
-    plain: Any = pool.run(2, train, False, str(tmp_path))[0]
-    spared = pool.run(2, train, True, str(tmp_path))[0]
+@pytest.mark.parametrize("stages", [[3], pytest.param([1, 3], marks=pytest.mark.long)])
+def test_all_together_train_as_without_what_saves_memory(pool: Pool, tmp_path: Path, stages: list[int]) -> None:
+    plain: Any = pool.run(2, train, False, str(tmp_path), stages)[0]
+    spared = pool.run(2, train, True, str(tmp_path), stages)[0]
     for wanted, found in zip(plain, spared, strict=True):
         assert all(map(torch.equal, found[0], wanted[0]))
         for name, value in found[1].items():
