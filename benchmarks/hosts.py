@@ -103,6 +103,8 @@ def _run(file: Path, rounds: int, steps: int, *, resume: bool) -> dict[str, Any]
         run: dict[str, Any] = json.loads(file.read_text())
         if run["about"].get("commit") != commit:
             raise typer.BadParameter(f"{file} was measured at {run['about'].get('commit')}, not at {commit}")
+        # Those that failed are tried again.
+        run["measurements"] = [one for one in run["measurements"] if "failed" not in one]
         run["about"]["load"] += f", {load:.1f} before it went on"
         run["quiet"] = run["quiet"] and load < QUIET
         return run

@@ -111,7 +111,9 @@ def _encode_integers(values: Tensor, into: Tensor, code: Code, scales: torch.dty
     else:
         # The first half of a block is in the low bits, the second half in the high bits; each is offset by 8.
         low, high = rounded.chunk(2, 1)
-        integers.copy_(torch.add(low, high, alpha=16).add_(8 + 8 * 16))
+        # Through int8, to which torch's kernels convert eight times as fast: 128 less, which is the highest bit.
+        integers.view(torch.int8).copy_(torch.add(low, high, alpha=16).add_(8))
+        integers.bitwise_xor_(128)
     return rounded, factor
 
 
