@@ -72,6 +72,62 @@ class UsesIndex(Net):
         return super().training_step(batch, batch_idx) * (1 + batch_idx)
 
 
+class Adversarial(Net):
+    """Manual optimization of a generator and a critic, each with the other frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.nets = nn.ModuleDict({"generator": nn.Linear(3, 6), "critic": nn.Linear(6, 1)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        generator, critic = self.optimizers()
+        self.toggle_optimizer(generator)
+        fake = self.nets["generator"](x[:, :3])
+        loss = F.softplus(-self.nets["critic"](fake)).mean()
+        generator.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(generator, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        generator.step()
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(critic)
+        scores = self.nets["critic"](x), self.nets["critic"](self.nets["generator"](x[:, :3]).detach())
+        loss_of_critic = F.softplus(-scores[0]).mean() + F.softplus(scores[1]).mean()
+        critic.zero_grad()
+        self.manual_backward(loss_of_critic)
+        critic.step()
+        self.untoggle_optimizer(critic)
+        self.log_dict({"some": loss, "train_loss": loss_of_critic}, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(one.parameters(), lr=1e-2, eps=1e-3) for one in self.nets.values()]
+
+
+class Measured(Net):
+    """It calls, updates and logs metrics, and logs the value of one for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torchmetrics = pytest.importorskip("torchmetrics", reason="needs torchmetrics")
+        several = {"multiclass": torchmetrics.Accuracy("multiclass", num_classes=4)}
+        self.accuracy, self.count = torchmetrics.MetricCollection(several), torchmetrics.SumMetric()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("some", self.mean(loss))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        output = self.net(x)
+        self.accuracy(output, y)
+        self.count.update(torch.ones_like(y))
+        self.log("val_loss", self.count, on_step=False, on_epoch=True)
+        self.log("val_accuracy", self.accuracy["multiclass"], on_step=False, on_epoch=True)
+
+
 class Seen(pl.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.numbers: list[float] = []
@@ -111,7 +167,7 @@ def fit(folder: Path, ranks: int, stage: int | None, accumulation: int, resume: 
         max_epochs=2,
         callbacks=[seen, checkpoint],
         accumulate_grad_batches=accumulation,
-        gradient_clip_val=0.5,
+        gradient_clip_val=0.5 if module.automatic_optimization else None,
         num_sanity_val_steps=0,
         **shown,
     )
@@ -142,9 +198,17 @@ def test_two_ranks_log_what_one_process_does(pool: Pool, tmp_path: Path, stage: 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_step_depends_on_counters_and_reads_values(pool: Pool, tmp_path: Path) -> None:
-    expected = run(tmp_path / "plain", 1, None, kind=Scheduled)
-    for numbers in pool.run(2, run, tmp_path / "zero", 2, 3, 1, None, Scheduled):
+def test_manual_optimization_of_two_models_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    expected = run(tmp_path / "plain", 1, None, kind=Adversarial)
+    for numbers in pool.run(2, run, tmp_path / "zero", 2, 3, 1, None, Adversarial):
+        assert numbers == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", [Scheduled, Measured])
+def test_a_step_depends_on_counters_reads_values_and_updates_metrics(pool: Pool, tmp_path: Path, kind: Any) -> None:
+    expected = run(tmp_path / "plain", 1, None, kind=kind)
+    for numbers in pool.run(2, run, tmp_path / "zero", 2, 3, 1, None, kind):
         assert numbers == pytest.approx(expected, abs=1e-5)
 
 

@@ -95,6 +95,13 @@ def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dic
         run("language_model", tmp_path, 1, 1, options)
 
 
+@pytest.mark.parametrize("kind", ["logging", "numbers"])
+def test_a_loss_logs_once_for_each_call(tmp_path: Path, kind: str) -> None:
+    options = {"kind": kind, "num_train_epochs": 1, "gradient_accumulation_steps": 2, "neftune_noise_alpha": 0.0}
+    expected = run("language_model", tmp_path / "plain", 1, None, options)
+    assert_equal(run("language_model", tmp_path / "zero", 1, 1, options), expected)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_loss_reads_values_and_counts(pool: Pool, tmp_path: Path, accumulation: int) -> None:
     options = {"kind": "reading", "num_train_epochs": 1, "gradient_accumulation_steps": accumulation}

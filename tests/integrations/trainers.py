@@ -170,6 +170,10 @@ def special(zero: int | None, kind: str) -> Any:
                 loss = loss * (1 + 0.1 * self.state.global_step) + (0.1 if self.state.epoch >= 1 else 0.0)
                 if self.state.global_step % 3 == 2:
                     self.losses.append(loss.item())
+            if kind == "logging":
+                self.log({"inner": loss.item()})
+            if kind in ("logging", "numbers"):
+                self.log({"number": 1.0})
             if kind == "reading":
                 tokens = (args[1]["labels"] != -100).sum()
                 self.losses.append(float(loss) + (1 / tokens.item() if tokens > 0 else 0.0))

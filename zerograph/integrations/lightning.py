@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from zerograph import data
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError, ConfigError
+from zerograph.integrations.metrics import NoValue, Use, collected_uses, is_metric
 from zerograph.integrations.options import Zero, config_of
 from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
 from zerograph.integrations.rows import global_loader
@@ -71,7 +72,12 @@ class ZeroStrategy(DDPStrategy):
             optimizers = self.optimizers
         self.setup_precision_plugin()
         release(*optimizers)
-        prepare(module, _Steps(module), *optimizers, config=self.zero_config)
+        called = [] if self._steps_are_graphs else list(_called_in(module))
+        release(*called)
+        prepare(module, _Steps(module), *called, *optimizers, config=self.zero_config)
+        for wrapped in self._lightning_optimizers:
+            # Not that of the class, which sets each gradient.
+            wrapped.zero_grad = wrapped.optimizer.zero_grad
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return a loader of this rank's rows of batches of ``batch_size`` times the number of ranks samples."""
@@ -80,8 +86,19 @@ class ZeroStrategy(DDPStrategy):
         return global_loader(dataloader, join(self.zero_config.timeout, self.zero_config.placement))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Record the module's ``training_step``."""
-        return self._record("training_step", args, kwargs)
+        """Record the module's ``training_step``; with manual optimization run it as a loop whose calls are recorded."""
+        if self._steps_are_graphs:
+            return self._record("training_step", args, kwargs)
+        module = self.lightning_module
+        with _collecting(module) as logs:
+            output = values_of(module.training_step(*args, **kwargs))
+        values = {name: values_of(value) for name, (value, _) in logs.items() if isinstance(value, Tensor)}
+        measured = [use.tensors for use in logs.uses]
+        self._recorded.append(
+            _Recorded(logs, values, self._count(args[0]) if values else 0, uses=logs.uses, measured=measured)
+        )
+        self._flush("training_step")
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the module's ``validation_step``."""
@@ -136,11 +153,6 @@ class ZeroStrategy(DDPStrategy):
 
     def _check(self, trainer: Any) -> None:
         """Raise for what a step that is one graph does not support, and take over the precision."""
-        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
-            raise ConfigError(
-                "ZeroStrategy does not support automatic_optimization = False: training_step is one graph\n"
-                "Write the loop yourself, with zg.prepare()."
-            )
         precision = str(self.precision_plugin.precision)
         if precision == "bf16-mixed":
             self.zero_config.enable_amp(dtype=torch.bfloat16)
@@ -157,15 +169,17 @@ class ZeroStrategy(DDPStrategy):
         arguments = (batch, _BatchIndex(), *others[1:])
         readings = steps.readings(name)
         variant = readings.variant(self.lightning_module.training, arguments, {})
-        output, values, reads = steps(variant.number, variant.tensors(self.root_device), name, batch, *others[1:])
+        inputs = variant.tensors(self.root_device)
+        output, values, reads, measured = steps(variant.number, inputs, name, batch, *others[1:])
         log = readings.log_of(variant.number)
-        rows = int(self.reduce(torch.tensor(_rows(batch), device=self.root_device), reduce_op="sum")) if values else 0
+        rows = self._count(batch) if values else 0
         if log is not None and log.counts_samples:
             check_shared_evenly(name, _rows(batch), rows, self._loop.parts())
         repeat = None
         if log is not None and not variant.is_done:
             repeat = functools.partial(readings.repeat, log, arguments, {}, inputs=variant.inputs)
-        self._recorded.append(_Recorded(steps.logs(name, variant), values, rows, repeat, reads))
+        uses = steps.uses(name, variant)
+        self._recorded.append(_Recorded(steps.logs(name, variant), values, rows, repeat, reads, uses, measured))
         return output
 
     def _compute(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,13 +199,25 @@ class ZeroStrategy(DDPStrategy):
                 if one.repeat is not None:
                     with _collecting(module) as logs:
                         one.repeat(list(map(_whole, one.reads)))
+                results = [use.run(values_of(tensors)) for use, tensors in zip(one.uses, one.measured, strict=True)]
                 for key, (value, options) in logs.items():
-                    if isinstance(value, Tensor):
+                    if key in one.values:
                         value = values_of(one.values[key]).detach()
+                    elif isinstance(value, NoValue):
+                        value = results[value.number]
                     # The weight of the batch in a mean over an epoch: Lightning's own is that of this rank's rows.
                     module.log(key, value, **options | {"batch_size": one.rows or None})
         finally:
             module._current_fx_name = before
+
+    def _count(self, batch: Any) -> int:
+        """Return the number of samples of a batch on all ranks."""
+        return int(self.reduce(torch.tensor(_rows(batch), device=self.root_device), reduce_op="sum"))
+
+    @property
+    def _steps_are_graphs(self) -> bool:
+        """Whether each training step is recorded as one call: not with manual optimization, which is a loop."""
+        return bool(self.lightning_module.automatic_optimization)
 
     @property
     def _loop(self) -> Loop:
@@ -200,12 +226,27 @@ class ZeroStrategy(DDPStrategy):
         return loop
 
 
+def _called_in(module: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over the modules with parameters that a ``training_step`` may call: those of lists one by one."""
+    for child in module.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _called_in(child)
+        elif next(child.parameters(), None) is not None:
+            yield child
+
+
 def _rows(batch: Any) -> int:
     return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
-# By name: a number, or a tensor without a value; and the options of log().
-_Logs = dict[str, tuple[float | Tensor, dict[str, Any]]]
+class _Logs(dict[str, tuple[Any, dict[str, Any]]]):
+    """What a step logs, by name: a number, a tensor without a value, or a metric; and the options of ``log()``.
+
+    Attributes:
+        uses: the calls of metrics.
+    """
+
+    uses: list[Use]
 
 
 @dataclass
@@ -218,13 +259,17 @@ class _Recorded:
         rows: number of samples on all ranks.
         repeat: runs its Python once more with the values that it reads; None: it reads none.
         reads: the tensors that it reads.
+        uses: its calls of metrics.
+        measured: the tensors that each of them gets.
     """
 
     logs: _Logs
     values: dict[str, Tensor]
     rows: int
-    repeat: Callable[[list[Tensor]], None] | None
-    reads: list[Tensor]
+    repeat: Callable[[list[Tensor]], None] | None = None
+    reads: list[Tensor] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    measured: list[Sequence[Tensor]] = field(default_factory=list)
 
 
 class _Steps(nn.Module):
@@ -254,18 +299,31 @@ class _Steps(nn.Module):
         """Return what the call that was just recorded logs."""
         return self._collected[-1] if variant.is_done else self._traced[name, variant.number]
 
+    def uses(self, name: str, variant: Variant) -> list[Use]:
+        """Return the calls of metrics of the call that was just recorded."""
+        return self._traced[name, variant.number].uses
+
     def forward(
         self, variant: int, inputs: list[Tensor], name: str, batch: Any, *others: int
-    ) -> tuple[Any, dict[str, Tensor], list[Tensor]]:
-        """Call a step; return its output, the tensors that it logs by name, and those whose values it reads."""
+    ) -> tuple[Any, dict[str, Tensor], list[Tensor], list[Sequence[Tensor]]]:
+        """Call a step.
+
+        Returns:
+            Its output, the tensors that it logs by name, those whose values it reads, and those of each metric's call.
+        """
         collected = list(self._collected)
         self._collected.clear()
         arguments = (batch, _BatchIndex(), *others)
         output, reads = self._readings[name].traced(self.module.training, arguments, {}, variant, inputs)
         # Other runs try values.
         logs, self._collected[:] = self._collected[0], collected
-        self._traced[name, variant] = logs
-        return output, {key: value for key, (value, _) in logs.items() if isinstance(value, Tensor)}, reads
+        measured = [use.tensors for use in logs.uses]
+        # Tensors of a trace would be kept.
+        self._traced[name, variant] = kept = _Logs(logs)
+        kept |= {key: (None, options) for key, (value, options) in logs.items() if isinstance(value, Tensor)}
+        kept.uses = [replace(use, tensors=()) for use in logs.uses]
+        logged = {key: value for key, (value, _) in logs.items() if isinstance(value, Tensor)}
+        return output, logged, reads, measured
 
     @contextlib.contextmanager
     def _collect(self) -> Iterator[None]:
@@ -277,18 +335,20 @@ class _Steps(nn.Module):
 @contextlib.contextmanager
 def _collecting(module: nn.Module) -> Iterator[_Logs]:
     """Collect what ``module.log()`` is given, while a step is traced or repeated."""
-    logs: _Logs = {}
+    logs = _Logs()
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if args:
             raise CaptureError(f"self.log({name!r}) with positional options: pass prog_bar= and the others by name")
-        if not isinstance(value, (Tensor, int, float)):
-            raise CaptureError(
-                f"self.log({name!r}) of a {type(value).__name__} in a step that is one graph\n"
-                "Log a tensor; update metrics in on_train_batch_end or on_validation_batch_end."
-            )
-        # An operator, so that logging is one of the calls which are compared.
-        logs[name] = value.detach() if isinstance(value, Tensor) else float(value), kwargs
+        if isinstance(value, Tensor):
+            # An operator, so that logging is one of the calls which are compared.
+            logs[name] = value.detach(), kwargs
+        elif isinstance(value, NoValue) or is_metric(value):
+            logs[name] = value, kwargs
+        elif isinstance(value, (int, float)):
+            logs[name] = float(value), kwargs
+        else:
+            raise CaptureError(f"self.log({name!r}) of a {type(value).__name__} in a step that is one graph")
 
     def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
@@ -296,7 +356,8 @@ def _collecting(module: nn.Module) -> Iterator[_Logs]:
 
     vars(module).update(log=log, log_dict=log_dict)
     try:
-        yield logs
+        with collected_uses(module) as logs.uses:
+            yield logs
     finally:
         for name in ("log", "log_dict"):
             vars(module).pop(name, None)
@@ -309,15 +370,10 @@ def _whole(value: Tensor) -> Tensor:
     return data.gather([whole])[0] if is_part else whole
 
 
-class _BatchIndex:
+class _BatchIndex(NoValue):
     """The argument ``batch_idx`` of a step that is traced once for all batches: using it is an error."""
 
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise CaptureError(
-            "batch_idx is used in a step that is one graph for all batches\nUse it in on_train_batch_start or "
-            "on_train_batch_end, or compute with a tensor of the batch."
-        )
-
-    __index__ = __int__ = __float__ = __bool__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
+    message = (
+        "batch_idx is used in a step that is one graph for all batches\nUse it in on_train_batch_start or "
+        "on_train_batch_end, or compute with a tensor of the batch."
+    )

@@ -92,10 +92,17 @@ class Readings:
     Args:
         method: the method. While it is traced it gets a copy of its object, which takes what the method changes.
         substituted: returns a context for each run of the method without values.
+        only_with_values: methods of its object, such as ``log``, that the method may call, and that do nothing in runs
+            without values.
     """
 
-    def __init__(self, method: Callable[..., Any], substituted: Callable[[], Any] = contextlib.nullcontext) -> None:
-        self._method, self._substituted = method, substituted
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        substituted: Callable[[], Any] = contextlib.nullcontext,
+        only_with_values: Sequence[str] = (),
+    ) -> None:
+        self._method, self._substituted, self._only_with_values = method, substituted, only_with_values
         # By the key of a call, whether they are those of the whole batch, and the variant.
         self._logs: dict[tuple[Hashable, bool, int], Log] = {}
         # The key of the call that is being recorded.
@@ -248,6 +255,9 @@ class Readings:
         other = copy.copy(owner)
         for name, value in vars(owner).items():
             vars(other)[name] = _copied(value)
+        for name in self._only_with_values:
+            # A change of the copy, for which the method is repeated.
+            vars(other)[name] = lambda *_, name=name, **__: vars(other).__setitem__(f"_zerograph_called_{name}", True)
         if isinstance(owner, nn.Module):
             vars(other)[ORIGINAL] = owner
         return other, self._method.__func__.__get__(other)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from zerograph.loops.prepare import loop_of, prepare
 
 try:
     import transformers
+    from transformers.integrations import neftune
     from transformers.trainer import SCHEDULER_NAME
 except ImportError as error:
     raise ImportError(
@@ -61,7 +63,7 @@ class ZeroTrainerMixin(_Mixed):
         super().__init__(*args, **kwargs)
         # Before other callbacks, and before the trainer counts the step.
         self.callback_handler.callbacks.insert(0, _ReadAfterStep(self._read))
-        self._readings = Readings(self.compute_loss, substituted)
+        self._readings = Readings(self.compute_loss, substituted, only_with_values=["log"])
         # On the instance, so that methods of subclasses are inside.
         for name, method in (
             ("compute_loss", self._recorded_loss),
@@ -83,6 +85,11 @@ class ZeroTrainerMixin(_Mixed):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
         return dict(self._accelerator_arguments)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does."""
+        with patch.object(neftune, "neftune_post_forward_hook", _add_noise):
+            return super().train(*args, **kwargs)
 
     # --- the step ---
 
@@ -276,6 +283,15 @@ class _ReadAfterStep(transformers.TrainerCallback):
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Read the values of the step that has just ended."""
         self._read()
+
+
+def _add_noise(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    """Add noise to embeddings as transformers' hook of NEFTune does, which reads its bound from a tensor."""
+    if not module.training:
+        return output
+    count = output.new_ones(output.shape[1:]).sum()
+    noise: Tensor = (2 * torch.rand_like(output) - 1) * (module.neftune_noise_alpha / count.sqrt())
+    return output + noise
 
 
 def _is_part(value: Tensor) -> bool:

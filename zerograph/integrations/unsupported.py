@@ -16,6 +16,11 @@ def unsupported(args: Any) -> dict[str, str]:
         ("fp16_full_eval", args.fp16_full_eval, "bf16=True evaluates in bf16 too"),
         ("bf16_full_eval", args.bf16_full_eval, "bf16=True evaluates in bf16 too"),
         ("auto_find_batch_size", args.auto_find_batch_size, "zero={'memory_budget': ...} makes a step fit"),
+        (
+            "optim='adafactor'",
+            args.optim == "adafactor",
+            "optimizer_cls_and_kwargs=(torch.optim.Adafactor, {'lr': ...}): that of transformers counts in Python",
+        ),
         ("parallelism_config", args.parallelism_config, "zero={'placement': zg.placement(...)} places the step"),
         ("use_liger_kernel", args.use_liger_kernel, "zero={'backend': 'inductor'} fuses operators"),
         ("debug", [one for one in args.debug if "underflow" in str(one)], "zero={'on_nonfinite': 'raise'}"),
