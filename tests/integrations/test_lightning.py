@@ -72,6 +72,17 @@ class UsesIndex(Net):
         return super().training_step(batch, batch_idx) * (1 + batch_idx)
 
 
+class ComputesAMetric(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = pytest.importorskip("torchmetrics", reason="needs torchmetrics").MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss)
+        return loss / self.mean.compute()
+
+
 class Adversarial(Net):
     """Manual optimization of a generator and a critic, each with the other frozen."""
 
@@ -213,7 +224,14 @@ def test_a_step_depends_on_counters_reads_values_and_updates_metrics(pool: Pool,
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(("kind", "message"), [(UsesIndex, "batch_idx"), (KeepsATensor, "keeps a tensor in self.loss")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (UsesIndex, "batch_idx"),
+        (KeepsATensor, "keeps a tensor in self.loss"),
+        (ComputesAMetric, "computed or reset in a step"),
+    ],
+)
 def test_a_step_that_cannot_be_one_graph_is_an_error(tmp_path: Path, kind: Any, message: str) -> None:
     from zerograph.errors import CaptureError
 

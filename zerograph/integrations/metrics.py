@@ -95,7 +95,7 @@ def collected_uses(module: nn.Module) -> Iterator[list[Use]]:
             "on_validation_batch_end or at the end of the epoch."
         )
 
-    metrics = [one for one in module.modules() if is_metric(one)]
+    metrics: list[Any] = [one for one in module.modules() if is_metric(one)]
     before = [dict(vars(one)) for one in metrics]
     for one in metrics:
         vars(one).update(forward=collecting(one), update=collecting(one.update), compute=refuse, reset=refuse)
