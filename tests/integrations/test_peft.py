@@ -14,7 +14,7 @@ from tests.pool import Pool
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
-KINDS = ["lora", "dora", "ia3", "prompt"]
+KINDS = ["lora", "lora and a layer", "dora", "ia3", "prompt"]
 
 
 def test_adapters_are_those_of_one_process_and_are_saved_alone(pool: Pool, tmp_path: Path) -> None:

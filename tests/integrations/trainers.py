@@ -269,6 +269,7 @@ def adapter(folder: Path, ranks: int, zero: int | None, kind: str) -> list[dict[
         "lora": lambda: peft.LoraConfig(r=2, **layers),
         "lora in 8 bits": lambda: peft.LoraConfig(r=2, **layers),
         "dora": lambda: peft.LoraConfig(r=2, use_dora=True, **layers),
+        "lora and a layer": lambda: peft.LoraConfig(r=2, modules_to_save=["lm_head"], **layers),
         "ia3": lambda: peft.IA3Config(feedforward_modules=[], **layers),
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     }[kind]()
@@ -287,6 +288,6 @@ def adapter(folder: Path, ranks: int, zero: int | None, kind: str) -> list[dict[
         frozen = [one for one in stores if not any(parameter.requires_grad for parameter in one.parameters)]
         # At stage 3 a rank holds its part of a frozen model.
         whole = sum(parameter.numel() for one in frozen for parameter in one.parameters)
-        assert whole > 0.9 * sum(one.numel() for one in model.parameters())
+        assert whole > 0.85 * sum(one.numel() for one in model.parameters())
         assert sum(one.flat.numel() for one in frozen) <= whole / ranks + 64
     return logged(trainer)

@@ -216,7 +216,7 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def _steps_are_graphs(self) -> bool:
-        """Whether each training step is recorded as one call: not with manual optimization, which is a loop."""
+        """True if each training step is recorded as one call; with manual optimization it is a loop."""
         return bool(self.lightning_module.automatic_optimization)
 
     @property
@@ -240,7 +240,7 @@ def _rows(batch: Any) -> int:
 
 
 class _Logs(dict[str, tuple[Any, dict[str, Any]]]):
-    """What a step logs, by name: a number, a tensor without a value, or a metric; and the options of ``log()``.
+    """Logs of a step by name: a number, a tensor without a value, or a metric; and the options of ``log()``.
 
     Attributes:
         uses: the calls of metrics.

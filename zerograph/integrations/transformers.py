@@ -7,6 +7,7 @@ averages, such as the tokens that a label does not mask, is therefore that of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -215,7 +216,11 @@ class ZeroTrainerMixin(_Mixed):
                 super()._save(output_dir)
         else:
             wanted = _in_adapter if hasattr(self.model, "peft_config") else None
-            super()._save(output_dir, state.whole_state(self.model, loop, here=self.args.should_save, wanted=wanted))
+            whole = state.whole_state(self.model, loop, here=self.args.should_save, wanted=wanted)
+            # PEFT asks modules_to_save for the names in their state, whose values are split.
+            named = functools.partialmethod(nn.Module.state_dict, keep_vars=True)
+            with patch.object(nn.Module, "state_dict", named):
+                super()._save(output_dir, whole)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_loop(self._loop, Path(output_dir) / STATE, write_counts=self.args.should_save)
@@ -308,4 +313,4 @@ def _around(method: Callable[..., Any], inner: Callable[..., Any]) -> Callable[.
 
 def _in_adapter(name: str, value: Tensor) -> bool:
     """Return whether an entry of a model's state belongs to an adapter, not to the frozen base."""
-    return value.requires_grad or any(part in name for part in ("lora_", "ia3_", "modules_to_save", "prompt"))
+    return value.requires_grad or any(part in name for part in ("lora_", "ia3_", "vera_", "modules_to_save", "prompt"))
