@@ -173,8 +173,10 @@ def test_zero_shards_the_pieces_along_a_third_dimension() -> None:
 
 
 @pytest.mark.long
-def test_eight_ranks_compute_what_one_device_computes(pool: Pool) -> None:
-    everybody = pool.run(8, train, CUBE, (1, 2, 3), (S0, B, B))
+def test_eight_ranks_compute_what_one_device_computes() -> None:
+    workers = Pool(size=8)
+    everybody = workers.run(8, train, CUBE, (1, 2, 3), (S0, B, B))
+    workers.close()
     for losses, state, _ in (result for results in everybody for result in results):
         close(losses, state)
 
