@@ -262,16 +262,17 @@ def bind(
             assert gather_buffer is not None
             feeds.append(gather_buffer)
         elif role.kind == "state":
-            bucket, name = role.name.split(".", 1)
-            feeds.append(_feed_of(stores[bucket].state[name], node, copied))
+            assert role.bucket is not None
+            assert role.entry is not None
+            feeds.append(_feed_of(stores[role.bucket].state[role.entry], node, copied))
         elif role.kind == "accumulated":
             assert role.bucket is not None
             feeds.append(functools.partial(accumulated, stores[role.bucket]))
         elif role.kind == "residual":
-            bucket, _, dim = role.name.partition(".")
-            feeds.append(
-                functools.partial(residual, stores[bucket], int(dim), meta(node)["sbp"], node.meta["val"].dtype)
-            )
+            assert role.bucket is not None
+            assert role.entry is not None
+            store, dim = stores[role.bucket], int(role.entry)
+            feeds.append(functools.partial(residual, store, dim, meta(node)["sbp"], node.meta["val"].dtype))
         elif role.kind == "received":
             assert role.bucket is not None
             feeds.append(functools.partial(received, stores[role.bucket], node.meta["val"].dtype))

@@ -190,11 +190,11 @@ def _input_sbp(node: fx.Node, context: Context) -> NdSbp:
         # An input is whole along time; ``split_micro_batches`` cuts it.
         return (*sbp[:-1], broadcast) if context.has_time else sbp
     if node_role.kind in ("bucket", "state") and node.meta["val"].dim():
-        name, _, state = node_role.name.partition(".")
-        if state:
-            update = context.updates[name]
-            return (update.layouts.get(state) or update.unused[state]).sbp
-        return next(bucket.sbp for bucket in context.buckets if bucket.name == name)
+        assert node_role.bucket is not None
+        if node_role.entry is not None:
+            update = context.updates[node_role.bucket]
+            return (update.layouts.get(node_role.entry) or update.unused[node_role.entry]).sbp
+        return next(bucket.sbp for bucket in context.buckets if bucket.name == node_role.bucket)
     if node_role.kind == "accumulated":
         return next(bucket.gradient_sbp for bucket in context.buckets if bucket.name == node_role.bucket)
     return all_broadcast(context.mesh.dims)

@@ -15,6 +15,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# The functions behind torch.nn.functional that are written in C++.
+nn_kernels: Any = torch._C._nn
+
 
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:
     """Replace parameters and buffers of ``module`` by ``tensors``, by qualified name; restore them at exit.

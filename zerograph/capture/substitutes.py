@@ -46,7 +46,7 @@ def substituted() -> Iterator[None]:
         stack.enter_context(patch.object(Tensor, "masked_select", _selecting(Tensor.masked_select)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
         for name in _RESAMPLING:
-            stack.enter_context(patch.object(torch._C._nn, name, _resampling(name)))
+            stack.enter_context(patch.object(_torch.nn_kernels, name, _resampling(name)))
         for layer in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell):
             stack.enter_context(patch.object(layer, "forward", _for_any_size(layer.forward)))
         for name in ("scale", "unscale_", "step", "update"):
@@ -82,8 +82,8 @@ _RESAMPLING = (
 
 
 def _resampling(name: str) -> Any:
-    """Return a function of ``torch._C._nn`` that computes the size of its result in Python if sizes are symbolic."""
-    function, operator = getattr(torch._C._nn, name), getattr(torch.ops.aten, name).default
+    """Return a kernel of ``torch.nn`` that computes the size of its result in Python if sizes are symbolic."""
+    function, operator = getattr(_torch.nn_kernels, name), getattr(torch.ops.aten, name).default
 
     def run(input: Tensor, output_size: Any, *rest: Any) -> Any:
         if not _torch.has_symbols(input):

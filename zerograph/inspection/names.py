@@ -89,7 +89,7 @@ def within(path: str, module: str) -> bool:
 def _bucket(node: fx.Node, buckets: dict[fx.Node, str | None]) -> str | None:
     graph_input = role(node)
     if graph_input is not None:
-        return graph_input.name.split(".")[0] if graph_input.kind in ("bucket", "state") else None
+        return graph_input.bucket if graph_input.kind in ("bucket", "state") else None
     if "bucket" in node.meta:
         return str(meta(node)["bucket"])
     if origin(node).phase != "update":

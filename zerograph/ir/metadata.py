@@ -65,6 +65,11 @@ class Role:
         of_buckets = ("bucket", "gather_buffer", "state", "accumulated", "residual", "received")
         return self.name.partition(".")[0] if self.kind in of_buckets else None
 
+    @property
+    def entry(self) -> str | None:
+        """Name of the state of a bucket, or mesh dimension of its residual; None for all else."""
+        return self.name.partition(".")[2] if self.kind in ("state", "residual") else None
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
 

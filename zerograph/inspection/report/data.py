@@ -286,7 +286,8 @@ class _Reader:
         for each in nodes:
             graph_input = role(each.node)
             if graph_input is not None and graph_input.kind in ("bucket", "state"):
-                homes[each.name] = self._homes.get(graph_input.name.partition(".")[0])
+                assert graph_input.bucket is not None
+                homes[each.name] = self._homes.get(graph_input.bucket)
             elif each.node.op != "placeholder" and origin(each.node).phase == "update":
                 inputs = {home for name in each.inputs if (home := homes.get(name)) is not None}
                 homes[each.name] = inputs.pop() if len(inputs) == 1 else None
