@@ -147,7 +147,7 @@ class _Rewriter:
         faster = _FASTER.get(target, target)
         copy = self._copies[node] = self.graph.create_node(node.op, faster, name=node.name)
         # Not arguments of create_node(), which walks through them once more.
-        copy.args, copy.kwargs = args, kwargs
+        _torch.set_arguments(copy, args, kwargs)
         if node.op == "get_attr":
             self.attributes[str(node.target)] = _attribute(self._original, str(node.target))
         returned = _RETURNED_ARGUMENT.get(target)

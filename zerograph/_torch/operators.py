@@ -128,6 +128,16 @@ def operator_functions(operator: Any) -> list[Any] | None:
     return [_function_of(operator), operator._setup_context_fn, operator._backward_fn, operator._autocast_dtype]
 
 
+def set_arguments(node: fx.Node, args: Any, kwargs: Any) -> None:
+    """Set the arguments of a node that has none.
+
+    An assignment would also take the node out of the graph's table of nodes by operator, and put it back.
+    """
+    object.__setattr__(node, "args", args)
+    if kwargs:
+        object.__setattr__(node, "kwargs", kwargs)
+
+
 def in_place_overload(operator: OpOverload) -> OpOverload | None:
     """Return the overload that takes the same arguments and writes to the first, or None.
 

@@ -150,7 +150,7 @@ class GraphReader:
         if node.name != name:
             raise ArtifactError(f"the file has two nodes of the name {name!r:.60}")
         # Not arguments of create_node(), which walks through them once more.
-        node.args, node.kwargs = args, kwargs
+        _torch.set_arguments(node, args, kwargs)
         for key, value in entry["meta"].items():
             if key not in _KEYS:
                 raise ArtifactError(f"the file has metadata {key!r:.40}")

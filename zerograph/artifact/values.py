@@ -205,10 +205,12 @@ class Reader:
 
     def value(self, encoded: Any, nodes: Sequence[fx.Node] = ()) -> Any:
         """Return a value; ``nodes`` by number are those that it may contain."""
-        if encoded is None or isinstance(encoded, (bool, int, float, str)):
+        kind = type(encoded)
+        if kind is list:
+            return tuple([entry if type(entry) in _PLAIN else self.value(entry, nodes) for entry in encoded])
+        if kind is not dict:
+            # JSON has numbers, texts and None besides.
             return encoded
-        if isinstance(encoded, list):
-            return tuple([self.value(entry, nodes) for entry in encoded])
         ((tag, content),) = encoded.items()
         if tag == "n":
             return nodes[content]
