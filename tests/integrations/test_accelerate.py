@@ -105,3 +105,23 @@ def test_fp16_is_an_error() -> None:
 
     with pytest.raises((ConfigError, ValueError), match="fp16"):
         on_ranks(make)
+
+
+def without_optimizer() -> str:
+    """Return the error of a loop that prepares its model alone."""
+    from zerograph.errors import InputError
+    from zerograph.integrations.accelerate import Accelerator
+
+    def train() -> str:
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(2, 1))
+        with pytest.raises(InputError) as raised:
+            accelerator.backward(model(torch.ones(3, 2)).sum())
+        return str(raised.value)
+
+    return on_ranks(train)
+
+
+def test_a_model_that_is_prepared_without_its_optimizer_is_an_error(pool: Pool) -> None:
+    for error in pool.run(2, without_optimizer):
+        assert "Pass the model's optimizer to accelerator.prepare()" in error

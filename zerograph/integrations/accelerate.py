@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 
 from zerograph import data
 from zerograph._torch import pytree
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
-from zerograph.loops.deferred import values_of
+from zerograph.loops.deferred import Deferred, values_of
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 from zerograph.runtime.job.process_group import join
@@ -181,7 +181,16 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Record ``loss.backward()``, divided by the number of accumulation steps."""
+        """Record ``loss.backward()``, divided by the number of accumulation steps.
+
+        Raises:
+            InputError: no model of a prepared optimizer computed the loss, and there are other processes.
+        """
+        if self.num_processes > 1 and not isinstance(loss, Deferred):
+            raise InputError(
+                "accelerator.backward() got a loss that no prepared model computed, so each process would train by "
+                "itself\nPass the model's optimizer to accelerator.prepare() too, before the first batch."
+            )
         # As a float: an integer could be a count of this rank's samples.
         steps = float(self.gradient_accumulation_steps)
         (loss if steps == 1 else loss / steps).backward(**kwargs)
