@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.mutation_guard import install_generation_tagging_init
 
 import zerograph as zg
 from tests.equivalence.families import FAMILIES
@@ -25,7 +26,8 @@ from tests.models import part
 from tests.pool import Pool
 from tests.scripts import run_by_torchruns_agent
 from tests.zerograph.inspection import models
-from zerograph.artifact.code import names_of, recorded
+from zerograph import _torch
+from zerograph.artifact.code import digests, names_of, recorded
 from zerograph.artifact.digest import Digest, Visited
 from zerograph.artifact.file import file_content, read_file, write_file
 from zerograph.base.recording import followed
@@ -262,6 +264,16 @@ def test_callbacks_of_the_garbage_collector_are_no_part_of_a_trace() -> None:
     finally:
         gc.callbacks.remove(callback)
     assert names_of(recording) == ["torch.nn.functional:softmax"]
+
+
+def test_a_method_of_modules_that_dynamo_replaces_has_the_digest_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, _torch.untagged(vars(nn.Module)[name]))
+    names = ["torch.nn.modules.module:Module.__init__"]
+    before = digests(names)
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    install_generation_tagging_init()
+    assert digests(names) == before
 
 
 def test_a_value_that_leads_to_another_on_two_paths_is_digested_once() -> None:

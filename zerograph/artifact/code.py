@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerograph._torch import hook_tables
+from zerograph._torch import hook_tables, untagged
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
 from zerograph.artifact.digest import Digest, Visited, counts, module_name, name_of
 from zerograph.artifact.names import BY_TEXT, texts_of
@@ -171,7 +171,7 @@ def _at(module: types.ModuleType, path: str) -> Any:
     value: Any = module
     for part in path.split("."):
         # Not getattr(): it would call properties.
-        value = next((vars(cls)[part] for cls in _bases(value) if part in vars(cls)), None)
+        value = untagged(next((vars(cls)[part] for cls in _bases(value) if part in vars(cls)), None))
     return value
 
 
