@@ -377,7 +377,8 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
             "routed",
             2,
             {"expert_parallel": 2, "batch_sbp": (zg.sbp.split(1),), "gradient_accumulation_steps": 2},
-            "micro-batches need experts that the last mesh dimension splits, .* and inputs that it splits by rows",
+            "require that experts and the rows of inputs are split along the last mesh dimension, and that "
+            "no norm follows the experts",
         ),
         (
             "routed",

@@ -15,7 +15,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# The functions behind torch.nn.functional that are written in C++.
+# The kernels of torch.nn.functional. They have no public module.
 nn_kernels: Any = torch._C._nn
 
 

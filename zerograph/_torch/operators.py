@@ -111,7 +111,7 @@ def _function_of(definition: CustomOpDef) -> Callable[..., Any]:
 
 
 def operator_functions(operator: Any) -> list[Any] | None:
-    """Return what a trace may run of an operator that a Python function defines: that function, and its autograd's.
+    """Return the Python functions of a custom operator: its forward, the setup of its context, and its backward.
 
     Args:
         operator: the result of ``torch.library.custom_op`` or ``triton_op``, an overload of it, or a packet.

@@ -16,7 +16,7 @@ Group = dict[str, Any]
 def copied(optimizer: torch.optim.Optimizer) -> list[Group]:
     """Return a copy of the hyperparameters of each group."""
     return [
-        {key: copy.copy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {key: copy.copy(value) for key, value in _without_params(group).items()} for group in optimizer.param_groups
     ]
 
 
@@ -28,7 +28,7 @@ def replaced(values: Mapping[torch.optim.Optimizer, Sequence[Group]]) -> Iterato
         for optimizer, all_then in values.items()
         for group, then in zip(optimizer.param_groups, all_then, strict=True)
     ]
-    now = [{key: value for key, value in group.items() if key != "params"} for group, _ in groups]
+    now = [_without_params(group) for group, _ in groups]
     for group, then in groups:
         group.update(then)
     try:
@@ -36,3 +36,7 @@ def replaced(values: Mapping[torch.optim.Optimizer, Sequence[Group]]) -> Iterato
     finally:
         for (group, _), own in zip(groups, now, strict=True):
             group.update(own)
+
+
+def _without_params(group: Group) -> Group:
+    return {key: value for key, value in group.items() if key != "params"}
