@@ -1,12 +1,11 @@
 """Held-out loss, bytes and update times with coded wires and coded optimizer state; written to results/thin.md.
 
 python benchmarks/thin.py                                # GPT small, 300 steps, two ranks: about 8 minutes
-python benchmarks/thin.py --size mid --steps 1000        # GPT mid: hours
-python benchmarks/thin.py --ranks 3
+python benchmarks/thin.py --run mid 1000 2 --run tiny 300 3       # GPT mid on two ranks, tiny on three: an hour
 python benchmarks/thin.py --keep rows.json               # go on after an interrupt: reads finished rows
 python benchmarks/thin.py --only exact "int8 state"      # these codes, beside exact ones
 
-Two ranks train a GPT on bytes of Python's standard library by AdamW at ZeRO stage 2, from the same parameters and with
+The ranks train a GPT on bytes of Python's standard library by AdamW at ZeRO stage 2, from the same parameters and with
 the same batches, each time with other codes. Told: the mean loss over the same windows of held-out files after the last
 step, by the exact masters, and how far it is from that of exact wires and state; the bytes that rank 0 sends for
 parameters and gradients in a step, as predicted and as a fraction of exact ones, and the bytes that it really received
@@ -60,7 +59,7 @@ CASES: dict[str, dict[str, Any]] = {
     "int8 wire and state": {"wire": "int8", "optimizer_state": "int8"},
 }
 # Layers, width, heads, length of a window, windows per rank.
-SIZES = {"tiny": (1, 32, 2, 32, 2), "small": (4, 256, 4, 128, 4), "mid": (8, 512, 8, 256, 2)}
+SIZES = {"tiny": (1, 32, 2, 32, 2), "small": (4, 256, 4, 128, 4), "mid": (8, 512, 8, 128, 2)}
 CORPUS_BYTES = 4_000_000
 HELD_OUT_BATCHES, WARM_UP, ROUNDS = 16, 20, 15
 HEADER = [
@@ -179,27 +178,25 @@ def update_row(numel: int) -> list[str]:
     return row + [text for one in coded for text in (f"{one * 1e3:.2f}", f"{one / exact:.2f}")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--keep", type=Path, help="a JSON file of finished rows")
-    asked = parser.parse_args()
-    kept = json.loads(asked.keep.read_text()) if asked.keep and asked.keep.exists() else {}
-    lines = [line(HEADER), line(["---", *["---:"] * (len(HEADER) - 1)])]
+def rows(size: str, steps: int, ranks: int, lr: float, codes: list[str], keep: Path | None) -> list[str]:
+    """Train with each of these codes; return the lines of a table, printed as they come.
+
+    Args:
+        keep: a JSON file of finished rows, read and extended.
+    """
+    kept = json.loads(keep.read_text()) if keep and keep.exists() else {}
+    lines = [f"## GPT {size}, {steps:,} steps, {ranks} ranks", "", line(HEADER)]
+    lines.append(line(["---", *["---:"] * (len(HEADER) - 1)]))
     print("\n".join(lines), flush=True)
-    pool = Pool(size=asked.ranks, patience=3600.0)
+    pool = Pool(size=ranks, patience=3600.0)
     exact: tuple[float, int, float, float] | None = None
-    for name in [name for name in CASES if name in {"exact", *asked.only}]:
-        run = asked.size, asked.steps, asked.lr, CASES[name]
-        key = repr((asked.ranks, name, *run))
+    for name in [name for name in CASES if name in {"exact", *codes}]:
+        run = size, steps, lr, CASES[name]
+        key = repr((ranks, name, *run))
         if key not in kept:
-            kept[key] = pool.run(asked.ranks, train, *run)[0]
-            if asked.keep:
-                asked.keep.write_text(json.dumps(kept, indent=1))
+            kept[key] = pool.run(ranks, train, *run)[0]
+            if keep:
+                keep.write_text(json.dumps(kept, indent=1))
         loss, predicted, received, state = kept[key]
         exact = exact or (loss, predicted, received, state)
         change = f"{100 * (loss / exact[0] - 1):+.2f} %"
@@ -207,12 +204,28 @@ def main() -> None:
         lines.append(line([name, f"{loss:.4f}", change, *sent, f"{state:.2f}"]))
         print(lines[-1], flush=True)
     pool.close()
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--run", nargs=3, action="append", metavar=("SIZE", "STEPS", "RANKS"), help=f"SIZE: {', '.join(SIZES)}"
+    )
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--keep", type=Path, help="a JSON file of finished rows")
+    asked = parser.parse_args()
+    runs = [(size, int(steps), int(ranks)) for size, steps, ranks in asked.run or [("small", "300", "2")]]
+    if unknown := {size for size, *_ in runs} - set(SIZES):
+        parser.error(f"no size {', '.join(sorted(unknown))}: choose from {', '.join(SIZES)}")
+    lines = [text for run in runs for text in rows(*run, asked.lr, asked.only, asked.keep)]
     torch.set_num_threads(1)
     updates = [line(UPDATE_HEADER), line(["---:"] * len(UPDATE_HEADER)), *(line(update_row(n)) for n in (2**18, 2**22))]
     print("\n".join(updates))
-    said = f"GPT {asked.size}, {asked.steps} steps, {asked.ranks} ranks, torch {torch.__version__}"
-    command = f"`python benchmarks/thin.py --size {asked.size} --steps {asked.steps} --ranks {asked.ranks}` ({said})"
-    RESULTS.write_text(page("Coded wires and optimizer state", command, __doc__, *lines, "", *updates))
+    options = " ".join(f"--run {size} {steps} {ranks}" for size, steps, ranks in runs)
+    command = f"`python benchmarks/thin.py {options}` (torch {torch.__version__})"
+    RESULTS.write_text(page("Coded wires and optimizer state", command, __doc__, *lines, "## The update", "", *updates))
 
 
 if __name__ == "__main__":
