@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -185,8 +186,10 @@ def signatures_of(
         return None
     inputs = tuple(argument.meta["val"] for argument in tensor_arguments(node)) if inputs is None else inputs
     outputs = output_values(node) if outputs is None else outputs
-    indices = _tensor_indices(node)
-    operands = Operands(inputs, outputs, arguments(node), tuple(map(_is_zero, _tensor_values(node))))
+    named = arguments(node)
+    values = [named[name] for name in _tensor_names(node.target)]
+    indices = _tensor_indices(values)
+    operands = Operands(inputs, outputs, named, tuple(map(_is_zero, values)))
     if isinstance(node_rule.notation, str):
         notation = _without_absent(node_rule.notation, [bool(at) for at in indices], node.meta["val"])
     else:
@@ -199,6 +202,8 @@ def signatures_of(
         linear = _renumbered(node_rule.linear(operands) if callable(node_rule.linear) else node_rule.linear, indices)
     legal = signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
     tensors = (*inputs, *outputs)
+    if all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
+        return legal
     return tuple(one for one in legal if _divides(one, tensors, ranks, mesh_dim, node_rule.batch))
 
 
@@ -235,17 +240,16 @@ def _check_fits(node: fx.Node, notation: str, inputs: tuple[Shape, ...], outputs
         )
 
 
-def _tensor_values(node: fx.Node) -> list[Any]:
-    """Return the node's argument for each tensor argument of the schema."""
-    assert isinstance(node.target, OpOverload)
-    named = arguments(node)
-    return [named[argument.name] for argument in schema_arguments(node.target) if "Tensor" in str(argument.type)]
+@functools.cache
+def _tensor_names(operator: OpOverload) -> tuple[str, ...]:
+    """Return the names of the tensor arguments of the schema."""
+    return tuple(argument.name for argument in schema_arguments(operator) if "Tensor" in str(argument.type))
 
 
-def _tensor_indices(node: fx.Node) -> list[tuple[int, ...]]:
-    """Return, for each tensor argument of the schema, the indices of its tensors among the node's tensors."""
+def _tensor_indices(values: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return, for each of these tensor arguments of a node, the indices of its tensors among the node's tensors."""
     indices: list[tuple[int, ...]] = []
-    for value in _tensor_values(node):
+    for value in values:
         tensors = [
             item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, fx.Node)
         ]

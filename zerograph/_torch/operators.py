@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,9 +14,10 @@ from torch._library.triton import triton_ops_to_kernels
 from torch._ops import OpOverload, OpOverloadPacket
 
 
+@functools.cache
 def schema_arguments(operator: OpOverload) -> Sequence[Any]:
     """Return the operator's declared arguments; each has name, type and default_value."""
-    return list(operator._schema.arguments)
+    return tuple(operator._schema.arguments)
 
 
 def returns(operator: OpOverload) -> Sequence[Any]:

@@ -281,7 +281,7 @@ def refuse_others(graph: fx.Graph) -> None:
 
 def _draws_nothing(node: fx.Node) -> bool:
     """Return True for attention and recurrent kernels without dropout, which are tagged as random."""
-    names = [argument.name for argument in _torch.schema_arguments(node.target)]  # type: ignore[arg-type]
+    names = [argument.name for argument in _torch.schema_arguments(node.target)]
     arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     dropout = arguments.get("dropout_p", arguments.get("dropout"))
     if "dropout_p" in names or "dropout" in names:
