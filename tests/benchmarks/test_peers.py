@@ -78,6 +78,7 @@ def test_front_door_measures_and_reports(tmp_path: Path) -> None:
     assert (tmp_path / "run-time.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_memory_and_traffic_of_ddp_are_what_it_is_known_to_take(tmp_path: Path) -> None:
     found = measure(CONTENDERS["ddp"], "tiny", "memory", steps=2, cache=tmp_path / "cache", patience=600.0)
     weight = sum(p.nbytes for p in TASKS["tiny"].model().parameters())

@@ -203,7 +203,6 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
         pytest.param("biased", torch.float64, ROWS_AND_EXPERTS, (2,), EXACT, id="biased-2x2", marks=pytest.mark.long),
         pytest.param("unbalanced", torch.float64, ROWS_AND_CUT, (3,), EXACT, id="routed-2x2-cut"),
         pytest.param("unbalanced", torch.float64, CUT_OF_FOUR, (2,), EXACT, id="routed-exchanged-cut"),
-        pytest.param("qwen3-moe-unbalanced", torch.float32, CUT_IN_FOUR, (2,), ROUNDED, id="qwen3-moe-2-cut-in-4"),
         pytest.param(
             "routed", torch.float64, ROWS_AND_EXPERTS, STAGES, EXACT, id="routed-2x2-all", marks=pytest.mark.long
         ),

@@ -68,7 +68,7 @@ HYBRID = ("mlp", (0, 2, 3), BOTH)
 
 @pytest.mark.parametrize(
     ("name", "stages", "sbp"),
-    [HYBRID, ("conv", (3,), BOTH), ("gpt_of_one_block", (3,), FIRST)],
+    [HYBRID, pytest.param("conv", (3,), BOTH, marks=pytest.mark.long), ("gpt_of_one_block", (3,), FIRST)],
     ids=["mlp-hybrid", "conv-hybrid", "gpt-tensor-parallel"],
 )
 def test_a_mesh_computes_what_one_device_computes(pool: Pool, name: str, stages: tuple[int, ...], sbp: Any) -> None:

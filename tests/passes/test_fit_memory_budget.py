@@ -217,7 +217,7 @@ def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
 @pytest.mark.parametrize(
     ("micro_batches", "bucket_size", "fraction"),
     [
-        (1, 2048, 0.65),
+        pytest.param(1, 2048, 0.65, marks=pytest.mark.long),
         pytest.param(1, 32768, 0.85, marks=pytest.mark.long),
         pytest.param(2, 2048, 0.75, marks=pytest.mark.long),
         (2, 32768, 0.95),

@@ -100,12 +100,10 @@ def steps_by(backend: str, stage: int, dtype: torch.dtype, name: str) -> tuple[l
         return losses, [parameter.detach().clone() for parameter in model.parameters()], watch.most
 
 
+# Each kernel is two seconds of the C++ compiler. test_inductor_sizes trains a transformer on two ranks in all runs.
 @needs_compiler
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    # Of a transformer each piece is some seconds of the C++ compiler: test_inductor_sizes has one, for all sizes.
-    [("mlp", 3), *(pytest.param("gpt_of_one_block", stage, marks=pytest.mark.long) for stage in (0, 3))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "stage"), [("mlp", 3), ("gpt_of_one_block", 0), ("gpt_of_one_block", 3)])
 def test_steps_are_those_of_eager(pool: Pool, name: str, stage: int) -> None:
     losses, parameters, held = pool.run(2, steps_by, "eager", stage, torch.float64, name)[0]
     compiled = pool.run(2, steps_by, "inductor", stage, torch.float64, name)[0]
@@ -116,7 +114,8 @@ def test_steps_are_those_of_eager(pool: Pool, name: str, stage: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_single_precision_is_off_by_rounding_only(pool: Pool, name: str) -> None:
     losses, _, _ = pool.run(2, steps_by, "eager", 2, torch.float32, name)[0]
     compiled_losses, _, _ = pool.run(2, steps_by, "inductor", 2, torch.float32, name)[0]

@@ -141,6 +141,7 @@ def test_a_backend_is_given_the_body_and_what_stands_around_it() -> None:
 
 
 @needs_compiler
+@pytest.mark.long
 def test_inductor_compiles_pieces_of_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SMALLEST", 0)
     found, step = losses("inductor")
