@@ -7,7 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 
@@ -29,6 +31,23 @@ def launched() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def fp16_on_cpu(accelerator: type, init_scale: float = 2.0**16) -> Iterator[None]:
+    """Let ``accelerate.Accelerator`` compute in fp16 on a CPU as it does on a GPU: it ignores the option there."""
+    original = accelerator.__init__  # type: ignore[misc]
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.mixed_precision == "fp16":
+            options = {"init_scale": init_scale}
+            if self.scaler_handler is not None:
+                options |= self.scaler_handler.to_kwargs()
+            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", **options), True
+
+    with patch.object(accelerator, "__init__", init):
+        yield
 
 
 def reset() -> None:

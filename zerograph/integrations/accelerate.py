@@ -53,7 +53,7 @@ class Accelerator(accelerate.Accelerator):
         args, kwargs: those of ``accelerate.Accelerator``.
 
     Raises:
-        ConfigError: an argument is not supported: fp16, fp8, and plugins of other systems.
+        ConfigError: an argument is not supported: fp16 on a CPU, fp8, and plugins of other systems.
     """
 
     _models: list[Any]
@@ -71,7 +71,12 @@ class Accelerator(accelerate.Accelerator):
             {
                 name: advice
                 for name, advice, used in (
-                    ("mixed_precision='fp16'", bf16, self.mixed_precision == "fp16"),
+                    # It makes a scaler where it would compute in fp16.
+                    (
+                        "fp16 on a CPU",
+                        "Accelerate would compute in fp32 without a word; mixed_precision='bf16' (bf16=True) works",
+                        self.mixed_precision == "fp16" and self.scaler is None,
+                    ),
                     ("mixed_precision='fp8'", bf16, self.mixed_precision == "fp8"),
                     ("parallelism_config", "zg.Config(placement=...) places a step", bool(self.parallelism_config)),
                     ("dispatch_batches=True", "every rank reads its rows", bool(self.dispatch_batches)),
@@ -91,6 +96,9 @@ class Accelerator(accelerate.Accelerator):
         )
         if self.mixed_precision == "bf16" and self.zero_config.amp_dtype is None:
             self.zero_config.enable_amp(dtype=torch.bfloat16)
+        if self.mixed_precision == "fp16" and self.zero_config.amp_dtype is None:
+            # Without a scaler of the graph: Accelerate's scales the loss, saves its state and holds schedulers.
+            self.zero_config.amp_dtype = torch.float16
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects, and return them in their order.
@@ -131,7 +139,7 @@ class Accelerator(accelerate.Accelerator):
             return optimizer
         if not any(optimizer is one for loop in self._loops() for one in loop.optimizers):
             self._prepare_loop([optimizer])
-        wrapped = AcceleratedOptimizer(optimizer, device_placement=False)
+        wrapped = AcceleratedOptimizer(optimizer, device_placement=False, scaler=self.scaler)
         wrapped._is_accelerate_prepared = True
         self._optimizers.append(wrapped)
         return wrapped
@@ -181,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Record ``loss.backward()``, divided by the number of accumulation steps.
+        """Record ``loss.backward()``, divided by the number of accumulation steps, and in fp16 scaled.
 
         Raises:
             InputError: no model of a prepared optimizer computed the loss, and there are other processes.
@@ -193,14 +201,17 @@ class Accelerator(accelerate.Accelerator):
             )
         # As a float: an integer could be a count of this rank's samples.
         steps = float(self.gradient_accumulation_steps)
-        (loss if steps == 1 else loss / steps).backward(**kwargs)
+        loss = loss if steps == 1 else loss / steps
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Record that gradients are clipped; return their norm before."""
+        """Record that gradients are clipped, in fp16 unscaled before; return their norm before."""
+        self.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Record that gradients are clipped."""
+        """Record that gradients are clipped, in fp16 unscaled before."""
+        self.unscale_gradients()
         torch.nn.utils.clip_grad_value_(list(parameters), clip_value)
 
     @contextlib.contextmanager

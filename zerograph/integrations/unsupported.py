@@ -12,8 +12,7 @@ def unsupported(args: Any) -> dict[str, str]:
         ("deepspeed", args.deepspeed, "ZeRO is zero=, such as Trainer(..., zero=3)"),
         ("fsdp", args.fsdp, "ZeRO is zero=, such as Trainer(..., zero=3)"),
         ("torch_compile", args.torch_compile, "the step is compiled; zero={'backend': 'inductor'} generates kernels"),
-        ("fp16", args.fp16, "bf16=True"),
-        ("fp16_full_eval", args.fp16_full_eval, "bf16=True evaluates in bf16 too"),
+        ("fp16_full_eval", args.fp16_full_eval, "fp16=True evaluates in fp16 too"),
         ("bf16_full_eval", args.bf16_full_eval, "bf16=True evaluates in bf16 too"),
         ("auto_find_batch_size", args.auto_find_batch_size, "zero={'memory_budget': ...} makes a step fit"),
         (
