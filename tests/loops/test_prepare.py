@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -427,3 +428,32 @@ def test_a_model_and_a_criterion_compiled_after_it_was_prepared_run_as_they_are(
 def test_only_a_prepared_model_has_parameters_to_make_whole() -> None:
     with pytest.raises(zg.ConfigError, match="has not prepared"), zg.full_parameters(network()):
         pass
+
+
+def test_a_copy_of_a_prepared_model_is_a_plain_one() -> None:
+    model, optimizer = ready()
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    prepared = type(model)
+    with zg.full_parameters(model):
+        copied = copy.deepcopy(model)
+    assert type(copied) is nn.Sequential
+    assert type(model) is prepared
+    torch.testing.assert_close(dict(copied.state_dict()), dict(model.state_dict()))
+    with pytest.raises(zg.ConfigError, match="has not prepared"), zg.full_parameters(copied):
+        pass
+    before = copied(X)
+    optimizer.zero_grad()
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    assert torch.equal(copied(X), before)
+    assert not torch.equal(model(X), before)
+
+
+def test_a_prepared_model_is_not_pickled_but_its_copy_is() -> None:
+    model, _ = ready()
+    with pytest.raises(zg.ConfigError, match=r"cannot be pickled.*\nSave model.state_dict\(\); or, inside"):
+        pickle.dumps(model)
+    with zg.full_parameters(model):
+        loaded = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import sys
@@ -187,7 +188,26 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         with replaying():
             return loop.graph().generate(self, given, **options)
 
+    def plainly(self: nn.Module, copying: Callable[[nn.Module], nn.Module]) -> nn.Module:
+        """Copy as a module of the original class, which no loop knows."""
+        if self is module and not (is_replaying() or building()):
+            loop.graph()
+        prepared, self.__class__ = type(self), kind
+        try:
+            return copying(self)
+        finally:
+            self.__class__ = prepared
+
+    def refuse_pickling(self: nn.Module, protocol: Any) -> Any:
+        raise ConfigError(
+            f"a {kind.__name__} that zg.prepare() has prepared cannot be pickled: it holds the graph of its loop\n"
+            "Save model.state_dict(); or, inside 'with zg.full_parameters(model):', copy.deepcopy(model)."
+        )
+
     methods: dict[str, Any] = {
+        "__copy__": lambda self: plainly(self, copy.copy),
+        "__deepcopy__": lambda self, memo: plainly(self, lambda one: copy.deepcopy(one, memo)),
+        "__reduce_ex__": refuse_pickling,
         **({"generate": generate} if hasattr(kind, "generate") else {}),
         "no_sync": no_sync,
         "__call__": call,
