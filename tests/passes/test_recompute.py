@@ -208,7 +208,6 @@ def test_buffers_change_once() -> None:
 
 
 @needs_compiler
-@pytest.mark.long
 def test_inductor_compiles_what_is_made_again() -> None:
     (_, eager), (step, compiled) = (normed(nn.LayerNorm, "blocks", backend, 2) for backend in ("eager", "inductor"))
     assert sum(node.target is aten.mm.default for node in again(step)) == 2

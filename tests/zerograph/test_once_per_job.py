@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tests.pool import Pool
 from tests.zerograph.test_step_cache import TwoRanks, X, cache_in
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
+from zerograph.runtime.job import exchange
 from zerograph.runtime.job.process_group import Job
 
 
@@ -112,15 +113,15 @@ def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
         # Ignored signals, as of a job in a shell's background, would stay ignored.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         if interrupted and zg.rank():
-            sleep, signals = time.sleep, iter([signal.SIGINT])
+            signals = iter([signal.SIGINT])
 
             def interrupted_sleep(seconds: float) -> None:
-                sleep(seconds)
-                if threading.current_thread() is threading.main_thread():
-                    for number in signals:
-                        signal.raise_signal(number)
+                time.sleep(seconds)
+                for number in signals:
+                    signal.raise_signal(number)
 
-            patch.setattr(time, "sleep", interrupted_sleep)
+            # Ranks sleep elsewhere too, while they compare notes.
+            patch.setattr(exchange, "time", SimpleNamespace(monotonic=time.monotonic, sleep=interrupted_sleep))
         try:
             step.compile(X)
         except (KeyboardInterrupt, zg.RankMismatchError) as caught:
