@@ -457,3 +457,40 @@ def test_a_prepared_model_is_not_pickled_but_its_copy_is() -> None:
     with zg.full_parameters(model):
         loaded = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps, copy.copy])
+def test_an_optimizer_whose_state_the_graph_has_is_copied_by_its_state_dict(
+    copying: Callable[[object], object], stage: int
+) -> None:
+    model, optimizer = ready(stage=stage)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    message = r"SGD is copied or pickled.*\nSave or copy optimizer.state_dict\(\)"
+    with pytest.raises(zg.SplitParameterError, match=message):
+        copying(optimizer)
+    with zg.full_parameters(model), pytest.raises(zg.SplitParameterError, match=message):
+        copying(optimizer)
+    copied = copy.deepcopy(optimizer.state_dict())
+    with zg.full_parameters(model):
+        plain = copy.deepcopy(model)
+    another = torch.optim.SGD(plain.parameters(), lr=0.1)
+    another.load_state_dict(copied)
+    for network, its_optimizer in ((model, optimizer), (plain, another)):
+        its_optimizer.zero_grad()
+        F.cross_entropy(network(X), Y).backward()
+        its_optimizer.step()
+    torch.testing.assert_close(dict(plain.state_dict()), dict(model.state_dict()))
+
+
+def test_before_the_first_step_a_copied_pair_trains_by_itself() -> None:
+    model, optimizer = ready()
+    plain, another = copy.deepcopy((model, optimizer))
+    for _ in range(2):
+        for network, its_optimizer in ((plain, another), (model, optimizer)):
+            its_optimizer.zero_grad()
+            F.cross_entropy(network(X), Y).backward()
+            its_optimizer.step()
+    assert type(plain) is nn.Sequential
+    torch.testing.assert_close(dict(plain.state_dict()), dict(model.state_dict()))

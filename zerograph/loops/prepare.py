@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph import _torch
 from zerograph.capture.wrappers import check_modules
 from zerograph.config import Config
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, SplitParameterError
 from zerograph.graph import building
 from zerograph.loops.deferred import is_replaying, replaying
 from zerograph.loops.loaders import SplitLoader
@@ -254,7 +254,7 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
             if loop_of(one) is not None:
                 one.__class__ = type(one).__bases__[0]
         else:
-            for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+            for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "__reduce_ex__"):
                 vars(one).pop(name, None)
 
 
@@ -278,7 +278,7 @@ def _is_busy(loop: Loop) -> bool:
 def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     """Replace the methods of an optimizer that the loop calls."""
     number = next(n for n, other in enumerate(loop.optimizers) if other is optimizer)
-    plain = type(optimizer)
+    plain: Any = type(optimizer)
 
     def step(closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
@@ -312,10 +312,22 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         else:
             graph.load_state_dict({"optimizers": [state]})
 
+    def reduce_plain(protocol: Any) -> Any:
+        """Copy or pickle the optimizer while it holds its own state; later only ``state_dict()`` has the state."""
+        if not holds_state_of(optimizer):
+            loop.graph(optimizer)
+        if holds_state_of(optimizer):
+            raise SplitParameterError(
+                f"{plain.__name__} is copied or pickled, but its state is stored in the graph of its loop\n"
+                "Save or copy optimizer.state_dict(), on all ranks; a new optimizer loads it with load_state_dict()."
+            )
+        return plain.__reduce_ex__(optimizer, protocol)
+
     # Schedulers look for the mark of their own wrapper.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     for method in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         vars(optimizer)[method.__name__] = method
+    vars(optimizer)["__reduce_ex__"] = reduce_plain
     _adopt(optimizer, loop)
 
 
