@@ -119,6 +119,7 @@ class Sample:
             meta(node)["update_input"] = name
         _shape_from_param(traced, self.shape)
         _widen_scalars(traced)
+        _allow_rate_zero(traced.graph)
         return traced, after
 
     def _twin(
@@ -301,6 +302,33 @@ def _widen_scalars(graph: fx.GraphModule) -> None:
         widened.add(node)
         node.meta["val"] = value.double()
     graph.recompile()
+
+
+def _allow_rate_zero(graph: fx.Graph) -> None:
+    """Let an update that divides by its learning rate leave the parameter as it is where the rate is 0.
+
+    Adam with ``capturable`` divides ``x / (c * rate) + eps / rate``, and the average of gradients by this. At rate 0,
+    with which a warm-up begins, that is 0 / 0 where a parameter had no gradient yet. ``x / 1 + eps / 0`` is infinite.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten.reciprocal.default or node.meta["val"].dim():
+            continue
+        (rate,) = node.all_input_nodes
+        for divisor in [user for user in rate.users if user.target is aten.mul.Tensor]:
+            for quotient in [user for user in divisor.users if user.target is aten.div.Tensor]:
+                if quotient.args[1] is divisor and isinstance(quotient.args[0], fx.Node):
+                    _replace_zero(graph, quotient, divisor)
+
+
+def _replace_zero(graph: fx.Graph, quotient: fx.Node, divisor: fx.Node) -> None:
+    """Divide by 1 where a 0-d divisor is 0."""
+    value = divisor.meta["val"]
+    with graph.inserting_before(quotient):
+        zero = graph.call_function(aten.eq.Scalar, (divisor, 0))
+        zero.meta.update(divisor.meta, val=value == 0)
+        safe = graph.call_function(aten.masked_fill.Scalar, (divisor, zero, 1.0))
+        safe.meta.update(divisor.meta, val=value)
+    quotient.update_arg(1, safe)
 
 
 _SIZED = {aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0, aten.new_zeros.default: 1}
