@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import zerograph as zg
+from zerograph.errors import InputError
 from zerograph.ir.mesh import line
 from zerograph.loops import loaders
+
+
+def as_ranks(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], ranks: int = 2) -> list[list[Any]]:
+    """Return the batches that each rank gets of a loader, read one rank after the other."""
+    monkeypatch.setattr(loaders, "agree_on_batch", lambda *_: None)
+    monkeypatch.setattr(loaders, "agree", lambda *_: [[0]])
+    read = []
+    for rank in range(ranks):
+        job = SimpleNamespace(size=ranks, mesh=line(ranks, rank, "ranks"))
+        monkeypatch.setattr(loaders, "join", lambda *_, job=job: job)
+        torch.manual_seed(0)
+        read.append(list(loaders.SplitLoader(make(), zg.Config())))
+    return read
 
 
 def make() -> DataLoader[Any]:
@@ -48,3 +66,56 @@ def test_batches_of_a_distributed_sampler_are_the_ranks_own(
         loader: Any = DataLoader(dataset, **batches)
         read += [int(one) for batch in loaders.SplitLoader(loader, zg.Config()) for one in batch[0]]
     assert sorted(read) == list(range(10))
+
+
+LENGTHS = [2, 5, 1, 3, 7, 4, 1]
+
+
+def pad_and_mask(samples: list[Tensor]) -> dict[str, Any]:
+    """Pad to the longest sample of the batch and drop tokens at random, as collators for language models do."""
+    tokens = pad_sequence(samples, batch_first=True)
+    return {
+        "tokens": tokens,
+        "kept": torch.rand(tokens.shape) > 0.3,
+        "lengths": numpy.array([len(sample) for sample in samples]),
+        "names": [f"sample {len(sample)}" for sample in samples],
+        "scale": torch.tensor(2.0),
+        "split": "train",
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ranks_keep_their_rows_of_a_batch_that_the_collator_sees_whole(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    def reader() -> DataLoader[Any]:
+        samples: Any = [torch.arange(1, length + 1) for length in LENGTHS]
+        return DataLoader(samples, 3, shuffle=True, collate_fn=pad_and_mask, num_workers=workers)
+
+    torch.manual_seed(0)
+    whole = list(reader())
+    ranks = as_ranks(monkeypatch, reader)
+    for batch, *parts in zip(whole, *ranks, strict=True):
+        for name in ("tokens", "kept"):
+            assert torch.equal(torch.cat([part[name] for part in parts]), batch[name])
+        assert numpy.array_equal(numpy.concatenate([part["lengths"] for part in parts]), batch["lengths"])
+        assert [name for part in parts for name in part["names"]] == batch["names"]
+        assert all(part["scale"] == 2 and part["split"] == "train" for part in parts)
+    # The last batch has one sample: one rank has rows, the others have none.
+    assert [len(rank[-1]["tokens"]) for rank in ranks] == [1, 0]
+
+
+def test_a_batch_whose_rows_are_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def edges(samples: list[int]) -> dict[str, Tensor]:
+        return {"nodes": torch.zeros(len(samples), 4), "edges": torch.zeros(3 * len(samples) - 1, 2)}
+
+    def graph(samples: list[int]) -> object:
+        return SimpleNamespace(nodes=torch.zeros(len(samples), 4))
+
+    dataset: Any = list(range(8))
+    with pytest.raises(InputError, match=r"4, 11 rows(.|\n)*must be the samples"):
+        as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=edges))
+    with pytest.raises(InputError, match=r"a batch has a SimpleNamespace"):
+        as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph))
+    # One process has all rows.
+    assert len(as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph), 1)[0]) == 2

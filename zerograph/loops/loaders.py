@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zerograph import data
-from zerograph._torch import pytree
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError
 from zerograph.ir.mesh import local_start, piece_count
+from zerograph.loops.rows import RowsOf, bounds, only_stacks, rows_of, tensors_of
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 
@@ -24,9 +24,11 @@ class SplitLoader:
 
     Ranks that hold the same rows, such as those that split each sequence, get the same.
 
-    The batches are those that the loader yields in one process. A ``DataLoader`` of a map-style dataset reads only this
-    rank's samples. Of any other iterable every rank reads the whole batch, which must be equal on all ranks. A loader
-    with a ``DistributedSampler`` yields this rank's batches already.
+    The batches are those that the loader yields in one process. Of a ``DataLoader`` of a map-style dataset with torch's
+    own ``default_collate`` a rank reads its samples only. Another ``collate_fn`` may pad to the longest sample of a
+    batch or draw random numbers: every rank reads and collates the whole batch. So does every rank for any other
+    iterable, whose batches must be equal on all ranks. A loader with a ``DistributedSampler`` yields this rank's
+    batches already.
     """
 
     def __init__(self, loader: Iterable[Any], config: Config) -> None:
@@ -42,7 +44,8 @@ class SplitLoader:
 
         Raises:
             RankMismatchError: the ranks' batches differ.
-            InputError: a batch has fewer rows than there are ranks, and a rank had none before.
+            InputError: a batch has fewer rows than there are ranks, and a rank had none before; or the rows of a batch
+                are not known.
         """
         loader, job = self._loader, self._job()
         if job.size == 1:
@@ -82,26 +85,24 @@ class SplitLoader:
         job = self._job()
         _same_generators(loader, job)
         if self._reading is None or not loader.persistent_workers:
-            mine = _Part(loader.batch_sampler, *self._parts(job))  # type: ignore[arg-type]
+            parts = self._parts(job)
+            own = only_stacks(loader.collate_fn)
+            mine = _Part(loader.batch_sampler, *(parts if own else (0, 1)))  # type: ignore[arg-type]
+            collate = loader.collate_fn if own else RowsOf(loader.collate_fn, *parts)
             options = reading_options(loader)
-            self._reading = (
-                DataLoader(loader.dataset, batch_sampler=mine, collate_fn=loader.collate_fn, **options),
-                mine,
-            )
+            self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
         local, mine = self._reading
         for number, batch in enumerate(local):
             indices, count = mine.read.pop(number)
             agree_on_batch(job, number, "samples", indices)
-            yield batch if count else _rows(batch, slice(0, 0))
+            yield batch if count else rows_of(batch, 1, 2)
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
         part, parts = self._parts(job)
         for number, batch in enumerate(loader):
-            facts = [(tuple(t.shape), float(t.double().sum())) for t in _tensors(batch)]
-            agree_on_batch(job, number, "shapes and sums", facts)
-            count = next((len(tensor) for tensor in _tensors(batch) if tensor.dim()), 0)
-            yield _rows(batch, bounds(count, part, parts))
+            agree_on_batch(job, number, "shapes and sums", [_facts(one) for one in tensors_of(batch)])
+            yield rows_of(batch, part, parts)
 
 
 def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -144,13 +145,6 @@ class _Part:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-def bounds(count: int, part: int, parts: int) -> slice:
-    """Return the rows of a part: contiguous, and as many as of any other, or one more."""
-    least, more = divmod(count, parts)
-    start = part * least + min(part, more)
-    return slice(start, start + least + (part < more))
-
-
 def _same_generators(loader: DataLoader[Any], job: Job) -> None:
     """Let samplers draw the same order on all ranks: that of rank 0."""
     for generator in data.generators_of(loader):
@@ -164,19 +158,6 @@ def agree_on_batch(job: Job, number: int, what: str, facts: Any) -> None:
     agree(job, f"batch {number + 1} of a prepared loader", digest(facts), lambda: {what: f"{facts}"[:200]})
 
 
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-
-
-def _rows(batch: Any, rows: slice) -> Any:
-    def part(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf if not leaf.dim() else leaf[rows].clone()
-        if isinstance(leaf, (bool, int, float, type(None), torch.dtype)):
-            return leaf
-        raise InputError(
-            f"a prepared loader yields a {type(leaf).__name__}, of which zerograph does not know the ranks' parts\n"
-            "Yield tensors and numbers in lists, tuples and dicts."
-        )
-
-    return pytree.tree_map(part, batch)
+def _facts(values: torch.Tensor | numpy.ndarray[Any, Any]) -> tuple[Any, ...]:
+    total = float(values.double().sum()) if isinstance(values, torch.Tensor) else digest(values.tolist())
+    return tuple(values.shape), total
