@@ -5,12 +5,20 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+import uuid
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from zerograph.errors import CommunicationError
 from zerograph.runtime.job.launchers import Launch, number_of
+
+# The key at which processes other than rank 0 ask to join its attempt.
+_ASKED = "zerograph asked"
 
 
 def local_rank() -> int:
@@ -27,7 +35,7 @@ def init_from_environment(backend: str, launch: Launch) -> None:
     """Initialise the default process group with the rank and addresses that a launcher set.
 
     Raises:
-        CommunicationError: a variable is not a number in its range.
+        CommunicationError: a variable is not a number in its range, or the rendezvous failed.
     """
     # torch reads them there, and so do other libraries.
     os.environ.update(launch.variables)
@@ -38,16 +46,64 @@ def init_from_environment(backend: str, launch: Launch) -> None:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         print(launch.describe(device), file=sys.stderr, flush=True)
     _listen_on_loopback()
-    # If torchrun has restarted the job on one machine, its store (with the default rendezvous, static) still has the
-    # keys of the ranks before, and a rank may connect to the address of a dead one: each attempt has keys of its own.
-    # With several machines the counts of restarts may differ, but the store is a new one.
+    try:
+        store, rank, size = next(rendezvous("env://"))
+        if keys := _own_keys(store, rank, size):
+            store = dist.PrefixStore(keys, store)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    except (RuntimeError, ValueError) as error:
+        address = f"{launch.variables['MASTER_ADDR']}:{launch.variables['MASTER_PORT']}"
+        raise CommunicationError(did_not_meet(number_of("RANK"), number_of("WORLD_SIZE"), address, error)) from error
+
+
+def did_not_meet(rank: int, size: int, address: str, error: Exception) -> str:
+    """Return the message of a rendezvous that failed."""
+    return f"rank {rank} of {size} did not meet the others at {address}: {str(error).strip().splitlines()[0]}"
+
+
+def _own_keys(store: Any, rank: int, size: int) -> str:
+    """Return a prefix for the keys of these processes; empty if no others have used the store.
+
+    The store of torchrun outlives a restart and still has the keys of the processes before: a rank would connect to the
+    address of a dead one.
+    """
     attempt = number_of("TORCHELASTIC_RESTART_COUNT", 0)
-    if not attempt or number_of("LOCAL_WORLD_SIZE", 0) != number_of("WORLD_SIZE", least=1):
-        dist.init_process_group(backend, init_method="env://")
-        return
-    store, rank, size = next(rendezvous("env://"))
-    own_keys = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=own_keys, rank=rank, world_size=size)
+    if number_of("LOCAL_WORLD_SIZE", 0) == size:
+        return f"attempt {attempt}" if attempt else ""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    # Each machine's agent counts its own restarts, so the counts may differ.
+    return _welcome(store, size) if rank == 0 else _ask_for_welcome(store, rank)
+
+
+def _welcome(store: Any, size: int) -> str:
+    """Give every other rank that asks the name of this rank's attempt, until one process of each rank has taken it.
+
+    Processes that have ended may have asked too. They take no name.
+    """
+    attempt, answered, missing = uuid.uuid4().hex, set[str](), set(range(1, size))
+    limit = time.monotonic() + default_pg_timeout.total_seconds()
+    # The keys exist from now on: to read a missing one would block.
+    store.append(_ASKED, "")
+    store.append(attempt, "")
+    while missing:
+        for process in {*store.get(_ASKED).decode().split()} - answered:
+            store.set(process, attempt)
+            answered.add(process)
+        missing -= {int(taken) for taken in store.get(attempt).decode().split()}
+        if missing and time.monotonic() > limit:
+            raise RuntimeError(f"no sign of {len(missing)} ranks, of rank {min(missing)} first")
+        time.sleep(0.02 if missing else 0.0)
+    return attempt
+
+
+def _ask_for_welcome(store: Any, rank: int) -> str:
+    """Return the name of the attempt of the process that is rank 0 now."""
+    process = uuid.uuid4().hex
+    store.append(_ASKED, f"{process} ")
+    attempt: str = store.get(process).decode()
+    store.append(attempt, f"{rank} ")
+    return attempt
 
 
 def _listen_on_loopback() -> None:

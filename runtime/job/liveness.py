@@ -434,7 +434,11 @@ def _write_error_file() -> None:
 
     # It is only a report: a full disk must not hide the error itself.
     with contextlib.suppress(OSError):
-        get_error_handler().record_exception(error)
+        try:
+            # torch writes the traceback of the error that is being handled.
+            raise error
+        except ZeroGraphError:
+            get_error_handler().record_exception(error)
 
 
 def _without_prefix(store: Any) -> Any:

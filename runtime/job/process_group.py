@@ -23,7 +23,7 @@ from zerograph.errors import CommunicationError, PlacementError, RankMismatchErr
 from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
-from zerograph.runtime.job.environment import init_from_environment
+from zerograph.runtime.job.environment import did_not_meet, init_from_environment
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
 from zerograph.runtime.job.liveness import Liveness, mark_reported, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
@@ -260,9 +260,7 @@ def connect(rank: int, world_size: int, address: str, backend: str | None, local
     try:
         dist.init_process_group(backend or default, init_method=address, rank=rank, world_size=world_size)
     except (RuntimeError, ValueError) as error:
-        raise CommunicationError(
-            f"rank {rank} of {world_size} did not meet the others at {address}: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise CommunicationError(did_not_meet(rank, world_size, address, error)) from error
     atexit.register(_leave)
 
 

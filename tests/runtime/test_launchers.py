@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import zerograph as zg
 from benchmarks.measure.hosts import LINK, two_hosts, unavailable
-from zerograph.runtime.job import liveness
-from zerograph.runtime.job.launchers import find_launch, first_host, unused_allocation
+from zerograph.runtime.job import environment, liveness
+from zerograph.runtime.job.launchers import Launch, find_launch, first_host, unused_allocation
 
 ROOT = Path(__file__).parents[2]
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "host0", "MASTER_PORT": "29400"}
@@ -160,7 +161,23 @@ def test_torchruns_error_file_has_the_named_cause(tmp_path: Path, monkeypatch: p
     assert not file.exists()
     monkeypatch.setattr(sys, "last_value", zg.CommunicationError("rank 0 of 2 lost rank 1 while step 3"))
     liveness._write_error_file()
-    assert "rank 0 of 2 lost rank 1 while step 3" in json.loads(file.read_text())["message"]["message"]
+    message = json.loads(file.read_text())["message"]
+    assert "rank 0 of 2 lost rank 1 while step 3" in message["message"]
+    # The summary of torchrun prints this.
+    assert "rank 0 of 2 lost rank 1 while step 3" in message["extraInfo"]["py_callstack"]
+
+
+def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> object:
+        raise RuntimeError("Connection refused\nmore")
+
+    monkeypatch.setattr(environment, "rendezvous", refused)
+    variables = TORCH | {"RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(zg.CommunicationError) as raised:
+        environment.init_from_environment("gloo", Launch("torchrun", variables))
+    assert str(raised.value) == "rank 1 of 2 did not meet the others at host0:29400: Connection refused"
 
 
 SCRIPT = """
@@ -173,14 +190,24 @@ print(dist.get_rank(), dist.get_world_size(), int(total), flush=True)
 """
 
 
-def started(environments: list[dict[str, str]]) -> list[tuple[str, str]]:
+# Rank 3 fails after all ranks have met, until the last restart.
+FAILING = """
+import os, sys, torch.distributed as dist
+from zerograph.runtime.job.process_group import initialise
+initialise()
+if os.environ["RANK"] == "3" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < RESTARTS:
+    sys.exit(1)
+"""
+
+
+def started(places: list[dict[str, str]]) -> list[tuple[str, str]]:
     """Return standard output and error of the script in processes with these variables."""
     plain = {name: value for name, value in os.environ.items() if name not in TORCH and "SLURM" not in name}
     plain |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT]
     processes = [
         subprocess.Popen(command, env=plain | one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for one in environments
+        for one in places
     ]
     return [process.communicate(timeout=300) for process in processes]
 
@@ -212,16 +239,30 @@ def test_ranks_meet_without_options_and_rank_0_says_where(launched: object) -> N
     assert "zerograph:" not in second[1]
 
 
+def test_ranks_that_agents_of_two_hosts_start_again_meet_in_the_same_store() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    # A process that has asked, and has died before it was answered.
+    store.append(environment._ASKED, "dead ")
+    for counts in (("0", "0"), ("1", "0")):
+        ranks = enumerate(counts)
+        results = started([place | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count} for rank, count in ranks])
+        assert [output for output, _ in results] == ["0 2 3\n", "1 2 3\n"], results
+
+
 @pytest.mark.long
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
-def test_an_agent_on_each_of_two_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_agent_on_each_of_two_hosts(tmp_path: Path, restarts: int) -> None:
     file = tmp_path / "script.py"
-    file.write_text(SCRIPT)
+    file.write_text(f"RESTARTS = {restarts}\n{FAILING}{SCRIPT}")
     plain = {name: value for name, value in os.environ.items() if name not in TORCH}
     plain |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LINK}
     with two_hosts() as hosts:
         names = ",".join(host.address for host in hosts)
         launch = [sys.executable, "-m", "zerograph", "launch", "--ranks", "2", "--hosts", names]
+        launch += ["--max-restarts", str(restarts)]
         agents = [
             subprocess.Popen(
                 [*host.enter(), *launch, "--host", host.address, str(file)],
