@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -97,9 +98,14 @@ def _own_names() -> tuple[str, ...]:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> int:
-    """Run the commands together and return the first exit code that is not 0; one that fails ends the others."""
-    running = [subprocess.Popen(command) for command in commands]
+    """Run the commands together and return the first exit code that is not 0; one that fails ends the others.
+
+    SIGTERM, of which only this process is told, ends them too.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
+        running += map(subprocess.Popen, commands)
         while True:
             codes = [process.poll() for process in running]
             if failed := next((code for code in codes if code), None):
@@ -114,3 +120,8 @@ def _run(commands: Sequence[Sequence[str]]) -> int:
                 process.terminate()
         for process in running:
             process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -174,6 +176,19 @@ def test_wrong_use_of_launch_ends_with_2(arguments: list[str], why: str) -> None
     found = run("launch", "--ranks", "1", *arguments)
     assert found.exit_code == 2
     assert why in " ".join(found.stderr.replace("│", " ").split())
+
+
+def test_launch_ends_its_commands_if_it_is_told_to_stop() -> None:
+    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)"]
+    program = f"import sys; from zerograph.cli.launch import _run; sys.exit(_run([{command!r}]))"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as launch:
+        assert launch.stdout is not None
+        child = int(launch.stdout.readline())
+        launch.terminate()
+        # 128 + the number of SIGTERM.
+        assert launch.wait(60) == 143
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
 
 
 def test_launch_ends_with_the_code_of_the_command_that_fails() -> None:
