@@ -18,6 +18,7 @@ from zerograph.ir.blocks import decode_roots, encode_roots, exact_root, root_par
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.coded_state import SIGNED, new_values
 from zerograph.ir.metadata import meta
+from zerograph.ir.operator_parts import PARTS
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import StateSpec, UpdateProgram
 from zerograph.passes.buckets.owner_updates import owner_update_module
@@ -190,8 +191,8 @@ class _Parts:
         self._read = [node for node in scalars if not set(self._block_nodes).isdisjoint(node.users)]
         numbers = [node for node in self._scalar_nodes if node.target is aten._local_scalar_dense.default]
         # Numbers that stay 0-d tensors, which the parts of operators take as well.
-        kept = {node for node in numbers if all(user.target in _PARTS for user in node.users)}
-        rounded = all(node.target in _ROUNDED or node.target in _PARTS for node in self._block_nodes)
+        kept = {node for node in numbers if all(user.target in PARTS for user in node.users)}
+        rounded = all(node.target in _ROUNDED or node.target in PARTS for node in self._block_nodes)
         self.rounds_to_nearest = rounded and kept.issuperset(numbers)
         self._input_names = [meta(node)["update_input"] for node in inputs]
         self._run_scalars = self._scalar_program(inputs, kept)
@@ -205,7 +206,7 @@ class _Parts:
                 copies[node] = copies[node.all_input_nodes[0]]
                 continue
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-            copies[node] = graph.call_function(_PARTS.get(node.target, node.target), args, kwargs)
+            copies[node] = graph.call_function(PARTS.get(node.target, node.target), args, kwargs)
         read = [graph.call_function(_narrow, (copies[node],)) for node in self._read]
         graph.output([*(copies[node] for node in self._counts.values()), *read])
         run: Callable[..., list[Any]] = fx.GraphModule({}, graph).forward
@@ -241,7 +242,7 @@ class _Parts:
             if node.target is aten.sqrt.default:
                 values[node] = root(*args)
             else:
-                values[node] = _PARTS.get(node.target, node.target)(*args, **kwargs)
+                values[node] = PARTS.get(node.target, node.target)(*args, **kwargs)
         return [values[node] for node in self._new]
 
 
@@ -255,51 +256,6 @@ def _narrow(scalar: Any) -> Any:
     return scalar.float() if isinstance(scalar, Tensor) and scalar.dtype is torch.float64 else scalar
 
 
-def _lerp(start: Any, end: Any, weight: Any) -> Any:
-    return start + (end - start) * weight
-
-
-def _add_product(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
-    return x + _times(first, value) * second
-
-
-def _add_quotient(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
-    return x + _quotient(_times(first, value), second)
-
-
-def _quotient(x: Any, y: Any) -> Any:
-    # A product by the reciprocal of one number takes less time than a quotient of each element.
-    return x * torch.reciprocal(y) if isinstance(y, Tensor) and y.dim() == 0 else torch.div(x, y)
-
-
-def _add(x: Any, y: Any, alpha: Any = 1) -> Tensor:
-    return torch.add(x, _times(y, alpha))
-
-
-def _subtract(x: Any, y: Any, alpha: Any = 1) -> Tensor:
-    return torch.sub(x, _times(y, alpha))
-
-
-def _times(x: Any, factor: Any) -> Any:
-    return x if isinstance(factor, (int, float)) and factor == 1 else x * factor
-
-
-# Operators by their parts. The overloads for numbers get 0-d tensors too.
-_PARTS: dict[Any, Callable[..., Any]] = {
-    aten.lerp.Scalar: _lerp,
-    aten.lerp.Tensor: _lerp,
-    aten.addcmul.default: _add_product,
-    aten.addcdiv.default: _add_quotient,
-    aten.add.Tensor: _add,
-    aten.add.Scalar: _add,
-    aten.sub.Tensor: _subtract,
-    aten.sub.Scalar: _subtract,
-    aten.mul.Tensor: torch.mul,
-    aten.mul.Scalar: torch.mul,
-    aten.div.Tensor: _quotient,
-    aten.div.Scalar: _quotient,
-    aten.square.default: lambda x: x * x,
-}
 # Operators that are exact or rounded to the nearest, compiled or not.
 _ROUNDED = {
     aten.sqrt.default,

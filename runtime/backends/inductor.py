@@ -17,7 +17,7 @@ from zerograph.errors import CaptureError
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.runtime.backends.compile_cache import share
-from zerograph.runtime.backends.pieces import Piece, cut
+from zerograph.runtime.backends.pieces import Piece, by_tensors, cut
 
 Function = Callable[..., Sequence[Any]]
 
@@ -51,7 +51,9 @@ def signature(piece: Piece) -> str:
         return repr(fx.map_arg(value, lambda node: _Number(numbers[node])))
 
     lines = [_describe(node.meta["val"]) for node in piece.inputs]
-    lines += [f"{node.target} {shown(node.args)} {shown(dict(node.kwargs))}" for node in piece.nodes]
+    for node in piece.nodes:
+        _, args, kwargs = by_tensors(node)
+        lines.append(f"{node.target} {shown(args)} {shown(kwargs)}")
     lines.append(shown(tuple(piece.outputs)))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -146,8 +148,9 @@ def _module(piece: Piece) -> fx.GraphModule:
     graph = fx.Graph()
     nodes = {node: graph.placeholder(f"input{number}") for number, node in enumerate(piece.inputs)}
     for node in piece.nodes:
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), nodes.__getitem__)
-        nodes[node] = graph.create_node("call_function", node.target, args, kwargs)
+        target, args, kwargs = by_tensors(node)
+        args, kwargs = fx.map_arg((args, kwargs), nodes.__getitem__)
+        nodes[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(nodes[node] for node in piece.outputs))
     return fx.GraphModule({}, graph)
 

@@ -7,7 +7,7 @@ each once takes the same time whatever the depth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -19,6 +19,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.operator_parts import PARTS
 from zerograph.ir.sizes import elements
 from zerograph.ir.step_graph import placeholders
 
@@ -112,7 +113,9 @@ def cut(graph: fx.Graph) -> list[fx.Node | Piece]:
     cutter = _Cutter(graph)
     for node in graph.nodes:
         cutter.place(node)
-    return cutter.program
+    outside = {argument for step in cutter.program if isinstance(step, fx.Node) for argument in step.all_input_nodes}
+    outside.update(graph.output_node().all_input_nodes)
+    return [step for step in cutter.program if isinstance(step, Piece) or not _is_number(step) or step in outside]
 
 
 class _Cutter:
@@ -136,7 +139,7 @@ class _Cutter:
                 self.program.append(node)
             return
         into = _OpenPiece(self._memory)
-        joined = [piece for piece in self._open if any(value in piece.nodes for value in node.all_input_nodes)]
+        joined = [piece for piece in self._open if any(value in piece.nodes for value in reads(node))]
         if sum(len(piece.nodes) for piece in joined) < _LARGEST and all(piece.takes(node) for piece in joined):
             self._open = [piece for piece in self._open if piece not in joined]
             for piece in joined:
@@ -176,6 +179,37 @@ def _sizes(value: Any) -> list[torch.SymInt]:
     """Return the symbolic sizes in a value."""
     sizes = (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,)
     return [size for size in sizes if isinstance(size, torch.SymInt)]
+
+
+def by_tensors(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return what a piece calls for a node, with its arguments: 0-d tensors where the operator takes their values.
+
+    So a piece computes the update of an optimizer whose learning rate is a number that the step reads, as SGD's is.
+    """
+    target: Any = node.target
+    value = node.meta.get("val")
+    if not any(map(_is_number, node.all_input_nodes)) or target not in PARTS or not _is_wide(value):
+        return target, node.args, dict(node.kwargs)
+    args, kwargs = fx.map_arg(
+        (node.args, dict(node.kwargs)), lambda argument: argument.args[0] if _is_number(argument) else argument
+    )
+    return PARTS[target], args, kwargs
+
+
+def reads(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that :func:`by_tensors` reads."""
+    nodes: dict[fx.Node, None] = {}
+    fx.map_arg(by_tensors(node)[1:], nodes.setdefault)
+    return list(nodes)
+
+
+def _is_number(node: fx.Node) -> bool:
+    return node.target is aten._local_scalar_dense.default
+
+
+def _is_wide(value: object) -> bool:
+    """Return whether products are rounded to the value's dtype inside of a kernel, too."""
+    return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
 
 
 def _fusible(graph: fx.Graph) -> set[fx.Node]:
@@ -226,7 +260,7 @@ def _is_scalar(node: fx.Node) -> bool:
     A loop that reads the result would compute it again for each element. Adam's powers of its betas took most of the
     update's time that way.
     """
-    values = [value_node.meta["val"] for value_node in (node, *node.all_input_nodes)]
+    values = [value_node.meta["val"] for value_node in (node, *reads(node))]
     tensors = [value for value in values if not isinstance(value, torch.SymInt)]
     return all(isinstance(value, Tensor) and value.dim() == 0 and value.device.type == "cpu" for value in tensors)
 
@@ -239,7 +273,7 @@ def _loops(node: fx.Node) -> int:
 
 
 def _is_large(node: fx.Node) -> bool:
-    values = [value_node.meta["val"] for value_node in (node, *node.all_input_nodes)]
+    values = [value_node.meta["val"] for value_node in (node, *reads(node))]
     return any(
         isinstance(value, Tensor) and (elements(value) >= SMALLEST or value.device.type != "cpu") for value in values
     )
@@ -249,10 +283,7 @@ def _on_tensors(node: fx.Node) -> bool:
     """Return whether the node returns tensors, and reads tensors and sizes only, as pieces do."""
     if node.op != "call_function" or not _has_tensors(node):
         return False
-    return all(
-        _has_tensors(argument) or isinstance(argument.meta.get("val"), torch.SymInt)
-        for argument in node.all_input_nodes
-    )
+    return all(_has_tensors(argument) or isinstance(argument.meta.get("val"), torch.SymInt) for argument in reads(node))
 
 
 def _has_tensors(node: fx.Node) -> bool:
@@ -305,7 +336,7 @@ class _OpenPiece:
         if self.phase != origin(node).phase:
             return False
         written = written_arguments(node)
-        for argument in node.all_input_nodes:
+        for argument in reads(node):
             if argument in self.nodes:
                 continue
             for other, is_written in self._outside.get(self._memory[argument], {}).items():
@@ -319,10 +350,10 @@ class _OpenPiece:
         if any(memory in self._outside for memory in written):
             return True
         # A view does not depend on the contents of memory.
-        reads = not _is_view(node)
-        for argument in node.all_input_nodes:
+        has_contents = not _is_view(node)
+        for argument in reads(node):
             memory = self._memory[argument]
-            if memory in self._allocated or argument in self.nodes or (reads and self._writes(memory)):
+            if memory in self._allocated or argument in self.nodes or (has_contents and self._writes(memory)):
                 return True
         return False
 
@@ -343,7 +374,7 @@ class _OpenPiece:
         if self._memory[node] is node:
             self._allocated.add(node)
         written = written_arguments(node)
-        for argument in node.all_input_nodes:
+        for argument in reads(node):
             if argument not in self.nodes:
                 outside = self._outside.setdefault(self._memory[argument], {})
                 outside[argument] = outside.get(argument, False) or argument in written
@@ -363,7 +394,7 @@ class _OpenPiece:
         if sum(map(_loops, self.nodes)) < 2 or not any(map(_is_large, self.nodes)):
             return list(self.nodes)
         nodes = list(self.nodes)
-        inputs = dict.fromkeys(a for node in nodes for a in node.all_input_nodes if a not in self.nodes)
+        inputs = dict.fromkeys(a for node in nodes for a in reads(node) if a not in self.nodes)
         results = [_before_writes(node) for node in nodes if any(user not in self.nodes for user in node.users)]
         # Tensors from outside that the piece writes to are no outputs.
         outputs = dict.fromkeys(node for node in results if node in self.nodes and isinstance(node.meta["val"], Tensor))

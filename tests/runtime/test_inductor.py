@@ -22,6 +22,7 @@ from tests.pool import Pool
 from zerograph import _torch
 from zerograph._torch.inductor_start import _Template, remembered_vector_units
 from zerograph.errors import CaptureError
+from zerograph.ir.metadata import origin
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends import compile_cache, inductor, pieces
 from zerograph.runtime.backends.pieces import Piece, cut
@@ -246,6 +247,34 @@ def numbers_made_in_pieces() -> list[str]:
 
 def test_powers_of_adams_betas_are_made_once_not_in_the_loop_over_the_bucket() -> None:
     assert numbers_made_in_pieces() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {}),
+    ],
+)
+def test_an_update_whose_rate_is_a_number_of_an_operator_is_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(_torch, "inductor", _as_it_is)
+    model, plain = make("mlp").double(), make("mlp").double()
+    optimizer, plain_optimizer = (kind(one.parameters(), lr=0.1, **options) for one in (model, plain))
+    step = TrainStep(model, optimizer, 2, backend="inductor")
+    for lr, (x, y) in zip((0.1, 0.3, 0.2), batches("mlp", 3, dtype=torch.float64), strict=True):
+        optimizer.param_groups[0]["lr"] = plain_optimizer.param_groups[0]["lr"] = lr
+        step(x, y)
+        plain_optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        plain_optimizer.step()
+    with step.full_parameters():
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-13, atol=1e-13)
+    program = cut(prepare(TrainStep(model, optimizer, 2, backend="eager"), *batches("mlp", 1)[0]).graph.graph)
+    alone = [one for one in program if isinstance(one, fx.Node) and origin(one).phase == "update"]
+    assert [node for node in alone if isinstance(node.meta["val"], Tensor) and node.meta["val"].dim()] == []
 
 
 @pytest.mark.parametrize("works", [True, False])

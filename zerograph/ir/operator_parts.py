@@ -1,0 +1,75 @@
+"""Elementwise operators written as their products, quotients and sums, each of which rounds once.
+
+The parts take 0-d tensors where the overloads of the operators take numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph._torch import in_place_overload
+
+aten = torch.ops.aten
+
+
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    return start + (end - start) * weight
+
+
+def _add_product(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
+    return x + _times(first, value) * second
+
+
+def _add_quotient(x: Any, first: Any, second: Any, value: Any = 1) -> Any:
+    return x + _quotient(_times(first, value), second)
+
+
+def _quotient(x: Any, y: Any) -> Any:
+    # A product by the reciprocal of one number takes less time than a quotient of each element.
+    return x * torch.reciprocal(y) if isinstance(y, Tensor) and y.dim() == 0 else torch.div(x, y)
+
+
+def _add(x: Any, y: Any, alpha: Any = 1) -> Tensor:
+    return torch.add(x, _times(y, alpha))
+
+
+def _subtract(x: Any, y: Any, alpha: Any = 1) -> Tensor:
+    return torch.sub(x, _times(y, alpha))
+
+
+def _times(x: Any, factor: Any) -> Any:
+    return x if isinstance(factor, (int, float)) and factor == 1 else x * factor
+
+
+def _written(part: Callable[..., Any]) -> Callable[..., Tensor]:
+    def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x.copy_(part(x, *args, **kwargs))
+
+    return write
+
+
+# Operators by their parts. The overloads for numbers get 0-d tensors too.
+PARTS: dict[Any, Callable[..., Any]] = {
+    aten.lerp.Scalar: _lerp,
+    aten.lerp.Tensor: _lerp,
+    aten.addcmul.default: _add_product,
+    aten.addcdiv.default: _add_quotient,
+    aten.add.Tensor: _add,
+    aten.add.Scalar: _add,
+    aten.sub.Tensor: _subtract,
+    aten.sub.Scalar: _subtract,
+    aten.mul.Tensor: torch.mul,
+    aten.mul.Scalar: torch.mul,
+    aten.div.Tensor: _quotient,
+    aten.div.Scalar: _quotient,
+    aten.square.default: lambda x: x * x,
+}
+PARTS |= {
+    in_place: _written(part)
+    for operator, part in PARTS.items()
+    if (in_place := in_place_overload(operator)) is not None
+}
