@@ -47,7 +47,8 @@ def launch(
         if max_restarts:
             raise typer.BadParameter("--max-restarts is torchrun's: with Slurm use sbatch --requeue")
         size = [] if nodes is None else ["--nodes", str(nodes)]
-        commands = [["srun", *size, "--ntasks-per-node", str(each), "--kill-on-bad-exit=1", sys.executable, *started]]
+        ends = ("--kill-on-bad-exit=1", "--quit-on-interrupt")
+        commands = [["srun", *size, "--ntasks-per-node", str(each), *ends, sys.executable, *started]]
     elif hosts is None:
         commands = [_torchrun("--standalone", "--nproc-per-node", str(each), *_restarts(max_restarts), *started)]
     else:
@@ -100,7 +101,8 @@ def _own_names() -> tuple[str, ...]:
 def _run(commands: Sequence[Sequence[str]]) -> int:
     """Run the commands together and return the first exit code that is not 0; one that fails ends the others.
 
-    SIGTERM, of which only this process is told, ends them too.
+    SIGTERM, of which only this process is told, ends them too. Ctrl-C reaches them as well, so they end by themselves,
+    and may save before: only a second one terminates them.
     """
     running: list[subprocess.Popen[bytes]] = []
     before = signal.signal(signal.SIGTERM, _exit)
@@ -114,6 +116,11 @@ def _run(commands: Sequence[Sequence[str]]) -> int:
             if all(code == 0 for code in codes):
                 return 0
             time.sleep(0.1)
+    except KeyboardInterrupt:
+        if _is_in_foreground():
+            for process in running:
+                process.wait()
+        raise
     finally:
         for process in running:
             if process.poll() is None:
@@ -121,6 +128,15 @@ def _run(commands: Sequence[Sequence[str]]) -> int:
         for process in running:
             process.wait()
         signal.signal(signal.SIGTERM, before)
+
+
+def _is_in_foreground() -> bool:
+    """Return whether the terminal sends its signals to this process and the commands."""
+    try:
+        with open("/dev/tty") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def _exit(number: int, _: object) -> None:

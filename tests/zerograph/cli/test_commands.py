@@ -158,7 +158,7 @@ def test_launch_prints_the_command_of_one_host_a_host_list_and_slurm(monkeypatch
     assert "ssh" not in here
     assert "--node-rank 1" in here
     (slurm,) = printed("--slurm", "--nodes", "4", script)
-    assert slurm.startswith("srun --nodes 4 --ntasks-per-node 2 --kill-on-bad-exit=1 ")
+    assert slurm.startswith("srun --nodes 4 --ntasks-per-node 2 --kill-on-bad-exit=1 --quit-on-interrupt ")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert printed(script)[0].startswith("srun --ntasks-per-node 2 ")
 
@@ -189,6 +189,41 @@ def test_launch_ends_its_commands_if_it_is_told_to_stop() -> None:
         assert launch.wait(60) == 143
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
+
+
+def test_ranks_may_save_after_ctrl_c_in_a_terminal() -> None:
+    rank = """
+import time
+try:
+    print("runs", flush=True)
+    time.sleep(300)
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("saved", flush=True)
+"""
+    program = f"""
+import fcntl, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from zerograph.cli.launch import _run
+_run([[{sys.executable!r}, "-c", {rank!r}]])
+"""
+    keyboard, terminal = os.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=terminal,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as launch:
+        assert launch.stdout is not None
+        assert launch.stdout.readline() == "runs\n"
+        os.write(keyboard, b"\x03")
+        printed, errors = launch.communicate(timeout=60)
+    os.close(keyboard)
+    os.close(terminal)
+    assert printed == "saved\n"
+    assert errors.endswith("KeyboardInterrupt\n")
 
 
 def test_launch_ends_with_the_code_of_the_command_that_fails() -> None:

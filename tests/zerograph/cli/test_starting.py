@@ -19,7 +19,7 @@ ROOT = Path(zg.__file__).parent
 # Of torchrun, srun and sbatch, and of a script in an example.
 OTHERS_OPTIONS = {
     *("--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"),
-    *("--ntasks-per-node", "--kill-on-bad-exit", "--requeue", "--epochs"),
+    *("--ntasks-per-node", "--kill-on-bad-exit", "--quit-on-interrupt", "--requeue", "--epochs"),
 }
 
 
