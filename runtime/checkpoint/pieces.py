@@ -18,7 +18,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import boxes
@@ -77,6 +85,15 @@ class Pieces:
             )
             for chunk in self.__create_chunk_list__()
         ]
+
+    def reads(self, name: str, stored: TensorStorageMetadata) -> list[ReadItem]:
+        """Return what to read of the boxes in a checkpoint.
+
+        Args:
+            name: the tensor's name there.
+            stored: its boxes there.
+        """
+        return create_read_items_for_chunk_list(name, stored, self.__create_chunk_list__())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(part[0])) for offsets, part in self.parts.items()]
@@ -144,8 +161,14 @@ class PieceSavePlanner(DefaultSavePlanner):
 class PieceLoadPlanner(DefaultLoadPlanner):
     """Load boxes into the memory that :class:`Pieces` view."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Callable[[str], TensorStorageMetadata]) -> None:
+        """Create a planner.
+
+        Args:
+            stored: returns the boxes of a tensor of the checkpoint.
+        """
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._boxes = stored
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -155,7 +178,9 @@ class PieceLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Keep this rank's plan, which the first rank does not need."""
-        self._own = super().create_local_plan()
+        self._own = LoadPlan(
+            [item for name in self.state_dict for item in self.state_dict[name].reads(name, self._boxes(name))]
+        )
         return LoadPlan([])
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:

@@ -11,8 +11,9 @@ import math
 import os
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Stored
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -30,8 +31,10 @@ from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import DTYPES, Chunk, Entry, Index
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
-# Bytes of tensors that are copied and written as one file.
+# Bytes of tensors that are copied and written as one file, and that one request reads.
 _FILE_BYTES = 2**28
+# The name of a tensor and one of its boxes.
+Box = tuple[str, Chunk]
 
 
 @dataclass
@@ -160,6 +163,7 @@ class Reader(StorageReader):
     folder: Folder
     index: Index
     _bytes: Counter[str] = field(default_factory=Counter)
+    _stored: dict[str, Stored] = field(default_factory=dict)
     # Of a remote folder: the size of each file, and the end and contents of each header that was read.
     _sizes: dict[str, int] = field(default_factory=dict)
     _headers: dict[str, tuple[int, Any]] = field(default_factory=dict)
@@ -173,17 +177,16 @@ class Reader(StorageReader):
         """Do nothing: an object serves one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index as torch's metadata."""
-        return Metadata(
-            {
-                name: Stored(
-                    TensorProperties(dtype=DTYPES[entry.dtype]),
-                    torch.Size(entry.shape),
-                    [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.chunks],
-                )
-                for name, entry in self.index.tensors.items()
-            }
-        )
+        """Return no metadata: the planner asks for those of the tensors that it loads."""
+        return Metadata({})
+
+    def stored(self, name: str) -> Stored:
+        """Return a tensor of the index as torch describes it; its boxes are in the order of the index."""
+        if name not in self._stored:
+            entry = self.index.tensors[name]
+            boxes = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.chunks]
+            self._stored[name] = Stored(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), boxes)
+        return self._stored[name]
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the index has been read."""
@@ -197,60 +200,84 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each chunk once and copy its parts to where the planner puts them."""
-        items_by_chunk = defaultdict(list)
+        """Read each box once and copy its parts to where the planner puts them."""
+        items_by_box: dict[Box, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            items_by_chunk[self._chunk_at(item.storage_index)].append(item)
-        for (name, chunk), items in items_by_chunk.items():
-            tensor = self.chunk(name, chunk)
-            for item in items:
+            items_by_box[self.box_at(item.storage_index)].append(item)
+        for box, tensor in self.read(items_by_box):
+            for item in items_by_box[box]:
                 part = tensor[_slices(item.storage_offsets, item.lengths)]
                 planner.resolve_tensor(item).copy_(part)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _chunk_at(self, position: MetadataIndex) -> tuple[str, Chunk]:
-        chunks = self.index.tensors[position.fqn].chunks
-        return position.fqn, next(chunk for chunk in chunks if chunk.offsets == tuple(position.offset or ()))
+    def box_at(self, position: MetadataIndex) -> Box:
+        """Return a box by its place in :meth:`stored`."""
+        assert position.index is not None
+        return position.fqn, self.index.tensors[position.fqn].chunks[position.index]
 
-    def chunk(self, name: str, chunk: Chunk) -> Tensor:
-        """Read one box of a tensor.
+    def read(self, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
+        """Read boxes, file by file; yield each with its elements.
 
         Raises:
-            CheckpointError: its file is missing or damaged.
+            CheckpointError: a file is missing or damaged.
         """
-        path, entry = self._file(name, chunk), self.index.tensors[name]
-        try:
-            if isinstance(path, RemotePath):
-                tensor = self._download(path, chunk, DTYPES[entry.dtype])
-            else:
-                with safe_open(path, framework="pt") as file:
-                    tensor = file.get_tensor(chunk.key)
-        # safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
-        except (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError) as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
-        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != DTYPES[entry.dtype]:
+        by_file: dict[str, list[Box]] = defaultdict(list)
+        for box in boxes:
+            by_file[box[1].file].append(box)
+        for file_boxes in by_file.values():
+            path = self._file(*file_boxes[0])
+            tensors = self._download(path, file_boxes) if isinstance(path, RemotePath) else _open(path, file_boxes)
+            for _ in file_boxes:
+                try:
+                    box, tensor = next(tensors)
+                # safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
+                except (
+                    OSError,
+                    SafetensorError,
+                    ValueError,
+                    KeyError,
+                    AttributeError,
+                    RuntimeError,
+                    MemoryError,
+                ) as error:
+                    raise CheckpointError(f"{path} is damaged: {error}") from error
+                self._check(path, box, tensor)
+                yield box, tensor
+
+    def _check(self, path: Folder, box: Box, tensor: Tensor) -> None:
+        name, chunk = box
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != DTYPES[self.index.tensors[name].dtype]:
             raise CheckpointError(f"{path} is damaged: the part of {name} in it has another shape or dtype")
         if sha256(tensor) != chunk.sha256:
             raise CheckpointError(f"{path} is damaged: the part of {name} in it does not have the SHA-256 of the index")
-        return tensor
 
-    def _download(self, path: RemotePath, chunk: Chunk, dtype: torch.dtype) -> Tensor:
-        """Read the bytes of one box from a remote safetensors file."""
-        if chunk.file not in self._headers:
+    def _download(self, path: RemotePath, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+        """Read the bytes of boxes from a remote safetensors file: one request for all that stand together in it."""
+        file = boxes[0][1].file
+        if file not in self._headers:
             length = int.from_bytes(path.read_bytes(0, 8), "little")
-            if length > self._sizes[chunk.file]:
+            if length > self._sizes[file]:
                 raise ValueError("its header is longer than the file")
-            self._headers[chunk.file] = (8 + length, json.loads(path.read_bytes(8, 8 + length)))
-        start, header = self._headers[chunk.file]
-        begin, end = (start + int(offset) for offset in header[chunk.key]["data_offsets"])
-        if end - begin != math.prod(chunk.sizes) * dtype.itemsize:
-            raise ValueError(f"{chunk.key} has another size in its header")
-        content = bytearray(path.read_bytes(begin, end)) if begin < end else bytearray()
-        if not content:
-            return torch.empty(chunk.sizes, dtype=dtype)
-        return torch.frombuffer(content, dtype=dtype).view(chunk.sizes)
+            self._headers[file] = (8 + length, json.loads(path.read_bytes(8, 8 + length)))
+        start, header = self._headers[file]
+        spans: list[tuple[int, int, Box]] = []
+        for name, chunk in boxes:
+            begin, end = (start + int(offset) for offset in header[chunk.key]["data_offsets"])
+            if end - begin != math.prod(chunk.sizes) * DTYPES[self.index.tensors[name].dtype].itemsize:
+                raise ValueError(f"{chunk.key} has another size in its header")
+            spans.append((begin, end, (name, chunk)))
+        for run in _runs(sorted(spans, key=lambda span: span[:2])):
+            first, last = run[0][0], run[-1][1]
+            content = bytearray(path.read_bytes(first, last)) if first < last else bytearray()
+            for begin, end, (name, chunk) in run:
+                tensor = (
+                    torch.frombuffer(content, dtype=torch.uint8)[begin - first : end - first]
+                    if content
+                    else torch.empty(0, dtype=torch.uint8)
+                )
+                yield (name, chunk), tensor.view(DTYPES[self.index.tensors[name].dtype]).view(chunk.sizes)
 
     def _file(self, name: str, chunk: Chunk) -> Folder:
         """Return the file of a box after checking that it is as large as its tensors in the index."""
@@ -294,18 +321,37 @@ class Reader(StorageReader):
             CheckpointError: a file is missing or damaged.
         """
         entry = self.index.tensors[name]
-        for chunk in entry.chunks:
+        for chunk in {chunk.file: chunk for chunk in entry.chunks}.values():
             # Before memory for the tensor is allocated.
             self._file(name, chunk)
         whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        for chunk in entry.chunks:
-            whole[_slices(chunk.offsets, chunk.sizes)] = self.chunk(name, chunk)
+        for (_, chunk), tensor in self.read((name, chunk) for chunk in entry.chunks):
+            whole[_slices(chunk.offsets, chunk.sizes)] = tensor
         return whole
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return True: the folder was checked before."""
         return True
+
+
+def _open(path: Path, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+    """Read boxes of a safetensors file on disk."""
+    with safe_open(path, framework="pt") as file:
+        for box in boxes:
+            yield box, file.get_tensor(box[1].key)
+
+
+def _runs(spans: Sequence[tuple[int, int, Box]]) -> Iterator[list[tuple[int, int, Box]]]:
+    """Yield spans of a file, which are in order, in groups without gaps that one request reads."""
+    run: list[tuple[int, int, Box]] = []
+    for span in spans:
+        if run and (span[0] != run[-1][1] or span[1] - run[0][0] > _FILE_BYTES):
+            yield run
+            run = []
+        run.append(span)
+    if run:
+        yield run
 
 
 def write_file(tensors: dict[str, Tensor], path: Folder, metadata: dict[str, str] | None = None) -> None:

@@ -19,8 +19,11 @@ import zerograph as zg
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.__main__ import app
+from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.boxes import boxes
+from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
 from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
+from zerograph.runtime.checkpoint.storage import Reader
 
 State = dict[str, Tensor]
 
@@ -383,3 +386,26 @@ def test_rank_0_plans_a_save_of_thousands_of_ranks_from_their_counts() -> None:
     plans[7] = planner(7, 2).create_local_plan()
     with pytest.raises(zg.CheckpointError, match=r"the ranks hold 8447 elements of weight, whose shape is \(2816, 3\)"):
         planners[0].create_global_plan(plans)
+
+
+def test_a_process_plans_a_load_of_what_thousands_of_ranks_saved(tmp_path: Path) -> None:
+    ranks, names = 2816, [f"weight{number}" for number in range(10)]
+    tensors = {
+        name: Entry(
+            "float32",
+            (ranks, 3),
+            tuple(Chunk((rank, 0), (1, 3), f"rank{rank:05d}.safetensors", name, "") for rank in range(ranks)),
+        )
+        for name in names
+    }
+    began = time.thread_time()
+    index.write(tmp_path, Index("data", tensors, {}))
+    reader = Reader(tmp_path, index.read(tmp_path))
+    assert reader.index.tensors == tensors
+    boxes_read = []
+    for name in names:
+        pieces = Pieces((ranks, 3), torch.float32)
+        pieces.add(0, ranks * 3, constant(torch.zeros(ranks * 3)), 0)
+        boxes_read += [reader.box_at(item.storage_index) for item in pieces.reads(name, reader.stored(name))]
+    assert time.thread_time() - began < 2
+    assert boxes_read == [(name, chunk) for name in names for chunk in tensors[name].chunks]

@@ -26,7 +26,8 @@ from tests.pool import Pool
 from zerograph.__main__ import app
 from zerograph.runtime.checkpoint import lock as locks
 from zerograph.runtime.checkpoint import storage
-from zerograph.runtime.checkpoint.remote import folder_of
+from zerograph.runtime.checkpoint.remote import RemotePath, folder_of
+from zerograph.state.checkpoint.load import open_checkpoint
 
 URL = "objects://bucket/run"
 
@@ -67,6 +68,26 @@ def test_a_checkpoint_in_memory_is_the_state_that_was_saved(tmp_path: Path) -> N
     torch.testing.assert_close(state_of(other), state_of(step), rtol=0, atol=0)
     result = CliRunner().invoke(app, ["export", url, str(tmp_path / "model.safetensors")])
     assert result.exit_code == 0, result.output
+
+
+def test_a_load_takes_few_requests_for_each_file(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = new_step()
+    step(*batches("mlp", 1)[0])
+    step.save(URL)
+    requests: dict[str, int] = {}
+    read_bytes = RemotePath.read_bytes
+
+    def counted(path: RemotePath, *span: int) -> bytes:
+        requests[path.name] = requests.get(path.name, 0) + 1
+        return read_bytes(path, *span)
+
+    monkeypatch.setattr(RemotePath, "read_bytes", counted)
+    boxes = [(name, chunk) for name, entry in open_checkpoint(URL).index.tensors.items() for chunk in entry.chunks]
+    assert len(boxes) > 10
+    for _ in open_checkpoint(URL).read(boxes):
+        pass
+    # The length of the header, the header, and all tensors.
+    assert {count for name, count in requests.items() if name.endswith(".safetensors")} == {3}
 
 
 def trained_and_saved(store: Path, url: str) -> dict[str, Tensor]:

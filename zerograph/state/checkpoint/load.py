@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
 from zerograph import _torch
@@ -20,10 +19,10 @@ from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.coded_state import decode_saved, plain_name, saved_name
 from zerograph.runtime.checkpoint import index
-from zerograph.runtime.checkpoint.index import Chunk, Index
+from zerograph.runtime.checkpoint.index import Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
 from zerograph.runtime.checkpoint.remote import folder_of
-from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.checkpoint.storage import Box, Reader
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
@@ -206,29 +205,18 @@ def _fits(
 
 
 def _verify(reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]) -> None:
-    """Read and check every chunk that this rank will load, before anything is overwritten."""
-    seen: set[tuple[str, Chunk]] = set()
-
-    def check(name: str, chunks: Iterable[Chunk]) -> None:
-        for chunk in chunks:
-            if (name, chunk) not in seen:
-                seen.add((name, chunk))
-                reader.chunk(name, chunk)
-
-    metadata = reader.read_metadata().state_dict_metadata
+    """Read and check every box that this rank will load, before anything is overwritten."""
+    boxes: dict[Box, None] = {}
     for store, states in plan.stores:
         pieces, _ = pieces_to_fill(store, named, states=states and _has_state(reader, store, named), read=False)
         for name, piece in pieces.items():
-            stored: Any = metadata[name]
-            entry = reader.index.tensors[name]
-            for item in create_read_items_for_chunk_list(name, stored, piece.__create_chunk_list__()):
-                check(name, [next(c for c in entry.chunks if c.offsets == tuple(item.storage_index.offset or ()))])
-    for name in (*plain_members(members), *others):
-        check(name, reader.index.tensors[name].chunks)
-    for number in plan.optimizers:
-        for name, entry in reader.index.tensors.items():
-            if name.startswith(f"optimizers.{number}.state."):
-                check(name, entry.chunks)
+            boxes.update((reader.box_at(item.storage_index), None) for item in piece.reads(name, reader.stored(name)))
+    states_read = tuple(f"optimizers.{number}.state." for number in plan.optimizers)
+    whole = [name for name in reader.index.tensors if name.startswith(states_read)]
+    for name in (*plain_members(members), *others, *whole):
+        boxes.update(((name, chunk), None) for chunk in reader.index.tensors[name].chunks)
+    for _ in reader.read(boxes):
+        pass
 
 
 def _has_state(reader: Reader, store: Store, named: Named) -> bool:
@@ -264,7 +252,13 @@ def read_pieces(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         group: dist.ProcessGroup | None = None if alone else job.control
         try:
-            load_pieces(pieces, storage_reader=reader, planner=PieceLoadPlanner(), process_group=group, no_dist=alone)
+            load_pieces(
+                pieces,
+                storage_reader=reader,
+                planner=PieceLoadPlanner(reader.stored),
+                process_group=group,
+                no_dist=alone,
+            )
         # CheckpointException is not an Exception but a BaseException.
         except CheckpointException as error:
             raise_interrupt(error, job.rank)
