@@ -19,6 +19,8 @@ from zerograph.runtime.job.launchers import Launch, number_of
 
 # The key at which processes other than rank 0 ask to join its attempt.
 _ASKED = "zerograph asked"
+# The key that counts the ranks of a single machine as they come.
+_ARRIVED = "zerograph arrived"
 
 
 def local_rank() -> int:
@@ -50,6 +52,8 @@ def init_from_environment(backend: str, launch: Launch) -> None:
         store, rank, size = next(rendezvous("env://"))
         if keys := _own_keys(store, rank, size):
             store = dist.PrefixStore(keys, store)  # type: ignore[attr-defined]
+        if number_of("LOCAL_WORLD_SIZE", 0) == size:
+            _wait_for_all(store, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         address = f"{launch.variables['MASTER_ADDR']}:{launch.variables['MASTER_PORT']}"
@@ -74,6 +78,19 @@ def _own_keys(store: Any, rank: int, size: int) -> str:
         return ""
     # Each machine's agent counts its own restarts, so the counts may differ.
     return _welcome(store, size) if rank == 0 else _ask_for_welcome(store, rank)
+
+
+def _wait_for_all(store: Any, size: int) -> None:
+    """Wait for the ranks of this machine in Python, where Ctrl-C ends it.
+
+    Gloo's own wait, in C++, goes on for the ranks that Ctrl-C has ended.
+    """
+    limit = time.monotonic() + default_pg_timeout.total_seconds()
+    store.add(_ARRIVED, 1)
+    while (arrived := store.add(_ARRIVED, 0)) < size:
+        if time.monotonic() > limit:
+            raise RuntimeError(f"{arrived} of {size} ranks have come")
+        time.sleep(0.02)
 
 
 def _welcome(store: Any, size: int) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -249,6 +251,23 @@ def test_ranks_that_agents_of_two_hosts_start_again_meet_in_the_same_store() -> 
         ranks = enumerate(counts)
         results = started([place | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count} for rank, count in ranks])
         assert [output for output, _ in results] == ["0 2 3\n", "1 2 3\n"], results
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
+    plain = {name: value for name, value in os.environ.items() if name not in TORCH}
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], env=plain | place, stderr=subprocess.PIPE, text=True) as rank:
+        assert rank.stderr is not None
+        assert "rank 0 of 2" in rank.stderr.readline()
+        # It has come, and blocks from now on.
+        time.sleep(2)
+        rank.send_signal(signal.SIGINT)
+        try:
+            assert rank.wait(20) == -signal.SIGINT
+        finally:
+            rank.kill()
 
 
 @pytest.mark.long

@@ -2,8 +2,8 @@
 
 The loggers are ``zerograph.passes``, ``zerograph.placement``, ``zerograph.collectives``, ``zerograph.memory`` and
 ``zerograph.cache``. A name alone sets level INFO, ``+name`` DEBUG, ``-name`` ERROR; ``all`` is every name. Nothing is
-computed for a disabled logger. Without the variable, the loggers are as ``logging`` has them; a program may set levels
-itself.
+computed for a disabled logger. Without the variable, a program may set the level of one of these or of ``zerograph``.
+That of the root logger alone, which programs and Ray's workers set to INFO, enables ``cache`` only.
 
 ============= ================================================ ===============================================
 logger        INFO                                             DEBUG
@@ -128,7 +128,8 @@ def tell(step: RewrittenStep, name: str, rank: int | None = None) -> None:
         ("memory", _memory),
     ):
         logger = logging.getLogger(f"zerograph.{topic}")
-        if logger.isEnabledFor(logging.INFO):
+        levels = logger.level, logging.getLogger("zerograph").level
+        if any(levels) and logger.isEnabledFor(logging.INFO):
             for level, text in messages(Inspection(step), more=logger.isEnabledFor(logging.DEBUG)):
                 logger.log(level, "%s: %s", name, text, extra={"rank": rank})
 

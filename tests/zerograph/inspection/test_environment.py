@@ -47,6 +47,15 @@ def test_where_nothing_can_be_written_a_dump_is_an_error(tmp_path: Path, monkeyp
         prepared(layers=1)
 
 
+@pytest.mark.parametrize(("name", "logged"), [("", False), ("zerograph", True), ("zerograph.memory", True)])
+def test_the_root_loggers_level_alone_logs_no_compilation(
+    name: str, *, logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger=name or None):
+        prepared(layers=1)
+    assert ("zerograph.memory" in {record.name for record in caplog.records}) == logged
+
+
 def test_logs_say_what_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ZEROGRAPH_LOGS", "+collectives,memory")
     try:
