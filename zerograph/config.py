@@ -54,7 +54,7 @@ class Config:
         1,
         Check(
             lambda value: (type(value) is int and value in STAGES) or is_one_of(value, "auto"),
-            "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off' for plain data parallel",
+            "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off', which zg.prepare(stage=0) sets",
         ),
         """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.ir.zero`. Default 1. Ignored while the mode
         is ``"off"``. ``"auto"``, in any mode: the first call searches for the fastest plan that fits ``memory_budget``,

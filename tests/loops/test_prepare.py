@@ -60,6 +60,7 @@ MISTAKES: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
         lambda model, other: zg.prepare(model, torch.optim.lr_scheduler.StepLR(other, 1)),
         "not prepared",
     ),
+    "a stage": (lambda model, _: zg.prepare(model, stage=4), r"stage = 4: .*zg\.prepare\(stage=0\)"),
     "accumulation": (lambda model, _: zg.prepare(model, config=accumulating()), "call backward|Call backward"),
 }
 
@@ -75,6 +76,13 @@ def test_arguments_that_do_not_fit_are_named(name: str) -> None:
     call, message = MISTAKES[name]
     with pytest.raises(zg.ConfigError, match=message):
         call(network(), torch.optim.SGD(network().parameters()))
+
+
+def test_stage_0_is_plain_data_parallel() -> None:
+    model, optimizer = ready(stage=0)
+    F.cross_entropy(model(X), Y).backward()
+    optimizer.step()
+    assert loop_of(model).graph(optimizer).config.mode == "off"
 
 
 def test_a_cell_that_prepares_and_trains_may_run_again() -> None:
@@ -245,101 +253,6 @@ def test_an_error_in_the_loop_leaves_it_usable() -> None:
         finally:
             optimizer.zero_grad()
     assert loop_of(model).graph(optimizer).steps_done == 2
-
-
-def no_backward(model: nn.Module, optimizer: Any) -> None:
-    model(X)
-    optimizer.step()
-
-
-def not_cleared(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    for _ in range(2):
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
-
-
-def twice(model: nn.Module, optimizer: Any) -> None:
-    loss = F.cross_entropy(model(X), Y)
-    loss.backward()
-    loss.backward()
-
-
-def changed_input(model: nn.Module, optimizer: Any) -> None:
-    x = torch.zeros(2**15, 6, dtype=torch.float64)
-    loss = model(x).square().mean()
-    x.fill_(1.0)
-    loss.backward()
-    optimizer.step()
-
-
-def written_gradient(model: nn.Module, optimizer: Any) -> None:
-    F.cross_entropy(model(X), Y).backward()
-    next(model.parameters()).grad = torch.zeros(3)
-
-
-def closure(model: nn.Module, optimizer: Any) -> None:
-    optimizer.step(lambda: None)
-
-
-def updated_since(model: nn.Module, optimizer: Any) -> None:
-    out = model(X)
-    F.cross_entropy(out.detach() + model(X), Y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    out.mean().backward()
-
-
-def around_the_model(model: nn.Module, optimizer: Any) -> None:
-    F.cross_entropy(model(X), Y).backward()
-    next(model.children())(X).square().mean().backward()
-    optimizer.step()
-
-
-def one_optimizer_alone(model: nn.Module, optimizer: Any) -> None:
-    first = network()
-    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
-    last = torch.optim.SGD(first[2].parameters(), lr=0.1)
-    first, part = zg.prepare(first, part)
-    F.cross_entropy(first(X), Y).backward()
-    part.step()
-    last.step()
-
-
-def group_with_a_gradient(model: nn.Module, optimizer: Any) -> None:
-    first = network()
-    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
-    first, part = zg.prepare(first, part)
-    F.cross_entropy(first(X), Y).backward()
-    part.add_param_group({"params": list(first[2].parameters())})
-
-
-def anomalies(model: nn.Module, optimizer: Any) -> None:
-    with torch.autograd.set_detect_anomaly(True):
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
-
-
-LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
-    "no backward": (no_backward, r"without loss\.backward"),
-    "gradients not cleared": (not_cleared, r"without zero_grad\(\)"),
-    "one loss twice": (twice, "twice on one loss"),
-    "an input that changed": (changed_input, "changed in place"),
-    "a gradient of another shape": (written_gradient, r"set to a tensor of shape \(3,\)"),
-    "a loss from a submodule": (around_the_model, "computed without the prepared model"),
-    "a closure": (closure, "closure"),
-    "an optimizer that is not prepared": (one_optimizer_alone, "no prepared optimizer trains"),
-    "a new group with a gradient": (group_with_a_gradient, "has a gradient already"),
-    "detection of anomalies": (anomalies, "on_nonfinite = 'raise'"),
-    "a result of an updated model": (updated_since, "was updated since"),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_what_a_step_cannot_do_is_an_error(name: str) -> None:
-    loop, message = LOOPS[name]
-    with pytest.raises(zg.ZeroGraphError, match=message):
-        loop(*ready())
 
 
 class Scored(nn.Module):

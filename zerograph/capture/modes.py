@@ -79,7 +79,7 @@ class Recorder(_torch.PlainMode):
             line, code = source.running_line()
             raise CaptureError(
                 f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
-                f"A step graph has fixed shapes. {_FIXED_SHAPES.get(func, _ALL_ROWS)}"
+                f"A step graph has fixed shapes. {ADVICE_BY_OPERATOR.get(func, _ALL_ROWS)}"
             )
         return result
 
@@ -197,7 +197,12 @@ _ALL_ROWS = (
     "divided by mask.sum(). Experts that pick their tokens run on all of them, each result weighted by the router, by "
     "0 where a token is another expert's (a model of transformers: model.set_experts_implementation('batched_mm'))."
 )
-_FIXED_SHAPES = {
+# What to do instead of an operator whose result's shape depends on values.
+ADVICE_BY_OPERATOR = {
+    aten._pack_padded_sequence.default: "pack_padded_sequence() leaves out padding: run the recurrent module on the "
+    "padded rows instead. Of its output [rows, length, features] take position length - 1 of each row, "
+    "output[torch.arange(len(lengths)), lengths - 1], or mask the positions from length on. A bidirectional module "
+    "reads padding first in its second direction.",
     aten.bincount.default: "Give the number of bins, torch.bincount(x, minlength=n), more than the largest value.",
     aten.repeat_interleave.Tensor: "Give output_size=, or repeat all rows alike.",
     **dict.fromkeys(

@@ -234,7 +234,7 @@ def _refused(function: Any) -> str | None:
         return "exchanges values that are not computed yet: losses are those of the whole batch anyway"
     if name == "backward":
         return f"was called on a result of {words().model}: call {words().backward}, and {words().step} makes the step"
-    return f"{_REFUSED[name]}: call {words().backward}" if name == "grad" else _REFUSED.get(name)
+    return _REFUSED.get(name)
 
 
 _LOOKS: set[Any] = {
@@ -257,11 +257,15 @@ _READS: set[Any] = {
     torch.is_nonzero,
 }
 
+_IN_BUILD = (
+    "A penalty on gradients, such as WGAN-GP's, is computed in the build() of a zg.ZeroGraph: "
+    "torch.autograd.grad(create_graph=True) works there"
+)
 _REFUSED = {
-    "grad": "asks for gradients, which exist inside the step only",
+    "grad": f"asks for gradients, which exist inside the step only. {_IN_BUILD}",
     "register_hook": "waits for a gradient, which exists inside the step only",
     "retain_grad": "asks for a gradient that the step does not keep",
-    "requires_grad_": "changes what gets a gradient: use detach()",
+    "requires_grad_": f"changes what gets a gradient. {_IN_BUILD}",
     "data_ptr": "asks for the memory of values that are not computed yet",
     "untyped_storage": "asks for the memory of values that are not computed yet",
 }

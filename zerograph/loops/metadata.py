@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.capture.modes import ADVICE_BY_OPERATOR
 from zerograph.capture.substitutes import substituted
 from zerograph.compiler.members import Members
 from zerograph.errors import CaptureError
@@ -300,10 +301,12 @@ class _Watch(_torch.TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if func in _READS or not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
             what = "indexing by a mask" if func is torch.ops.aten.index.Tensor else str(func)
+            advice = ADVICE_BY_OPERATOR.get(
+                func, f"Use torch.where, multiply by a mask, or look at the values after {words().step}."
+            )
             raise CaptureError(
                 f"{what} needs values that {words().step} has yet to compute{batchwise.here()}\n"
-                "A step is one graph for all values: use torch.where, multiply by a mask, or look at the values after "
-                f"{words().step}."
+                f"A step is one graph for all values. {advice}"
             )
         counts.note_reduction(func, args, kwargs or {}, result)
         return result

@@ -36,7 +36,8 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
         objects: in any number and order: modules; optimizers of their parameters; schedulers of these optimizers;
             loaders, whose batches are split between the ranks; functions, such as a criterion, that see the whole
             batch.
-        stage: the ZeRO stage, 1, 2, 3 or ``"auto"``. None: as ``config`` says; without ``config`` no ZeRO.
+        stage: the ZeRO stage, 1, 2, 3 or ``"auto"``, or 0 for no ZeRO. None: as ``config`` says; without ``config`` no
+            ZeRO.
         config: the options of the graphs.
 
     Returns:
@@ -56,7 +57,8 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
             "Call backward() several times before optimizer.step(), and compute in bf16."
         )
     if stage is not None:
-        config.enable_zero(True, stage=stage)
+        off = type(stage) is int and stage == 0
+        config.enable_zero(not off, stage=1 if off else stage)
     modules = [one for one in objects if isinstance(one, nn.Module)]
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     _check(objects, modules, optimizers)

@@ -319,8 +319,9 @@ class Tape:
             raise InputError(
                 f"a tensor of shape {tuple(value.shape)} that requires a gradient meets a result of "
                 f"{words().model}\n  {line}   {code}"
-                "\nIt was computed outside the step, so backward cannot reach its inputs. Compute it in the "
-                "model or the criterion, or pass its detach(). A penalty on parameters belongs into the criterion."
+                "\nIt was computed outside the step, so backward cannot reach it. Compute it in the model or the "
+                "criterion, or pass its detach(). A penalty on parameters belongs into the criterion, and one on "
+                "gradients, such as WGAN-GP's, into the build() of a zg.ZeroGraph."
             )
         number = self._numbers.setdefault(id(value), len(self.tensors))
         if number == len(self.tensors):
