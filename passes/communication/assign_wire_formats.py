@@ -121,6 +121,9 @@ def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Cont
         PlacementError: the tensor cannot be coded.
     """
     dtype = node.meta["val"].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        # Whole numbers, such as frozen weights of 8 bits, have no rounding to spare.
+        return None
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         names = [slot.name for bucket in context.buckets if bucket.name == change.tensor.name for slot in bucket.slots]
         raise PlacementError(

@@ -138,6 +138,8 @@ class Writer(StorageWriter):
         try:
             Reader(self.folder, contents).check_files()
         except CheckpointError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
             raise CheckpointError(
                 f"{error}\nIt was written just now: another process has removed it, or ranks see different folders."
             ) from error

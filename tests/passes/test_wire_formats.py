@@ -224,6 +224,24 @@ def test_gradients_that_a_bucket_keeps_exact_are_a_warning() -> None:
         assert not any(one.format for one in prepare(step, torch.randn(1024, 64)).collectives())
 
 
+class Quantized(nn.Module):
+    """A weight of 8 bits that nobody trains, and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Linear(64, 64, bias=False)
+        self.frozen = nn.ParameterList([nn.Parameter(torch.ones(64, 64, dtype=torch.int8), requires_grad=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(x) @ self.frozen[0].float()
+
+
+@pytest.mark.parametrize("wire", ["int8", {"gather": zg.wire("int4", feedback=True)}])
+def test_frozen_parameters_of_whole_numbers_are_sent_as_they_are(wire: Any) -> None:
+    gathers = [one for one in prepared(2, wire, Quantized()).collectives() if one.kind == "all-gather"]
+    assert sorted((bool(one.format), one.tensor_bytes) for one in gathers) == [(False, NUMEL), (True, 4 * NUMEL)]
+
+
 def test_parameters_of_fp64_are_refused_with_their_name() -> None:
     with pytest.raises(zg.PlacementError, match=r"bucket0 \(model.weight, ...\) is torch.float64, which int8 cannot"):
         prepared(2, "int8", nn.Linear(64, 64, bias=False).double())

@@ -140,6 +140,23 @@ def test_an_interrupted_upload_leaves_the_checkpoint_before_it(
     assert keys(store) == before == ["data", "index.json"]
 
 
+def test_a_store_that_stops_answering_before_the_index_is_named_as_the_cause(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    step = new_step()
+    saved(step, URL, 1, None)
+    with monkeypatch.context() as patched:
+        patched.setattr("zerograph.runtime.checkpoint.storage.Reader._size", unreachable)
+        with pytest.raises(zg.CheckpointError, match="cannot be read: Connection reset by peer") as raised:
+            saved(step, URL, 2, None)
+    # Nobody has removed a file.
+    assert "another process" not in str(raised.value)
+    assert zg.read_checkpoint(URL)["steps_done"] == 1
+
+
 KILLED = """
 import os, pathlib, sys
 from tests import object_store
