@@ -48,6 +48,8 @@ for _operator in (
     aten.any.dim,
     aten.all.default,
     aten.all.dim,
+    aten._is_all_true.default,
+    aten._is_any_true.default,
     aten.prod.default,
     aten.prod.dim_int,
     aten.logsumexp.default,

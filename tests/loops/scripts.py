@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -223,6 +225,36 @@ def distillation(prepare: Prepare) -> Seen:
         optimizer.step()
         printed.append(loss.item())
     return printed, [copy.deepcopy(student.state_dict())]
+
+
+class Variational(nn.Module):
+    """An autoencoder with distributions in its forward, and parametrized layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = weight_norm(nn.Linear(8, 6)), spectral_norm(nn.Linear(3, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_variance = self.encode(x).chunk(2, 1)
+        posterior, prior = Normal(mean, (log_variance / 2).exp()), Normal(torch.zeros_like(mean), 1.0)
+        decoded: Tensor = self.decode(posterior.mean)
+        return decoded, kl_divergence(posterior, prior).sum(1).mean()
+
+
+def variational(prepare: Prepare) -> Seen:
+    """Train it, and score what it decodes by a distribution outside of the model."""
+    model = seeded(Variational)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(22, 8), batch_size=8))
+    printed: list[float] = []
+    for x, _ in loader:
+        decoded, divergence = model(x)
+        loss = divergence / 10 - Normal(decoded, 1.0, validate_args=False).log_prob(x).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        printed.append(loss.item())
+    return printed, [copy.deepcopy(model.state_dict())]
 
 
 def averaged(prepare: Prepare) -> Seen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tests.pool import Pool
 
 
 def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
-    seen: Seen = getattr(scripts, name)(functools.partial(zg.prepare, stage=stage), **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no rule says")
+        seen: Seen = getattr(scripts, name)(functools.partial(zg.prepare, stage=stage), **options)
     return seen
 
 
@@ -37,6 +40,7 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         pytest.param("scaled", 2, {"fused": True}, marks=pytest.mark.long),
         ("distillation", 3, {}),
         ("averaged", 3, {}),
+        ("variational", 2, {}),
         ("two_parts", 1, {}),
         pytest.param("dpo", 3, {}, marks=pytest.mark.long),
         pytest.param("adding_up", 1, {}, marks=pytest.mark.long),

@@ -245,6 +245,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.any.dim: [s(bools(4, 6), 1)],
     aten.all.default: [s(bools(4, 6))],
     aten.all.dim: [s(bools(4, 6), 1)],
+    aten._is_all_true.default: [s(bools(4, 6))],
+    aten._is_any_true.default: [s(bools(4, 6))],
     aten.prod.default: [s(x(4, 6))],
     aten.prod.dim_int: [s(x(4, 6), 1)],
     aten.logsumexp.default: [s(x(4, 6), [1])],

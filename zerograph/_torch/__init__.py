@@ -66,6 +66,7 @@ from zerograph._torch.modules import (
     replace_function,
     replaced_total_norm,
     trusted_causal_flags,
+    unchecked_distributions,
     unsaved_buffers,
     with_tensors,
 )
@@ -274,6 +275,7 @@ __all__ = [
     "trace_settings",
     "triton_body",
     "trusted_causal_flags",
+    "unchecked_distributions",
     "unhooked_step",
     "unknown_numbers",
     "unsaved_buffers",

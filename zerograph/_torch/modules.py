@@ -104,6 +104,11 @@ def replace_function(old: Callable[..., Any], new: Callable[..., Any], modules: 
                 setattr(module, name, new)
 
 
+def unchecked_distributions() -> contextlib.AbstractContextManager[Any]:
+    """Turn argument checks of ``torch.distributions`` off: they read values. The public setter cannot be undone."""
+    return patch.object(torch.distributions.Distribution, "_validate_args", False)
+
+
 def trusted_causal_flags() -> contextlib.AbstractContextManager[Any]:
     """Make ``nn.Transformer`` trust ``is_causal``: to choose a kernel it would compare the mask's values."""
     return patch.object(

@@ -43,6 +43,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
             x, dim, correction, keepdim
         ),
         aten.nansum.default: _nansum,
+        aten._weight_norm_interface_backward.default: _weight_norm_backward,
         **{
             loss: functools.partial(_nll_loss_backward, from_torch[loss])
             for loss in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
@@ -176,6 +177,8 @@ _FROM_TORCH = (
     aten.linalg_vector_norm,
     aten.addmv,
     aten.dot,
+    aten.vdot,
+    aten._weight_norm_interface,
     aten.select_backward,
     aten.slice_backward,
     aten._safe_softmax,
@@ -228,6 +231,13 @@ def _nll_loss_backward(
     each = gradient / total if reduction == _MEAN else gradient.unsqueeze(1) if gradient.dim() else gradient
     values = -torch.where(valid, each, 0)
     return torch.zeros_like(x).scatter(1, torch.where(valid, index, 0), values)
+
+
+def _weight_norm_backward(gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of v and g in w = v g / |v|, whose norms are over all dimensions but ``dim``."""
+    dims = [d for d in range(v.dim()) if d != dim]
+    along = aten.sum.dim_IntList(gradient * v, dims, True) / norms
+    return (gradient - v * (along / norms)) * (g / norms), along
 
 
 def _norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:

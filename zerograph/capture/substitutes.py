@@ -53,6 +53,7 @@ def substituted() -> Iterator[None]:
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
         stack.enter_context(_torch.trusted_causal_flags())
+        stack.enter_context(_torch.unchecked_distributions())
         stack.enter_context(wrappers.seen_through())
         stack.enter_context(_torch.compiled_functions_run_plainly())
         stack.enter_context(captured_flex_attention())
