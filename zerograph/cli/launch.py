@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,8 +56,15 @@ def launch(
         commands = _on_hosts(hosts.split(","), host, each, port, max_restarts, started)
     for command in commands:
         typer.echo(shlex.join(command), err=True)
-    if not dry_run:
-        raise typer.Exit(_run(commands))
+    if dry_run:
+        return
+    for program, instead in (
+        ("srun", "start on a node of the cluster"),
+        ("ssh", "start each host's part there, by --host"),
+    ):
+        if any(command[0] == program for command in commands) and shutil.which(program) is None:
+            raise typer.BadParameter(f"there is no {program} on PATH: install it, or {instead}")
+    raise typer.Exit(_run(commands))
 
 
 def _gpus() -> int:

@@ -178,6 +178,16 @@ def test_wrong_use_of_launch_ends_with_2(arguments: list[str], why: str) -> None
     assert why in " ".join(found.stderr.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(("arguments", "program"), [(["--slurm"], "srun"), (["--hosts", "a,b"], "ssh")])
+def test_launch_without_the_program_that_starts_ranks_ends_with_2(
+    arguments: list[str], program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = run("launch", "--ranks", "1", *arguments, models.__file__)
+    assert found.exit_code == 2
+    assert f"there is no {program} on PATH" in found.stderr
+
+
 def test_launch_ends_its_commands_if_it_is_told_to_stop() -> None:
     command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)"]
     program = f"import sys; from zerograph.cli.launch import _run; sys.exit(_run([{command!r}]))"
