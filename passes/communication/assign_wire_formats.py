@@ -121,15 +121,15 @@ def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Cont
         PlacementError: the tensor cannot be coded.
     """
     dtype = node.meta["val"].dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
-        # Whole numbers, such as frozen weights of 8 bits, have no rounding to spare.
-        return None
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         names = [slot.name for bucket in context.buckets if bucket.name == change.tensor.name for slot in bucket.slots]
+        # Whole numbers, such as frozen weights of 8 bits, have no rounding to spare.
+        other = "reduce" if use == "gather" else "gather"
+        convert = "Convert these parameters to torch.float32, or set" if dtype.is_floating_point else "Set"
         raise PlacementError(
             f"config.wire: {change.tensor} ({names[0] if names else 'no parameter'}, ...) is {dtype}, which "
-            f"{codec.code} cannot code\nConvert these parameters to torch.float32, or set "
-            f"config.wire = {{{use!r}: 'exact'}}."
+            f"{codec.code} cannot code\n{convert} a format for the other kind only: "
+            f"config.wire = {{{other!r}: {codec.code!r}}}."
         )
     if codec.code == "bf16" and (dtype is torch.float16 or (dtype is torch.bfloat16 and use == "gather")):
         # Two bytes already. A sum of bf16 is coded all the same, to be computed in fp32.

@@ -236,10 +236,12 @@ class Quantized(nn.Module):
         return self.trained(x) @ self.frozen[0].float()
 
 
-@pytest.mark.parametrize("wire", ["int8", {"gather": zg.wire("int4", feedback=True)}])
-def test_frozen_parameters_of_whole_numbers_are_sent_as_they_are(wire: Any) -> None:
-    gathers = [one for one in prepared(2, wire, Quantized()).collectives() if one.kind == "all-gather"]
-    assert sorted((bool(one.format), one.tensor_bytes) for one in gathers) == [(False, NUMEL), (True, 4 * NUMEL)]
+def test_frozen_parameters_of_whole_numbers_are_refused_without_advice_to_convert_them() -> None:
+    with pytest.raises(
+        zg.PlacementError,
+        match=r"frozen.0, .*is torch.int8, which int8 cannot code\nSet .*: config.wire = {'reduce': 'int8'}",
+    ):
+        prepared(2, "int8", Quantized())
 
 
 def test_parameters_of_fp64_are_refused_with_their_name() -> None:
