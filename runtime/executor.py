@@ -393,18 +393,21 @@ def _operator_error(node: fx.Node | None, where: str, error: Exception, state: s
     operator = f"{node.target} in the {origin.phase} of {origin.module or 'build()'}"
     return OperatorError(
         f"{operator} failed in {where}: {reason}\n  {origin.source}   {origin.code}".rstrip()
-        + f"\n{_advice(node)}\n{state}"
+        + f"\n{_advice(node, reason)}\n{state}"
     )
 
 
-def _advice(node: fx.Node) -> str:
+def _advice(node: fx.Node, reason: str) -> str:
     """Return where to look for the cause of an operator's error."""
     values = [argument.meta.get("val") for argument in node.all_input_nodes]
-    dtypes = {str(value.dtype) for value in values if isinstance(value, Tensor) and value.dtype.is_floating_point}
+    dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
+    # An index of whole numbers is no mistake, unless the operator says so.
+    if "dtype" not in reason:
+        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}
     if len(dtypes) > 1:
         return (
-            f"It got tensors of {' and '.join(sorted(dtypes))}: give the batch in the dtype of the parameters "
-            "(x.to(weight.dtype)), or convert the model."
+            f"It got tensors of {' and '.join(sorted(map(str, dtypes)))}: give the batch in the dtype of the "
+            "parameters (x.to(weight.dtype)), or convert the model."
         )
     return "It got the right shapes: look at the values of this rank's part of the batch."
 

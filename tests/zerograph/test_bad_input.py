@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, sum_of_squares
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.ir.loop import Loop
@@ -281,6 +282,18 @@ def test_ranks_that_differ(pool: Pool, what: str, words: list[str]) -> None:
         assert unharmed or what == "later"
         for word in words:
             assert word in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_an_operator_that_refuses_dtypes_names_them(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4)
+    step = LossStep(model, adamw(model), 0, sum_of_squares, backend="eager")
+    with pytest.raises(zg.OperatorError, match="must have the same dtype") as raised:
+        step(torch.ones(2, 4, dtype=dtype))
+    names = " and ".join(sorted(map(str, (dtype, torch.float32))))
+    assert f"It got tensors of {names}: give the batch in the dtype of the parameters" in str(raised.value)
+    step(torch.ones(2, 4))
+    assert step.steps_done == 1
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_every_rank(pool: Pool) -> None:

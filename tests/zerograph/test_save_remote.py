@@ -154,6 +154,10 @@ def test_a_store_that_stops_answering_before_the_index_is_named_as_the_cause(
             saved(step, URL, 2, None)
     # Nobody has removed a file.
     assert "another process" not in str(raised.value)
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store.ObjectStore, "info", unreachable)
+        with pytest.raises(zg.CheckpointError, match="cannot be read: ConnectionResetError"):
+            step.load(URL)
     assert zg.read_checkpoint(URL)["steps_done"] == 1
 
 

@@ -37,11 +37,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
     """Open the checkpoint in a folder, or the latest checkpoint of a folder of checkpoints.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its index is damaged.
+        CheckpointError: there is no checkpoint, its index is damaged, or the folder or store cannot be read.
     """
     folder = folder_of(path)
-    if holds_checkpoints(folder):
-        folder = latest(folder)
+    try:
+        if holds_checkpoints(folder):
+            folder = latest(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     return Reader(folder, index.read(folder))
 
 
