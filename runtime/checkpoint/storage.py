@@ -33,6 +33,8 @@ from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 # Bytes of tensors that are copied and written as one file, and that one request reads.
 _FILE_BYTES = 2**28
+# Of damaged files. safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
+_READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError)
 # The name of a tensor and one of its boxes.
 Box = tuple[str, Chunk]
 
@@ -234,23 +236,14 @@ class Reader(StorageReader):
             for _ in file_boxes:
                 try:
                     box, tensor = next(tensors)
-                # safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
-                except (
-                    OSError,
-                    SafetensorError,
-                    ValueError,
-                    KeyError,
-                    AttributeError,
-                    RuntimeError,
-                    MemoryError,
-                ) as error:
+                except _READ_ERRORS as error:
                     raise CheckpointError(f"{path} is damaged: {error}") from error
                 self._check(path, box, tensor)
                 yield box, tensor
 
     def _check(self, path: Folder, box: Box, tensor: Tensor) -> None:
         name, chunk = box
-        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != DTYPES[self.index.tensors[name].dtype]:
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self._dtype(name):
             raise CheckpointError(f"{path} is damaged: the part of {name} in it has another shape or dtype")
         if sha256(tensor) != chunk.sha256:
             raise CheckpointError(f"{path} is damaged: the part of {name} in it does not have the SHA-256 of the index")
@@ -267,19 +260,19 @@ class Reader(StorageReader):
         spans: list[tuple[int, int, Box]] = []
         for name, chunk in boxes:
             begin, end = (start + int(offset) for offset in header[chunk.key]["data_offsets"])
-            if end - begin != math.prod(chunk.sizes) * DTYPES[self.index.tensors[name].dtype].itemsize:
+            if end - begin != math.prod(chunk.sizes) * self._dtype(name).itemsize:
                 raise ValueError(f"{chunk.key} has another size in its header")
             spans.append((begin, end, (name, chunk)))
         for run in _runs(sorted(spans, key=lambda span: span[:2])):
             first, last = run[0][0], run[-1][1]
-            content = bytearray(path.read_bytes(first, last)) if first < last else bytearray()
+            content = torch.empty(0, dtype=torch.uint8)
+            if first < last:
+                content = torch.frombuffer(bytearray(path.read_bytes(first, last)), dtype=torch.uint8)
             for begin, end, (name, chunk) in run:
-                tensor = (
-                    torch.frombuffer(content, dtype=torch.uint8)[begin - first : end - first]
-                    if content
-                    else torch.empty(0, dtype=torch.uint8)
-                )
-                yield (name, chunk), tensor.view(DTYPES[self.index.tensors[name].dtype]).view(chunk.sizes)
+                yield (name, chunk), content[begin - first : end - first].view(self._dtype(name)).view(chunk.sizes)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return DTYPES[self.index.tensors[name].dtype]
 
     def _file(self, name: str, chunk: Chunk) -> Folder:
         """Return the file of a box after checking that it is as large as its tensors in the index."""
