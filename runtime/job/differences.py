@@ -8,10 +8,13 @@ from zerograph.runtime.job.reports import name_ranks
 SHOWN_WITH = " is shown with"
 DOING = "what they are about to do"
 BROKE_OFF = "where the step before broke off"
+# By the fact that differs, or by what the ranks were about to do.
 _ADVICE = {
     BROKE_OFF: "What they were exchanging there is lost: start the job again, from the last checkpoint.",
     DOING: "Every rank must make the same calls in the same order: steps, full_parameters(), state_dict(), save() and "
     "load() belong under no 'if rank == 0'.",
+    "saving a checkpoint": "All ranks must save into the same folder, with the same arguments.",
+    "loading a checkpoint": "All ranks must load the same checkpoint, from a folder that they share.",
 }
 
 
@@ -35,6 +38,6 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
             for rank, (value, rank_facts) in enumerate(zip(values, facts, strict=True)):
                 shown.setdefault(value + rank_facts.get(key + SHOWN_WITH, ""), []).append(rank)
             lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in shown.items())
-            advice = _ADVICE.get(key, "All ranks must run the same step.")
+            advice = _ADVICE.get(key) or _ADVICE.get(doing, "All ranks must run the same step.")
             return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -64,3 +66,25 @@ def test_ranks_at_different_steps_do_not_go_on_together(pool: Pool) -> None:
         assert "what they are about to do" in message
         assert "rank 0: step 2" in message
         assert "rank 1: step 3" in message
+
+
+def saved_and_loaded_apart(folder: Path) -> list[str]:
+    """The messages when each rank saves into a folder of its own, and loads a checkpoint of its own."""
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 0)
+    apart = folder / str(dist.get_rank())
+    with pytest.raises(zg.RankMismatchError) as saving:
+        step.save(apart)
+    for name in ("0", "1"):
+        step.save(folder / name)
+    with pytest.raises(zg.RankMismatchError) as loading:
+        step.load(apart)
+    return [str(saving.value), str(loading.value)]
+
+
+def test_ranks_that_save_or_load_apart_are_told_the_folders(pool: Pool, tmp_path: Path) -> None:
+    for saving, loading in pool.run(2, saved_and_loaded_apart, tmp_path):
+        for message in (saving, loading):
+            assert re.search(r"rank 0: .*/0\n +rank 1: .*/1\n", message)
+        assert saving.endswith("All ranks must save into the same folder, with the same arguments.")
+        assert loading.endswith("All ranks must load the same checkpoint, from a folder that they share.")

@@ -161,12 +161,14 @@ def test_torchruns_error_file_has_the_named_cause(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "last_value", ValueError("of the user"), raising=False)
     liveness._write_error_file()
     assert not file.exists()
-    monkeypatch.setattr(sys, "last_value", zg.CommunicationError("rank 0 of 2 lost rank 1 while step 3"))
+    monkeypatch.setattr(
+        sys, "last_value", zg.CommunicationError("rank 0 of 2 lost rank 1 while comparing notes before step 3")
+    )
     liveness._write_error_file()
     message = json.loads(file.read_text())["message"]
-    assert "rank 0 of 2 lost rank 1 while step 3" in message["message"]
+    assert "rank 0 of 2 lost rank 1 while comparing notes before step 3" in message["message"]
     # The summary of torchrun prints this.
-    assert "rank 0 of 2 lost rank 1 while step 3" in message["extraInfo"]["py_callstack"]
+    assert "rank 0 of 2 lost rank 1 while comparing notes before step 3" in message["extraInfo"]["py_callstack"]
 
 
 def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (lambda g: g({3}), zg.InputError, r"args\[0\] is \{3\}, not a tensor\n.*Convert it to a tensor"),
     (lambda g: g([X, len]), zg.InputError, r"args\[0\]\[1\] is <built-in function len>, not a tensor"),
     (lambda g: g(x={"ids": b"text"}), zg.InputError, r"x\['ids'\] is b'text', not a tensor"),
-    (lambda g: g(X.numpy()), zg.InputError, r"not a tensor\n.*Convert it to a tensor"),
+    (lambda g: g(X.numpy()), zg.InputError, r"args\[0\] is numpy.ndarray of shape \(.*\), not a tensor\n.*Convert it"),
     (lambda g: g(X.clone().requires_grad_()), zg.InputError, r"args\[0\]\.detach"),
     (lambda g: g(X.to_sparse()), zg.InputError, "sparse_coo: pass a dense tensor .*to_dense"),
     (lambda g: g.prepare(4, X), zg.PlacementError, r"prepare\(4\): .* zerograph.mesh.line"),

@@ -307,6 +307,14 @@ def _check_micro_batches(
             )
 
 
+def _shortened(value: object) -> str:
+    """Return how a value is printed, on one short line; of an array its shape."""
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{type(value).__module__}.{type(value).__name__} of shape {shape}"
+    return f"{value!r:.60}"
+
+
 def _read(
     leaf: Any, name: str, mesh: Mesh, grid: Any, plain: NdSbp, length: int | None
 ) -> tuple[Tensor, TensorSpec, NdSbp]:
@@ -318,7 +326,7 @@ def _read(
         )
     if not isinstance(leaf, Tensor):
         raise InputError(
-            f"{name} is {leaf!r:.60}, not a tensor\n"
+            f"{name} is {_shortened(leaf)}, not a tensor\n"
             "A graph takes tensors, numbers, strings and None, in lists, tuples and dicts. Convert it to a tensor "
             "(torch.tensor(...)), or, if it never changes, make it an attribute of the graph."
         )

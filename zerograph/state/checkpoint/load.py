@@ -23,6 +23,7 @@ from zerograph.runtime.checkpoint.index import Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
 from zerograph.runtime.checkpoint.remote import folder_of
 from zerograph.runtime.checkpoint.storage import Box, Reader
+from zerograph.runtime.job.differences import SHOWN_WITH
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.state import Store, load_states, store_of, stores_of
 from zerograph.state import state_dict
@@ -90,7 +91,8 @@ def load(
     except BaseException as error:
         problem = error
     choices = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
-    agree(job, "loading a checkpoint", digest(choices), lambda: choices, problem)
+    shown = {f"the checkpoint{SHOWN_WITH}": f" in {reader.folder}"}
+    agree(job, "loading a checkpoint", digest(choices), lambda: choices | shown, problem)
     for store, states in plan.stores:
         _fill(job, reader, store, named, states=states)
     with torch.no_grad():
