@@ -137,6 +137,20 @@ def code(text: str) -> str:
     return ast.dump(tree)
 
 
+def commit_of(root: Path = ROOT) -> str:
+    """Return the commit, with ``+`` if files differ that no program writes; empty without a repository."""
+    named = source.commit(root)
+    written = (":!benchmarks/results", ":!docs/pictures")
+    if (
+        named.endswith("+")
+        and not subprocess.run(
+            ["git", "-C", root, "diff", "--quiet", "HEAD", "--", ".", *written], check=False
+        ).returncode
+    ):
+        return named.removesuffix("+")
+    return named
+
+
 def stamp(page: str) -> str:
     """Return the line of a result page that says what it was made from.
 
@@ -144,7 +158,7 @@ def stamp(page: str) -> str:
         page: its path, from the top of the repository.
     """
     day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return f"Commit {source.commit(ROOT) or 'unknown'}, {day}, sources {digest(PAGES[page].sources)}."
+    return f"Commit {commit_of() or 'unknown'}, {day}, sources {digest(PAGES[page].sources)}."
 
 
 def recorded(file: Path) -> tuple[str, str, str] | None:
@@ -216,7 +230,7 @@ _DRAWN: Mapping[Callable[[Path], None], tuple[str, ...]] = {
 
 def make(names: set[str]) -> None:
     """Draw pictures again, and write into them what they were made from."""
-    commit, day = source.commit(ROOT), datetime.datetime.now(tz=datetime.UTC).date().isoformat()
+    commit, day = commit_of(), datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     for draw, files in _DRAWN.items():
         if not names & set(files):
             continue

@@ -33,13 +33,13 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 from benchmarks.choose import choose  # noqa: E402
 from benchmarks.contenders import CONTENDERS, Contender  # noqa: E402
+from benchmarks.generated import commit_of  # noqa: E402
 from benchmarks.measure import pair  # noqa: E402
 from benchmarks.measure.hosts import two_hosts, unavailable  # noqa: E402
 from benchmarks.peers import SIZES, about  # noqa: E402
 from benchmarks.report import hosts, plots  # noqa: E402
 from benchmarks.report.hosts import RATES, Setting  # noqa: E402
 from benchmarks.report.rows import rows, succeeded  # noqa: E402
-from zerograph.base import source  # noqa: E402
 
 EAGER = ["alone-2", "ddp", "zero-redundancy", "fsdp2*", "zerograph-*"]
 # Ranks on each host x rate. Four ranks share two cores: there the bytes count, of a small model.
@@ -98,7 +98,7 @@ def _run(file: Path, rounds: int, steps: int, *, resume: bool) -> dict[str, Any]
     Raises:
         typer.BadParameter: the run was measured at another commit.
     """
-    load, commit = os.getloadavg()[0], source.commit(ROOT) or "unknown"
+    load, commit = os.getloadavg()[0], commit_of() or "unknown"
     if resume and file.exists():
         run: dict[str, Any] = json.loads(file.read_text())
         if run["about"].get("commit") != commit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,9 @@ from zerograph.compiler import step_cache
 
 # Tests of the cache of steps turn it on for themselves.
 os.environ[step_cache.VARIABLE] = "0"
+# A shell ignores SIGINT for what it runs in the background, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmarks import generated
-from benchmarks.generated import PAGES, PICTURES, ROOT, Generated, digest, recorded, stale
+from benchmarks.generated import PAGES, PICTURES, ROOT, Generated, commit_of, digest, recorded, stale
 from benchmarks.tables import page
 
 
@@ -82,3 +83,22 @@ def test_a_benchmark_stamps_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert about[2] == digest(PAGES[name].sources)
     monkeypatch.setattr(generated, "recorded", lambda _: about)
     assert stale({name: PAGES[name]}) == {}
+
+
+def test_only_files_that_no_program_writes_make_a_commit_another(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True)
+
+    page = tmp_path / "benchmarks" / "results" / "page.md"
+    page.parent.mkdir(parents=True)
+    for file in (page, tmp_path / "code.py"):
+        file.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "all")
+    clean = commit_of(tmp_path)
+    page.write_text("2")
+    assert commit_of(tmp_path) == clean
+    (tmp_path / "code.py").write_text("2")
+    assert commit_of(tmp_path) == f"{clean}+"
