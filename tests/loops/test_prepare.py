@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.swa_utils import update_bn
 
 import zerograph as zg
 from tests.harness import LossStep
@@ -166,6 +167,15 @@ def test_a_forward_that_nobody_uses_still_counts_in_batch_norm() -> None:
     model.eval()
     assert torch.allclose(model(X).detach().clone(), twin.eval()(X))
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
+
+
+def test_statistics_of_batch_norm_are_there_when_update_bn_returns() -> None:
+    (model, _), twin = ready(nn.BatchNorm1d(16)), network(nn.BatchNorm1d(16))
+    for module in (model, twin):
+        update_bn([X, X * 2, X + 1], module)
+    # Read from the module: a state dict would run what waits.
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        torch.testing.assert_close(getattr(model[1], name), getattr(twin[1], name))
 
 
 def test_an_evaluation_between_backward_and_step_changes_no_number() -> None:

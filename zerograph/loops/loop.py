@@ -106,7 +106,11 @@ class Loop:
             else:
                 self._run_forward(tape)
                 tape = self.tape
-        return tape.call(function, args, kwargs, module=True, parts=True)
+        result = tape.call(function, args, kwargs, module=True, parts=True)
+        if not torch.is_grad_enabled() and not tape.losses and tape.has_effects():
+            # No step follows that would write to buffers, and the loop may look at them, as update_bn() does.
+            self._run_forward(tape)
+        return result
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the update of an optimizer: one graph of all calls since the last step.
