@@ -178,6 +178,19 @@ def test_statistics_of_batch_norm_are_there_when_update_bn_returns() -> None:
         torch.testing.assert_close(getattr(model[1], name), getattr(twin[1], name))
 
 
+def test_a_forward_without_gradients_beside_one_with_them_runs_in_the_step() -> None:
+    model, optimizer = ready(nn.BatchNorm1d(16))
+    for scale in (1, 2):
+        out = model(X)
+        with torch.no_grad():
+            target = model(X * scale).softmax(1)
+        F.cross_entropy(out, target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loop_of(model).graphs_done == 2
+    assert model.state_dict()["1.num_batches_tracked"] == 4
+
+
 def test_an_evaluation_between_backward_and_step_changes_no_number() -> None:
     model, optimizer = ready(nn.BatchNorm1d(16))
     twin = network(nn.BatchNorm1d(16))

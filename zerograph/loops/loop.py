@@ -107,7 +107,8 @@ class Loop:
                 self._run_forward(tape)
                 tape = self.tape
         result = tape.call(function, args, kwargs, module=True, parts=True)
-        if not torch.is_grad_enabled() and not tape.losses and tape.has_effects():
+        writes = not torch.is_grad_enabled() and tape.calls[-1].outcome.writes
+        if writes and not tape.losses and not any(one.requires_grad for one in tape.alive()):
             # No step follows that would write to buffers, and the loop may look at them, as update_bn() does.
             self._run_forward(tape)
         return result
