@@ -140,15 +140,11 @@ def code(text: str) -> str:
 def commit_of(root: Path = ROOT) -> str:
     """Return the commit, with ``+`` if files differ that no program writes; empty without a repository."""
     named = source.commit(root)
-    written = (":!benchmarks/results", ":!docs/pictures")
-    if (
-        named.endswith("+")
-        and not subprocess.run(
-            ["git", "-C", root, "diff", "--quiet", "HEAD", "--", ".", *written], check=False
-        ).returncode
-    ):
-        return named.removesuffix("+")
-    return named
+    if not named.endswith("+"):
+        return named
+    others = ("--", ".", ":!benchmarks/results", ":!docs/pictures")
+    differs = subprocess.run(["git", "-C", root, "diff", "--quiet", "HEAD", *others], check=False).returncode
+    return named if differs else named.removesuffix("+")
 
 
 def stamp(page: str) -> str:

@@ -18,7 +18,7 @@ from zerograph.ir.blocks import decode_roots, encode_roots, exact_root, root_par
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.coded_state import SIGNED, new_values
 from zerograph.ir.metadata import meta
-from zerograph.ir.operator_parts import PARTS
+from zerograph.ir.operator_parts import PARTS, is_number
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import StateSpec, UpdateProgram
 from zerograph.passes.buckets.owner_updates import owner_update_module
@@ -189,7 +189,7 @@ class _Parts:
         inputs = [node for node in placeholders(source.graph) if _is_scalar(node)]
         scalars = dict.fromkeys([*inputs, *self._scalar_nodes])
         self._read = [node for node in scalars if not set(self._block_nodes).isdisjoint(node.users)]
-        numbers = [node for node in self._scalar_nodes if node.target is aten._local_scalar_dense.default]
+        numbers = [node for node in self._scalar_nodes if is_number(node)]
         # Numbers that stay 0-d tensors, which the parts of operators take as well.
         kept = {node for node in numbers if all(user.target in PARTS for user in node.users)}
         rounded = all(node.target in _ROUNDED or node.target in PARTS for node in self._block_nodes)

@@ -19,7 +19,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
-from zerograph.ir.operator_parts import PARTS
+from zerograph.ir.operator_parts import PARTS, is_number
 from zerograph.ir.sizes import elements
 from zerograph.ir.step_graph import placeholders
 
@@ -115,7 +115,7 @@ def cut(graph: fx.Graph) -> list[fx.Node | Piece]:
         cutter.place(node)
     outside = {argument for step in cutter.program if isinstance(step, fx.Node) for argument in step.all_input_nodes}
     outside.update(graph.output_node().all_input_nodes)
-    return [step for step in cutter.program if isinstance(step, Piece) or not _is_number(step) or step in outside]
+    return [step for step in cutter.program if isinstance(step, Piece) or not is_number(step) or step in outside]
 
 
 class _Cutter:
@@ -187,29 +187,26 @@ def by_tensors(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict
     So a piece computes the update of an optimizer whose learning rate is a number that the step reads, as SGD's is.
     """
     target: Any = node.target
-    value = node.meta.get("val")
-    if not any(map(_is_number, node.all_input_nodes)) or target not in PARTS or not _is_wide(value):
+    if not _takes_tensors(node):
         return target, node.args, dict(node.kwargs)
-    args, kwargs = fx.map_arg(
-        (node.args, dict(node.kwargs)), lambda argument: argument.args[0] if _is_number(argument) else argument
-    )
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _tensor_of)
     return PARTS[target], args, kwargs
 
 
 def reads(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that :func:`by_tensors` reads."""
-    nodes: dict[fx.Node, None] = {}
-    fx.map_arg(by_tensors(node)[1:], nodes.setdefault)
-    return list(nodes)
+    return list(map(_tensor_of, node.all_input_nodes)) if _takes_tensors(node) else node.all_input_nodes
 
 
-def _is_number(node: fx.Node) -> bool:
-    return node.target is aten._local_scalar_dense.default
+def _takes_tensors(node: fx.Node) -> bool:
+    """Return whether a piece passes 0-d tensors for numbers: products of this dtype are rounded in a kernel, too."""
+    value = node.meta.get("val")
+    is_wide = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
+    return is_wide and node.target in PARTS and any(map(is_number, node.all_input_nodes))
 
 
-def _is_wide(value: object) -> bool:
-    """Return whether products are rounded to the value's dtype inside of a kernel, too."""
-    return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
+def _tensor_of(node: fx.Node) -> fx.Node:
+    return node.all_input_nodes[0] if is_number(node) else node
 
 
 def _fusible(graph: fx.Graph) -> set[fx.Node]:

@@ -9,11 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from zerograph._torch import in_place_overload
 
 aten = torch.ops.aten
+
+
+def is_number(node: fx.Node) -> bool:
+    """Return whether a node reads the value of a 0-d tensor, such as a learning rate, as a number."""
+    return node.target is aten._local_scalar_dense.default
 
 
 def _lerp(start: Any, end: Any, weight: Any) -> Any:
