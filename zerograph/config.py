@@ -68,7 +68,7 @@ class Config:
         None,
         whole_number(1, "bytes", optional=True),
         """Maximum bytes of parameters per bucket, and so per collective. Default None: an eighth of the parameters,
-        between 1 MiB and 32 MiB; under a memory budget the size that fits it, up to four times as much.""",
+        between 1 MiB and 32 MiB, and on accelerators layers up to 512 MiB; under a budget the size that fits it.""",
     )
     clip_grad_norm: float | None = option(
         None,

@@ -77,7 +77,7 @@ class CodedUpdate(nn.Module):
             blocks += self._stored(name, state[name])
         compiled = self.compiled
         if compiled is not None and all(one.dtype is torch.float32 for one in blocks[:2]) and len(blocks[0]) > 1:
-            compiled(len(blocks[0]), *skipped, *scalars, *blocks)
+            compiled([len(blocks[0]), *skipped, *scalars, *blocks])
         else:
             kernel = self.blocks_kernel(exact_root, len(scalars))
             rows = _PART // BLOCK if flat.device.type == "cpu" else max(1, len(blocks[0]))

@@ -16,21 +16,32 @@ from zerograph.base.source import levels_to_user
 from zerograph.errors import CaptureError
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
+from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.compile_cache import share
 from zerograph.runtime.backends.pieces import Piece, by_tensors, cut
+from zerograph.runtime.backends.regions import cut_regions
 
-Function = Callable[..., Sequence[Any]]
+# Takes one list of inputs, and clears it to free what nothing else holds.
+Function = Callable[[list[Any]], Sequence[Any]]
+Cut = Callable[[fx.Graph], list[fx.Node | Piece]]
 
 
-def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
+def compile_pieces(graph: fx.GraphModule, cutter: Cut | None = None) -> fx.GraphModule:
     """Return the graph with one call for each piece. Values are still freed after their last use.
+
+    Args:
+        graph: the emitted graph.
+        cutter: cuts a graph into pieces; None: into regions on an accelerator, into chains of loops on the CPU, where
+            products gain nothing by a compiler.
 
     Raises:
         CaptureError: Inductor could not compile a piece of static sizes; the message names its modules and lines.
     """
     loop_nodes = [node for node in graph.graph.nodes if loop_of(node) is not None]
     graphs = [graph, *(meta(node)["loop"].body for node in loop_nodes)]
-    programs = [cut(source.graph) for source in graphs]
+    if cutter is None:
+        cutter = cut_regions if _on_accelerator(graph) else cut
+    programs = [cutter(source.graph) for source in graphs]
     keys = {step: signature(step) for program in programs for step in program if isinstance(step, Piece)}
     distinct = {key: piece for piece, key in reversed(keys.items())}
     tasks = {key: lambda piece=piece: _compile(piece) for key, piece in reversed(distinct.items())}
@@ -41,6 +52,11 @@ def compile_pieces(graph: fx.GraphModule) -> fx.GraphModule:
         # Loops call the function of a body that has its code.
         compiled.set_submodule(str(node.target), meta(node)["loop"].with_body(fx.GraphModule(body, body.graph)))
     return compiled
+
+
+def _on_accelerator(graph: fx.GraphModule) -> bool:
+    values = (node.meta.get("val") for node in placeholders(graph.graph))
+    return any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
 
 
 def signature(piece: Piece) -> str:
@@ -104,7 +120,7 @@ def _operators(module: fx.GraphModule) -> Function:
     """Return a function that runs a piece operator by operator."""
 
     # A graph calls functions by their names, which a bound method shares with others.
-    def run_operators(*inputs: Any) -> Sequence[Any]:
+    def run_operators(inputs: list[Any]) -> Sequence[Any]:
         outputs: Sequence[Any] = module.forward(*inputs)
         return outputs
 
@@ -127,11 +143,11 @@ def _guarded(
     is_valid = eval(f"lambda {names}: {' and '.join([*not_empty, *conditions]) or True}", {"math": math})
     warned = False
 
-    def run_inductor(*inputs: Any) -> Sequence[Any]:
+    def run_inductor(inputs: list[Any]) -> Sequence[Any]:
         nonlocal warned
-        sizes = inputs[:count]
+        sizes = tuple(inputs[:count])
         if is_valid(*sizes):
-            return compiled(*inputs)
+            return compiled(inputs)
         if not warned and not is_empty(*sizes):
             warned = True
             warnings.warn(
@@ -139,7 +155,7 @@ def _guarded(
                 f"such sizes its operators run one by one\nThe piece is {piece.where()}",
                 stacklevel=levels_to_user(),
             )
-        return operators(*inputs)
+        return operators(inputs)
 
     return run_inductor
 
@@ -153,6 +169,10 @@ def _module(piece: Piece) -> fx.GraphModule:
         nodes[node] = graph.call_function(target, args, kwargs)
     graph.output(tuple(nodes[node] for node in piece.outputs))
     return fx.GraphModule({}, graph)
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
 
 
 def emit(
@@ -174,7 +194,9 @@ def emit(
             nodes[step] = graph.create_node(step.op, step.target, args, kwargs, name=step.name)
             nodes[step].meta = step.meta
             continue
-        call = graph.call_function(functions[step], tuple(nodes[node] for node in step.inputs))
+        # The list is all that holds a value which nothing reads later: the call frees it before it ends.
+        inputs = graph.call_function(_listed, tuple(nodes[node] for node in step.inputs))
+        call = graph.call_function(functions[step], (inputs,))
         # For profiles and messages, in which the name of a piece means nothing.
         meta(call)["compiled"] = tuple(node.name for node in step.nodes)
         for number, output in enumerate(step.outputs):

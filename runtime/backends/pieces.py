@@ -7,7 +7,7 @@ each once takes the same time whatever the depth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -52,7 +52,7 @@ _LOOPS = frozenset(
     }
 )
 # Factories: they cost nothing by themselves, and belong to the loop that reads them.
-_FACTORIES = frozenset(
+FACTORIES = frozenset(
     {
         aten.arange.default,
         aten.full.default,
@@ -76,6 +76,7 @@ _NORMS = frozenset(
 _FLAT_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
 # Elements. On CPU a piece of smaller values takes no longer than its call, and is not compiled.
 SMALLEST = 4096
+WithSymbols = Callable[[Iterable[fx.Node]], list[fx.Node]]
 # Nodes of the largest piece. Larger kernels keep more values alive until the piece runs.
 _LARGEST = 64
 
@@ -123,10 +124,10 @@ class _Cutter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.program: list[fx.Node | Piece] = []
-        self._memory = _memory(graph)
+        self._memory = memory_owners(graph)
         self._fusible = _fusible(graph)
-        self._symbols = {meta(node)["role"].name: node for node in placeholders(graph, "size")}
-        self._open: list[_OpenPiece] = []
+        self._with_symbols = symbol_inputs(graph)
+        self._open: list[OpenPiece] = []
         self._placed: set[fx.Node] = set()
 
     def place(self, node: fx.Node) -> None:
@@ -138,7 +139,7 @@ class _Cutter:
             if node.op != "output":
                 self.program.append(node)
             return
-        into = _OpenPiece(self._memory)
+        into = OpenPiece(self._memory)
         joined = [piece for piece in self._open if any(value in piece.nodes for value in reads(node))]
         if sum(len(piece.nodes) for piece in joined) < _LARGEST and all(piece.takes(node) for piece in joined):
             self._open = [piece for piece in self._open if piece not in joined]
@@ -161,18 +162,21 @@ class _Cutter:
         """
         return any(piece.allocates(view) for piece in self._open)
 
-    def _close(self, pieces: Sequence[_OpenPiece]) -> None:
+    def _close(self, pieces: Sequence[OpenPiece]) -> None:
         for piece in pieces:
             self._open.remove(piece)
-            for step in piece.finish():
-                if isinstance(step, Piece):
-                    step.inputs = self._with_symbols(step.inputs)
-                self.program.append(step)
+            self.program += piece.finish(self._with_symbols)
 
-    def _with_symbols(self, inputs: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the inputs after all symbols of their sizes."""
+
+def symbol_inputs(graph: fx.Graph) -> WithSymbols:
+    """Return a function that puts the symbols of the sizes of a piece's inputs before the inputs."""
+    symbols = {meta(node)["role"].name: node for node in placeholders(graph, "size")}
+
+    def with_symbols(inputs: Iterable[fx.Node]) -> list[fx.Node]:
         names = {name for node in inputs for size in _sizes(node.meta["val"]) for name in _torch.symbols_of(size)}
-        return list(dict.fromkeys([*(self._symbols[name] for name in sorted(names)), *inputs]))
+        return list(dict.fromkeys([*(symbols[name] for name in sorted(names)), *inputs]))
+
+    return with_symbols
 
 
 def _sizes(value: Any) -> list[torch.SymInt]:
@@ -213,7 +217,7 @@ def _fusible(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that may be in a piece: loops, and the views and constants that loops read."""
     fusible: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if not _on_tensors(node):
+        if not on_tensors(node):
             continue
         target = node.target
         if _is_scalar(node):
@@ -224,7 +228,7 @@ def _fusible(graph: fx.Graph) -> set[fx.Node]:
             source = node.args[0]
             if isinstance(source, fx.Node) and _is_loop(source):
                 fusible.add(node)
-        elif (target in _FACTORIES or _is_view(node)) and any(user in fusible for user in node.users):
+        elif (target in FACTORIES or _is_view(node)) and any(user in fusible for user in node.users):
             fusible.add(node)
     return fusible
 
@@ -233,7 +237,7 @@ def _is_view(node: fx.Node) -> bool:
     return is_view(node) and isinstance(node.meta.get("val"), Tensor)
 
 
-def _separates(node: fx.Node, piece: _OpenPiece) -> bool:
+def _separates(node: fx.Node, piece: OpenPiece) -> bool:
     """Return whether a collective ends a piece that only reads, such as a part of a gradient norm.
 
     A norm over all gradients is summed bucket by bucket, as they arrive, not in one piece that grows with depth.
@@ -244,7 +248,7 @@ def _separates(node: fx.Node, piece: _OpenPiece) -> bool:
 
 def _is_loop(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, OpOverload) or "boxing" in node.meta or not _on_tensors(node):
+    if not isinstance(target, OpOverload) or "boxing" in node.meta or not on_tensors(node):
         return False
     if target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags:
         return False
@@ -276,7 +280,7 @@ def _is_large(node: fx.Node) -> bool:
     )
 
 
-def _on_tensors(node: fx.Node) -> bool:
+def on_tensors(node: fx.Node) -> bool:
     """Return whether the node returns tensors, and reads tensors and sizes only, as pieces do."""
     if node.op != "call_function" or not _has_tensors(node):
         return False
@@ -290,7 +294,7 @@ def _has_tensors(node: fx.Node) -> bool:
     return isinstance(value, Tensor)
 
 
-def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def memory_owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Return for each node the node that owns its memory: itself, unless it is a view or written in place."""
     gather_buffers = {meta(node)["role"].bucket: node for node in placeholders(graph, "gather_buffer")}
     owners: dict[fx.Node, fx.Node] = {node: node for node in gather_buffers.values()}
@@ -307,7 +311,7 @@ def _memory(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return owners
 
 
-class _OpenPiece:
+class OpenPiece:
     """A piece that nodes may still join."""
 
     def __init__(self, memory: dict[fx.Node, fx.Node]) -> None:
@@ -362,7 +366,7 @@ class _OpenPiece:
         """Return whether the piece writes to memory that it does not allocate."""
         return any(map(self._writes, self._outside))
 
-    def add(self, node: fx.Node, fusible: set[fx.Node]) -> None:
+    def add(self, node: fx.Node, fusible: Collection[fx.Node] = ()) -> None:
         """Append the node; users of it that may join are waited for."""
         self.nodes[node] = None
         self.waiting.discard(node)
@@ -376,7 +380,7 @@ class _OpenPiece:
                 outside = self._outside.setdefault(self._memory[argument], {})
                 outside[argument] = outside.get(argument, False) or argument in written
 
-    def absorb(self, other: _OpenPiece) -> None:
+    def absorb(self, other: OpenPiece) -> None:
         """Append another piece."""
         self.nodes |= other.nodes
         self._allocated |= other._allocated
@@ -386,16 +390,20 @@ class _OpenPiece:
                 own[argument] = own.get(argument, False) or is_written
         self.waiting = (self.waiting | other.waiting) - set(self.nodes)
 
-    def finish(self) -> list[fx.Node | Piece]:
+    def finish(self, with_symbols: WithSymbols) -> list[fx.Node | Piece]:
         """Return one piece, or the nodes as they are if there is nothing to fuse."""
         if sum(map(_loops, self.nodes)) < 2 or not any(map(_is_large, self.nodes)):
             return list(self.nodes)
+        return [self.piece(with_symbols)]
+
+    def piece(self, with_symbols: WithSymbols) -> Piece:
+        """Return the nodes as one piece."""
         nodes = list(self.nodes)
         inputs = dict.fromkeys(a for node in nodes for a in reads(node) if a not in self.nodes)
         results = [_before_writes(node) for node in nodes if any(user not in self.nodes for user in node.users)]
         # Tensors from outside that the piece writes to are no outputs.
         outputs = dict.fromkeys(node for node in results if node in self.nodes and isinstance(node.meta["val"], Tensor))
-        return [Piece(nodes, list(inputs), list(outputs))]
+        return Piece(nodes, with_symbols(inputs), list(outputs))
 
 
 def _before_writes(node: fx.Node) -> fx.Node:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.zerograph.inspection.models import prepared
 from zerograph.ir.alias import base_of, shared_arguments, viewed
-from zerograph.runtime.backends.pieces import _memory as memory_of_pieces
+from zerograph.runtime.backends.pieces import memory_owners as memory_of_pieces
 
 aten = torch.ops.aten
 X = torch.arange(24.0).reshape(4, 6)

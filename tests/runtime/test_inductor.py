@@ -22,10 +22,13 @@ from tests.pool import Pool
 from zerograph import _torch
 from zerograph._torch.inductor_start import _Template, remembered_vector_units
 from zerograph.errors import CaptureError
+from zerograph.ir import buckets
+from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends import compile_cache, inductor, pieces
 from zerograph.runtime.backends.pieces import Piece, cut
+from zerograph.runtime.backends.regions import _PRODUCTS, cut_regions
 
 # A bucket for each layer.
 OPTIONS = {"bucket_size": 8192}
@@ -44,25 +47,29 @@ def emitted(model: nn.Module, stage: int) -> fx.Graph:
     return prepare(step, *batches("gpt", 1)[0]).graph.graph
 
 
-def pieces_of(layers: int, stage: int) -> tuple[int, int]:
+def pieces_of(layers: int, stage: int, cutter: inductor.Cut) -> tuple[int, int]:
     """(pieces, distinct pieces)"""
     torch.manual_seed(0)
-    found = [one for one in cut(emitted(Gpt(False, layers=layers), stage)) if isinstance(one, Piece)]
+    found = [one for one in cutter(emitted(Gpt(False, layers=layers), stage)) if isinstance(one, Piece)]
     return len(found), len({inductor.signature(one) for one in found})
 
 
-@pytest.mark.parametrize("stage", [3])
-def test_deeper_models_have_more_pieces_but_no_other_ones(stage: int) -> None:
-    few, distinct = pieces_of(3, stage)
-    many, deeper = pieces_of(6, stage)
+both_cutters = pytest.mark.parametrize("cutter", [cut, cut_regions])
+
+
+@both_cutters
+@pytest.mark.parametrize("stage", [0, 3])
+def test_deeper_models_have_more_pieces_but_no_other_ones(stage: int, cutter: inductor.Cut) -> None:
+    few, distinct = pieces_of(4, stage, cutter)
+    many, deeper = pieces_of(6, stage, cutter)
     assert many > few > distinct
     assert deeper == distinct
 
 
-def lifetimes(stage: int) -> list[tuple[int, int]]:
+def lifetimes(stage: int, cutter: inductor.Cut) -> list[tuple[int, int]]:
     """Most buckets alive at once, as emitted and with pieces: gathered ones, and whole gradients."""
     graph = Case("gpt", stage, **OPTIONS).prepared().graph
-    program = cut(graph.graph)
+    program = cutter(graph.graph)
     functions: dict[Piece, Any] = {one: _never for one in program if isinstance(one, Piece)}
     made = inductor.emit(graph, program, functions).graph
     return [
@@ -75,17 +82,53 @@ def _never(*_: Tensor) -> tuple[Tensor, ...]:
     raise AssertionError("this graph is only looked at")
 
 
+@both_cutters
 @pytest.mark.parametrize("stage", [3])
-def test_no_bucket_lives_longer_for_a_piece(stage: int) -> None:
-    for before, after in lifetimes(stage):
+def test_no_bucket_lives_longer_for_a_piece(stage: int, cutter: inductor.Cut) -> None:
+    for before, after in lifetimes(stage, cutter):
         assert 0 < after <= before
 
 
-def test_collectives_keep_their_order() -> None:
+@both_cutters
+def test_collectives_keep_their_order(cutter: inductor.Cut) -> None:
     graph = emitted(make("gpt"), 3)
-    names = [node.name for node in graph.nodes if "_c10d_functional" in str(node.target)]
-    assert names
-    assert [one.name for one in cut(graph) if isinstance(one, fx.Node) and one.name in names] == names
+    names = [node.name for node in graph.nodes if "boxing" in node.meta and "c10d" in str(node.target)]
+    assert len(names) > 10
+    assert [one.name for one in cutter(graph) if isinstance(one, fx.Node) and one.name in names] == names
+
+
+def accelerated(layers: int, ranks: int) -> list[fx.Node | Piece]:
+    """The regions of a GPT on an accelerator, where buckets are layers; a small bucket would take several."""
+    model = Gpt(False, layers=layers)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 3, backend="inductor")
+    with patch.object(buckets, "default_bytes", lambda _: 1):
+        prepared = step.prepare(line(ranks, 0, "ranks"), *batches("gpt", 1)[0], device="meta")
+    return cut_regions(prepared.graph.graph)
+
+
+def of_layers(program: list[fx.Node | Piece]) -> list[set[str]]:
+    regions = (step for step in program if isinstance(step, Piece))
+    layers = [{match[1] for node in step.nodes if (match := LAYER.match(origin(node).module))} for step in regions]
+    return [numbers for numbers in layers if numbers]
+
+
+LAYER = re.compile(r"model\.blocks\.(\d+)")
+
+
+def test_on_one_rank_a_region_is_a_layer() -> None:
+    program = accelerated(3, 1)
+    assert of_layers(program) == [{"0"}, {"1"}, {"2"}, {"2"}, {"1"}, {"0"}]
+    alone = {str(step.target) for step in program if isinstance(step, fx.Node)}
+    assert not {target for target in alone if re.search(r"aten\.(addmm|gelu|native_layer_norm|_scaled)", target)}
+
+
+def test_on_several_ranks_a_layer_of_stage_3_has_one_region_with_products() -> None:
+    products = [
+        sum(node.target in _PRODUCTS for node in step.nodes) for step in accelerated(4, 8) if isinstance(step, Piece)
+    ]
+    assert products.count(5) == 4
+    # In backward the first product runs before the gathered weights are there.
+    assert products.count(8) == 4
 
 
 @every_size
@@ -124,7 +167,7 @@ def test_single_precision_is_off_by_rounding_only(pool: Pool, name: str) -> None
 
 
 def _as_it_is(piece: fx.GraphModule, *_: Any) -> Any:
-    def run(*inputs: Tensor) -> Any:
+    def run(inputs: list[Tensor]) -> Any:
         return piece(*inputs)
 
     return run
@@ -172,14 +215,15 @@ def changes_between_reads(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return before, after, torch.exp(x) - y, head * 2 + 1
 
 
-def test_writes_through_views_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_cutters
+def test_writes_through_views_keep_their_order(monkeypatch: pytest.MonkeyPatch, cutter: inductor.Cut) -> None:
     """Pieces run as they are: what is tested is the cut."""
     monkeypatch.setattr(_torch, "inductor", _as_it_is)
     x, y = torch.randn(2, 3), torch.randn(2, 3)
     graph = _torch.trace(changes_between_reads, (x.clone(), y))
     for node, value in zip(placeholders(graph.graph), (x, y), strict=True):
         node.meta["val"] = value
-    compiled = inductor.compile_pieces(graph)
+    compiled = inductor.compile_pieces(graph, cutter)
     assert "relu" not in {str(node.target).split(".")[1] for node in compiled.graph.nodes if "aten" in str(node.target)}
     mine, other = x.clone(), x.clone()
     torch.testing.assert_close(compiled(mine, y), changes_between_reads(other, y))

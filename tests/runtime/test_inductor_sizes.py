@@ -122,7 +122,7 @@ def test_code_runs_for_sizes_that_it_is_valid_for_and_operators_for_others(monke
             else sizes[str(value)]
             for value in values
         ]
-        return run(*inputs)
+        return run(inputs)
 
     assert result(1, 99) == "compiled"
     with warnings.catch_warnings():
@@ -142,7 +142,7 @@ def refusing_log_softmax(graph: fx.GraphModule, values: Any, environment: Any) -
 
 
 def inductor_as_it_is(graph: fx.GraphModule) -> Any:
-    def run(*inputs: Any) -> Any:
+    def run(inputs: list[Any]) -> Any:
         return graph(*inputs)
 
     return run

@@ -217,7 +217,7 @@ def decompositions(operators: tuple[Any, ...]) -> Mapping[Any, Callable[..., Any
 
 def inductor(
     graph: fx.GraphModule | Callable[..., tuple[Any, ...]], values: Sequence[Any], environment: SizeEnv | None = None
-) -> Callable[..., Sequence[Any]]:
+) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a graph or function of plain operators, which may write to its inputs, with Inductor.
 
     ``torch.compile`` would trace the graph again and wrap each call in guards and autograd; its lower levels are
@@ -230,7 +230,7 @@ def inductor(
             conditions under which the compiled code is valid.
 
     Returns:
-        A function from inputs to outputs. A symbolic size is an int at run time.
+        A function from a list of inputs, which it clears, to outputs. A symbolic size is an int at run time.
     """
     # These imports take seconds.
     from zerograph._torch.inductor_start import import_inductor, remembered_vector_units
@@ -263,8 +263,8 @@ def inductor(
         with tracing, V.set_fake_mode(mode), torch.no_grad(), remembered_vector_units():
             compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
 
-    def run(*inputs: Any) -> Sequence[Any]:
-        outputs: Sequence[Any] = compiled(list(inputs))
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        outputs: Sequence[Any] = compiled(inputs)
         return outputs
 
     return run

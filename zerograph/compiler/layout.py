@@ -14,7 +14,7 @@ from zerograph.compiler.members import Members
 from zerograph.compiler.parameter_placement import is_placed_so, user_sbps
 from zerograph.config import Config
 from zerograph.errors import CaptureError
-from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, plan_buckets, state_layout
+from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, layer_of, plan_buckets, state_layout
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
@@ -296,7 +296,8 @@ def _new_buckets(
             )
         spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
         fused = update is not None and update.program.fused is not None
-        parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name), fused))
+        layer = layer_of(name) if members.device(parameter).type != "cpu" else ""
+        parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name), fused, layer))
     buckets = plan_buckets(
         parameters,
         mesh=mesh,

@@ -182,6 +182,7 @@ class Parameter:
     one_by_one: bool = False
     compute_dtype: torch.dtype | None = None
     fused: bool = False
+    layer: str = ""
 
 
 # The longest vectors of CPUs, in bytes. A fused kernel rounds the elements after the last whole vector otherwise.
@@ -211,12 +212,12 @@ def plan_buckets(
         split: split the buckets; else they are broadcast.
         min_split_numel: parameters with fewer elements are broadcast, in buckets of their own.
         bucket_bytes: maximum size of a bucket in bytes (a larger parameter has a bucket to itself); None for
-            :func:`default_bytes`. A bucket with owners grows until these own about the same, because padding would
-            cost more than latency.
+            :func:`default_bytes`, or for whole layers where parameters name theirs. A bucket with owners grows until
+            these own about the same, because padding would cost more than latency.
         first_number: number of the first bucket; names are ``bucket<number>``.
         block: parameters and shards begin at multiples of this power of two, in elements.
     """
-    max_bytes = bucket_bytes or default_bytes(sum(map(_bytes, parameters)))
+    default = default_bytes(sum(map(_bytes, parameters)))
     by_key: dict[Hashable, list[list[Parameter]]] = {}
     in_order: list[list[Parameter]] = []
     for parameter in parameters:
@@ -226,7 +227,7 @@ def plan_buckets(
         key = (small, parameter.sbp, kind, parameter.key)
         group, ranks = by_key.setdefault(key, []), size_along(mesh, free_dims(zero_dims, parameter.sbp))
         if not group or (
-            sum(map(_bytes, group[-1])) + _bytes(parameter) > max_bytes and _needs_little_padding(group[-1], ranks)
+            _is_full(group[-1], parameter, bucket_bytes, default) and _needs_little_padding(group[-1], ranks)
         ):
             group.append([])
             in_order.append(group[-1])
@@ -254,8 +255,27 @@ def free_dims(zero_dims: tuple[int, ...], sbp: NdSbp) -> tuple[int, ...]:
     return tuple(dim for dim in zero_dims if sbp[dim] == broadcast) or zero_dims
 
 
+def layer_of(parameter: str) -> str:
+    """Return the outermost numbered module of a parameter, or its outermost module."""
+    parts = parameter.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[: number + 1])
+
+
+def _is_full(members: Sequence[Parameter], parameter: Parameter, bucket_bytes: int | None, default: int) -> bool:
+    """Return whether a bucket should not take another parameter."""
+    size = sum(map(_bytes, members))
+    if bucket_bytes is not None or not parameter.layer:
+        return size + _bytes(parameter) > (bucket_bytes or default)
+    # Small layers share buckets: collectives of less than the default size take as long.
+    ends_layer = members[-1].layer != parameter.layer and size >= default
+    return ends_layer or size + _bytes(parameter) > _MAX_LAYER_BYTES
+
+
 # Larger buckets take memory, and their collectives start late.
 MAX_BUCKET_BYTES = 2**25
+# On accelerators a bucket is a whole layer up to this size.
+_MAX_LAYER_BYTES = 2**29
 
 
 def default_bytes(total: int) -> int:

@@ -1,0 +1,160 @@
+"""Cut the emitted graph into regions worth compiling on an accelerator: a layer's operators between two collectives.
+
+Inductor then chooses layouts, and fuses what stands before and after products, as under ``torch.compile``. Equal layers
+are equal regions, so a deep model compiles as fast as a shallow one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from operator import getitem
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload
+from zerograph.ir.alias import WAIT, is_view
+from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
+from zerograph.ir.metadata import origin
+from zerograph.runtime.backends.pieces import (
+    FACTORIES,
+    OpenPiece,
+    Piece,
+    memory_owners,
+    on_tensors,
+    symbol_inputs,
+)
+
+aten = torch.ops.aten
+
+_ATTENTION = {FORWARD, BACKWARD, *ACCELERATED, *ACCELERATED.values()}
+_PRODUCTS = _ATTENTION | {
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.bmm.default,
+    aten.convolution.default,
+    aten.convolution_backward.default,
+    aten.mm.default,
+    aten.mm.out,
+}
+_COSTS_NOTHING = {getitem, *FACTORIES}
+# Nodes of the forward pass of the smallest module that counts as a layer.
+_SMALLEST_LAYER = 12
+
+
+def cut_regions(graph: fx.Graph) -> list[fx.Node | Piece]:
+    """Return forward and backward as a program: regions to compile, and nodes to run as they are.
+
+    A region ends where a layer ends, before a wait for a collective that its products overlap, and before a node that
+    reads one of its values or writes to one of its inputs. Updates are not in regions. A collective that reads a value
+    of a region starts when the region has run; collectives keep their order.
+    """
+    cutter = _Cutter(graph)
+    for node in graph.nodes:
+        if node.op != "output":
+            cutter.place(node)
+    cutter.close()
+    return cutter.program
+
+
+class _Cutter:
+    """Visit nodes in order; ``program`` grows by nodes and finished regions."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.program: list[fx.Node | Piece] = []
+        self._with_symbols = symbol_inputs(graph)
+        self._memory = memory_owners(graph)
+        self._layers = _layers(graph)
+        self._region = OpenPiece(self._memory)
+        self._layer = ""
+        # Collectives that start when the region has run.
+        self._starts: dict[fx.Node, None] = {}
+        self._placed: set[fx.Node] = set()
+
+    def place(self, node: fx.Node) -> None:
+        """Put the node into the region or into the program."""
+        if node in self._placed:
+            return
+        if not _may_join(node) or (is_view(node) and not self._region.allocates(node)):
+            self._place_outside(node)
+            return
+        layer = self._layers.get(node, self._layer)
+        if self._region.nodes and (layer != self._layer or not self._region.takes(node)):
+            self.close()
+        self._layer = layer
+        results = [user for user in node.users if user.target is getitem]
+        for joining in (node, *results):
+            self._region.add(joining)
+        self._placed.update(results)
+
+    def close(self) -> None:
+        """Append the region to the program, and the collectives that wait for it."""
+        computed = [node for node in self._region.nodes if not is_view(node) and node.target not in _COSTS_NOTHING]
+        # A compiler gains nothing by a single operator.
+        whole = len(computed) > 1
+        self.program += [self._region.piece(self._with_symbols)] if whole else list(self._region.nodes)
+        self.program += self._starts
+        self._region, self._starts = OpenPiece(self._memory), {}
+
+    def _place_outside(self, node: fx.Node) -> None:
+        if "boxing" in node.meta and node.users and all(user.target is WAIT for user in node.users):
+            if self._starts or self._region.conflicts(node):
+                self._starts[node] = None
+                return
+        elif (
+            self._region.conflicts(node)
+            or any(source in self._starts for source in node.all_input_nodes)
+            or self._ends(node)
+        ):
+            self.close()
+        self.program.append(node)
+
+    def _ends(self, node: fx.Node) -> bool:
+        """Return whether the node waits for a collective that the region overlaps.
+
+        What is before a layer's first product takes little time: it runs after the wait, with the product.
+        """
+        return node.target is WAIT and any(inner.target in _PRODUCTS for inner in self._region.nodes)
+
+
+def _may_join(node: fx.Node) -> bool:
+    """Return whether the node may be in a region: a plain operator of forward or backward on accelerator tensors."""
+    target = node.target
+    if target in _ATTENTION:
+        # Tagged as random for a dropout that no captured graph has. Sizes and seeds are among the results.
+        return True
+    if not isinstance(target, OpOverload) or "boxing" in node.meta or not on_tensors(node):
+        return False
+    if target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if origin(node).phase == "update" or target.name().startswith("aten::_fused_"):
+        return False
+    return all(value.device.type != "cpu" or value.dim() for value in _tensors(node))
+
+
+def _tensors(node: fx.Node) -> Iterator[Tensor]:
+    for source in (node, *node.all_input_nodes):
+        value = source.meta.get("val")
+        yield from (
+            part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor)
+        )
+
+
+def _layers(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return the layer of each node that belongs to one: a numbered module whose forward pass occurs more than once."""
+    forward: dict[str, list[str]] = defaultdict(list)
+    paths: dict[str, tuple[str, ...]] = {}
+    for node in graph.nodes:
+        module = origin(node).module
+        if module not in paths:
+            parts = module.split(".")
+            paths[module] = tuple(".".join(parts[: end + 1]) for end, part in enumerate(parts) if part.isdigit())
+        if origin(node).phase == "forward" and not is_view(node):
+            for path in paths[module]:
+                forward[path].append(str(node.target))
+    operators = {path: tuple(targets) for path, targets in forward.items() if len(targets) >= _SMALLEST_LAYER}
+    count = Counter(operators.values())
+    layers = {path for path, targets in operators.items() if count[targets] > 1}
+    outermost = {module: next((path for path in of if path in layers), "") for module, of in paths.items()}
+    return {node: outermost[origin(node).module] for node in graph.nodes if origin(node).module}
