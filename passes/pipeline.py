@@ -22,6 +22,7 @@ from zerograph.passes.accumulation.loop import loop
 from zerograph.passes.accumulation.split_micro_batches import split_micro_batches
 from zerograph.passes.buckets.flatten import flatten
 from zerograph.passes.buckets.fuse import fuse
+from zerograph.passes.buckets.merge_updates import merge_updates
 from zerograph.passes.buckets.skip_overflowed_update import skip_overflowed_update
 from zerograph.passes.communication.assign_wire_formats import assign_wire_formats
 from zerograph.passes.communication.coalesce import coalesce
@@ -38,6 +39,7 @@ from zerograph.passes.memory.fit_memory_budget import fit_memory_budget
 from zerograph.passes.memory.gather_in_place import gather_in_place
 from zerograph.passes.memory.offload import offload
 from zerograph.passes.memory.offload_activations import offload_activations
+from zerograph.passes.memory.pack_scalars import pack_scalars
 from zerograph.passes.memory.prefetch_offloaded import prefetch_offloaded
 from zerograph.passes.memory.reinplace import reinplace
 from zerograph.passes.memory.reuse_temporaries import reuse_temporaries
@@ -143,6 +145,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(release, "local", time=False),
     # start gathers early, wait late, reduce gradients in few buckets
     Pass(schedule, "local", time=False),
+    # update buckets with equal hyperparameters by one call
+    Pass(merge_updates, "local", time=False, requires=("fuse",)),
+    # copy step counts and rates to the accelerator in one transfer
+    Pass(pack_scalars, "local", time=False),
     # exchange pieces between ranks where that is faster than a collective
     Pass(lower_to_p2p, "local", time=False),
     # offload activations to the CPU between forward and backward where the copies overlap

@@ -29,6 +29,7 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     }
     overflows = found_infs(graph)
     written = {state: write for write, state, _ in writes(graph)}
+    increments: dict[fx.Node, fx.Node] = {}
     for gradient in list(graph.find_nodes(op="call_function", target=aten.alias.default)):
         name = meta(gradient).get("gradient_of")
         if name is None:
@@ -39,7 +40,8 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         state = {entry: inputs[f"{name}.{entry}"] for entry in program.state}
         numbers = {short: inputs[name] for short, name in update.numbers.items()}
         operands = {"param": inputs[name], "grad": gradient.all_input_nodes[0], **numbers, **state}
-        _emit_fused(graph, written[inputs[name]], program.fused, operands, update.found_inf_of(overflows))
+        found_inf = update.found_inf_of(overflows)
+        _emit_fused(graph, written[inputs[name]], program.fused, operands, found_inf, increments)
         for node in (inputs[name], *state.values()):
             if node in written:
                 graph.erase_node(written[node])
@@ -48,7 +50,12 @@ def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 
 def _emit_fused(
-    graph: fx.Graph, before: fx.Node, fused: fx.GraphModule, operands: dict[str, fx.Node], found_inf: fx.Node | None
+    graph: fx.Graph,
+    before: fx.Node,
+    fused: fx.GraphModule,
+    operands: dict[str, fx.Node],
+    found_inf: fx.Node | None,
+    increments: dict[fx.Node, fx.Node],
 ) -> None:
     """Emit the fused operators before ``before``; they write to ``operands`` unless ``found_inf`` is set."""
     if found_inf is not None and found_inf.meta["val"].device != operands["param"].meta["val"].device:
@@ -62,7 +69,7 @@ def _emit_fused(
         if node.op == "placeholder":
             copies[node] = operands[meta(node)["update_input"]]
         elif found_inf is not None and node.target is aten._foreach_add_.Scalar:
-            _count_steps(graph, before, [copies[step] for step in node.all_input_nodes], found_inf)
+            _count_steps(graph, before, [copies[step] for step in node.all_input_nodes], found_inf, increments)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
             if found_inf is not None and node.target in _SKIPPING:
@@ -82,12 +89,20 @@ _SKIPPING = {
 }
 
 
-def _count_steps(graph: fx.Graph, before: fx.Node, steps: list[fx.Node], found_inf: fx.Node) -> None:
-    """Add 1 to the steps before the fused operator, unless the update is skipped."""
+def _count_steps(
+    graph: fx.Graph, before: fx.Node, steps: list[fx.Node], found_inf: fx.Node, increments: dict[fx.Node, fx.Node]
+) -> None:
+    """Add 1 to the steps before the fused operator, unless the update is skipped.
+
+    ``increments`` has what is added by its flag: on an accelerator its copy to the CPU waits for the device.
+    """
     with graph.inserting_before(before):
-        increment = emit(graph, aten.rsub.Scalar, (found_inf, 1), Origin("update"), like=found_inf)
         for step in steps:
             value = step.meta["val"]
-            options = {"dtype": value.dtype, "device": value.device}
-            count = emit(graph, aten._to_copy.default, (increment,), Origin("update"), like=found_inf, **options)
-            emit(graph, aten.add_.Tensor, (step, count), Origin("update"), like=step)
+            if found_inf not in increments:
+                increment = emit(graph, aten.rsub.Scalar, (found_inf, 1), Origin("update"), like=found_inf)
+                options = {"dtype": value.dtype, "device": value.device}
+                increments[found_inf] = emit(
+                    graph, aten._to_copy.default, (increment,), Origin("update"), like=found_inf, **options
+                )
+            emit(graph, aten.add_.Tensor, (step, increments[found_inf]), Origin("update"), like=step)

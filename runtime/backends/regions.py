@@ -126,6 +126,9 @@ def _may_join(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or "boxing" in node.meta or not on_tensors(node):
         return False
+    if target is aten.empty.memory_format:
+        # A gradient of several parts: regions write to it in place, where Inductor would join copies of its own.
+        return False
     if target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     if origin(node).phase == "update" or target.name().startswith("aten::_fused_"):

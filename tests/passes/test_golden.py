@@ -185,6 +185,10 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
         lambda: step_of(mlp(4, 2), torch.ones(4, 4), stage=2, optimizer=fused),
         ("fuse", "gather_in_place"),
     ),
+    "fused optimizer of an accelerator": (
+        lambda: prepared_for_accelerator(accelerator(4, clip_grad_norm=1.0)),
+        ("merge_updates", "pack_scalars"),
+    ),
     "bags": (
         lambda: step_of(Bag(), torch.zeros(8, dtype=torch.long), torch.arange(0, 4, 2).repeat(2)),
         ("offsets",),

@@ -1,8 +1,9 @@
-"""Operators that move offloaded tensors between a device, the CPU and files.
+"""Operators that move tensors between a device, the CPU and files.
 
 ``fetch`` reads from a file, ``write_back`` writes to one, and ``transfer`` copies to another device and dtype. They
 only start a transfer: ``wait_transfer`` waits for it. A placeholder whose values are in a file is a *handle*, a 0-d
-int64 tensor that names a part of the file. The kernels are in ``zerograph.runtime.offload``.
+int64 tensor that names a part of the file. Their kernels are in ``zerograph.runtime.offload``. ``pack`` copies 0-d
+tensors of the CPU to an accelerator.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ library.define("fetch(Tensor handle, int[] size, ScalarType dtype) -> Tensor", t
 library.define("write_back(Tensor(a!) handle, Tensor value) -> ()", tags=_TAGS)
 library.define("transfer(Tensor value, ScalarType dtype, Device device) -> Tensor", tags=_TAGS)
 library.define("wait_transfer(Tensor(a!) value) -> ()", tags=_TAGS)
+library.define("pack(Tensor[] scalars, ScalarType dtype, Device device) -> Tensor", tags=_TAGS)
 
 FETCH = torch.ops.zerograph.fetch.default
 WRITE_BACK = torch.ops.zerograph.write_back.default
 TRANSFER = torch.ops.zerograph.transfer.default
 WAIT_TRANSFER = torch.ops.zerograph.wait_transfer.default
+PACK = torch.ops.zerograph.pack.default
 
 
 def _fetch(handle: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -36,6 +39,17 @@ def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
     return torch.empty(value.shape, dtype=dtype, device=device)
 
 
+def _pack(scalars: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the numbers as one tensor [len(scalars)] on the device, without waiting for it."""
+    packed = torch.stack([scalar.to(dtype) for scalar in scalars])
+    # Pinned memory is used again only after the copy from it: torch's allocator records an event.
+    return packed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else packed.to(device)
+
+
+def _pack_fake(scalars: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(len(scalars), dtype=dtype, device=device)
+
+
 def _write(*_: Tensor) -> None:
     return None
 
@@ -44,3 +58,5 @@ torch.library.register_fake("zerograph::fetch", _fetch, lib=library)
 torch.library.register_fake("zerograph::transfer", _transfer, lib=library)
 torch.library.register_fake("zerograph::write_back", _write, lib=library)
 torch.library.register_fake("zerograph::wait_transfer", _write, lib=library)
+torch.library.register_fake("zerograph::pack", _pack_fake, lib=library)
+library.impl("pack", _pack, "CompositeExplicitAutograd")
