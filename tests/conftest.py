@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import signal
@@ -12,6 +13,7 @@ import torch
 from rich.console import Console
 
 from tests.faults.survival_table import PROPERTY, table
+from tests.gpu import FOLDER as GPU
 from tests.pool import COLLECTIONS, Pool
 from zerograph.compiler import step_cache
 
@@ -25,13 +27,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the texts of tests/passes/golden anew")
     parser.addoption("--long", action="store_true", help="also what is marked long: minutes to hours")
+    # Of tests/gpu; here, because only options of the outermost conftest are known from every folder.
+    parser.addoption("--device", choices=("cuda", "cpu"), help="run all of tests/gpu on this device")
+    parser.addoption("--tiny", action="store_true", help="only the slice of tests/gpu that runs without --device")
+    parser.addoption("--seconds", type=float, help="begin no test of tests/gpu after so many seconds")
+    parser.addoption("--end", type=float, help=argparse.SUPPRESS)
+    parser.addoption("--results", help="a file for a JSON line about each test of tests/gpu")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--long"):
         return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-    items[:] = [item for item in items if not item.get_closest_marker("long")]
+    whole = GPU if config.getoption("--device") and not config.getoption("--tiny") else None
+    left_out = {item for item in items if item.get_closest_marker("long") and whole not in item.path.parents}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -49,10 +49,11 @@ class Pool:
     Args:
         patience: seconds until a rank that does not answer is a failure.
         hash_apart: rank 1 hashes strings otherwise than the others, which costs a start of its own.
+        backend: of the process group; what registers it is imported by the module of the function that runs.
     """
 
-    def __init__(self, size: int = 4, patience: float = 300.0, hash_apart: bool = True) -> None:
-        self._size, self._patience, self._hash_apart = size, patience, hash_apart
+    def __init__(self, size: int = 4, patience: float = 300.0, hash_apart: bool = True, backend: str = "gloo") -> None:
+        self._size, self._patience, self._hash_apart, self._backend = size, patience, hash_apart, backend
         self._forked, self._spawned = mp.get_context("forkserver"), mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         self._folder, self._numbers = tempfile.TemporaryDirectory(), itertools.count()
@@ -63,7 +64,7 @@ class Pool:
         # It stays until the end: what still has it open must not find it gone.
         store = self._traces() / f"store {next(self._numbers)}"
         for rank in range(ranks):
-            self._workers[rank][1].send((rank, ranks, str(store), function, args))
+            self._workers[rank][1].send((rank, ranks, self._backend, str(store), function, args))
         answers = [self._answer(rank, function) for rank in range(ranks)]
         failed = {rank: text for rank, (ok, text) in enumerate(answers) if not ok}
         if failed:
@@ -134,9 +135,9 @@ def _serve(connection: Connection, trace: str) -> None:
         # may be in cycles, with process groups and their threads in them.
         gc.freeze()
         while True:
-            rank, ranks, store, function, args = connection.recv()
+            rank, ranks, backend, store, function, args = connection.recv()
             try:
-                answer = True, _as_rank(rank, ranks, store, function, args)
+                answer = True, _as_rank(rank, ranks, backend, store, function, args)
             except BaseException:
                 answer = False, traceback.format_exc()
             # After the exception is gone, whose traceback holds the whole failed test.
@@ -147,9 +148,11 @@ def _serve(connection: Connection, trace: str) -> None:
             connection.send(answer)
 
 
-def _as_rank(rank: int, ranks: int, store: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _as_rank(
+    rank: int, ranks: int, backend: str, store: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     os.environ.pop("RANK", None)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     # A rank that is done at once would close connections that another has not seen open yet.
     dist.barrier()
     try:

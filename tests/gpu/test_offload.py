@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 import zerograph as zg
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 WIDTH, LAYERS = 512, 8
 
 
@@ -52,6 +50,7 @@ def trained(*args: Any, amp: bool = False) -> tuple[list[float], list[Tensor], i
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("files", [False, True])
 @pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.usefixtures("card")
 def test_it_trains_as_without(tmp_path: Path, stage: int, files: bool, amp: bool) -> None:
     losses, parameters, held = trained("nvme" if files else "cpu", tmp_path if files else None, stage, amp=amp)
     wanted, there, whole = trained(None, None, stage, amp=amp)

@@ -1,0 +1,59 @@
+"""Two ranks on one device train as one does, at each stage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import zerograph as zg
+from tests.gpu import comparison, staged
+from tests.gpu.comparison import LIMITS, ROWS, FamilyStep, deviation, part, plain_losses
+from tests.pool import Pool
+
+RANKS = 2
+
+
+def ranks_apart_from_one(name: str, stages: tuple[int, ...], device: str, steps: int) -> dict[int, float]:
+    """Return how far each stage is from plain PyTorch on the whole batches."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.allow_tf32 = False
+    family = comparison.family(name, device, steps, rows=RANKS * ROWS)
+    expected = plain_losses(family.model, family.batches, device, "fp32")
+    apart = {}
+    for stage in stages:
+        model = comparison.family(name, device, 0).model
+        # The pass gathers into memory that the group reads from, which a copy through the CPU does not allow.
+        step = FamilyStep(model, stage, device, "fp32", passes=(zg.PassEdit.disable("gather_in_place"),))
+        apart[stage] = deviation([float(step(**part(batch))) for batch in family.batches], expected)
+    return apart
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    workers = Pool(size=RANKS, patience=100.0, hash_apart=False, backend=staged.NAME)
+    yield workers
+    workers.close(patience=20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        pytest.param("conv", (3,), marks=pytest.mark.long),
+        pytest.param("llama", (0, 1, 2, 3), marks=pytest.mark.long),
+        ("mlp", (0, 1, 2, 3)),
+    ],
+)
+def test_two_ranks_on_one_device_train_as_one(
+    name: str,
+    stages: tuple[int, ...],
+    two: Pool,
+    device: str,
+    steps: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    apart = two.run(RANKS, ranks_apart_from_one, name, stages, device, steps)[0]
+    record_property("deviation", apart)
+    assert max(apart.values()) < LIMITS["fp32"]
