@@ -85,6 +85,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("equivalence"),
         _page("first_step", "zerograph/artifact/*.py", "zerograph/compiler/step_cache.py"),
         _page("hosts", *_PEERS[1:], command="python benchmarks/hosts.py"),
+        _page("gpu", "benchmarks/simulated/*.py", command="make bench-gpu"),
         _page("generate", "zerograph/state/generate.py"),
         _page("muon", "zerograph/ir/buckets.py"),
         _page("features", command="make bench-memory"),

@@ -1,22 +1,24 @@
-"""Zerograph beside FSDP2 on one GPU: alone, and as rank 0 of 8 simulated ranks.
+"""Zerograph beside FSDP2 and plain PyTorch on one GPU: alone, and as rank 0 of 8 simulated ranks.
 
-python benchmarks/gpu.py                                      # a GPT of 1.3 B parameters, bf16 with fp32 masters
-python benchmarks/gpu.py --trace traces                       # chrome traces; collectives on their own stream
-python benchmarks/gpu.py --contenders 'zerograph-3-*' --contenders 'fsdp2-*' --ranks 8 --batch 4
-python benchmarks/gpu.py --device cpu --tiny                  # only to see that everything runs: no GPU needed
+python -m benchmarks.gpu --seconds 480                             # GPT and Llama, bf16 with fp32 masters
+python -m benchmarks.gpu --with-tests --seconds 480                # tests/gpu too, while the first ones compile
+python -m benchmarks.gpu --only 'llama/*inductor/1' --traces       # names are size/contender/ranks
+python -m benchmarks.gpu --page build/gpu/results.jsonl            # benchmarks/results/gpu.md from such a file
+python -m benchmarks.gpu --device cpu --tiny --seconds 200         # only to see that everything runs: no GPU needed
 
-Each contender trains in a process of its own. After each measurement the JSON file is written, the Markdown page at
-the end. Ends with status 1 if a contender fails, with status 2 if there is no GPU.
+Each contender trains in a process of its own. As many as the card holds compile at a time, then each measures alone;
+most telling first. Each result is a line of results.jsonl in $OUT, or else in build/gpu, as soon as it is there. Ends
+with status 1 if a contender fails, with status 2 if there is no GPU.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
+import fnmatch
 import json
+import os
 import platform
-import subprocess
 import sys
-import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,104 +29,137 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-from benchmarks.choose import choose  # noqa: E402
-from benchmarks.simulated import report  # noqa: E402
-from benchmarks.simulated.contenders import TABLE, Contender  # noqa: E402
+from benchmarks import generated  # noqa: E402
+from benchmarks.simulated import planned, report  # noqa: E402
+from benchmarks.simulated.schedule import Beside, Run, Schedule, add, name_of, start  # noqa: E402
 from benchmarks.simulated.sizes import SIZES  # noqa: E402
 
+PAGE = "benchmarks/results/gpu.md"
+_FSDP, _PLAIN = "fsdp2-compiled", "plain-compiled"
+# Most telling first: what a limit of time cuts off is what matters least.
+NAMES = (
+    "ceilings",
+    *(f"llama/{each}/1" for each in ("zerograph-2-inductor", _FSDP, _PLAIN)),
+    *(f"llama/{each}/8" for each in ("zerograph-3-inductor", _FSDP)),
+    *(f"gpt/{each}/1" for each in ("zerograph-2-inductor", _FSDP)),
+    *(f"gpt/{each}/8" for each in ("zerograph-3-inductor", _FSDP)),
+    *(f"gpt/{_PLAIN}/1", "small/zerograph-2-inductor/1", f"small/{_PLAIN}/1", "small/zerograph-2-cudagraph/1"),
+    *("llama/zerograph-2-eager/1", "gpt/zerograph-2-eager/1", "small/zerograph-2-eager/1", f"small/{_FSDP}/1"),
+    *("llama/zerograph-3-eager/8", "gpt/zerograph-3-eager/8"),
+    *("llama/zerograph-3-inductor/1", "gpt/zerograph-3-inductor/1"),
+    *("llama/zerograph-2-inductor/8", "gpt/zerograph-2-inductor/8"),
+    *("llama/zerograph-2-eager/8", "gpt/zerograph-2-eager/8"),
+)
+TINY = (
+    *("tiny-llama/zerograph-2-eager/1", "tiny/zerograph-3-eager/8", "tiny/fsdp2-eager/8", "tiny/plain-eager/1"),
+    *("tiny-llama/zerograph-2-inductor/1", "tiny-llama/fsdp2-compiled/1", "tiny-llama/plain-compiled/1"),
+)
 EVERYBODY = ["*"]
-ALONE_AND_EIGHT = [1, 8]
-RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+# Of the time, the tests get this share; of the card, this many bytes for their processes.
+TESTS_SHARE, TESTS_BYTES, TESTS_PROCESSES = 0.4, 16e9, 6
+# What other processes and torch's own handles take of the card.
+MARGIN = 3e9
 
 
 def main(
     device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
-    tiny: Annotated[bool, typer.Option(help="a tiny model: only to see that everything runs")] = False,
-    contenders: Annotated[list[str], typer.Option(help="names or patterns; may be repeated")] = EVERYBODY,
-    ranks: Annotated[list[int], typer.Option(min=1, help="how many ranks the job has; may be repeated")] = (
-        ALONE_AND_EIGHT
-    ),
-    batch: Annotated[int | None, typer.Option(min=1, help="sequences of a rank; the size's own if not given")] = None,
+    tiny: Annotated[bool, typer.Option(help="tiny models: only to see that everything runs")] = False,
+    only: Annotated[list[str], typer.Option(help="names or patterns; may be repeated")] = EVERYBODY,
+    seconds: Annotated[float, typer.Option(min=1, help="seconds for everything together")] = 480.0,
+    with_tests: Annotated[bool, typer.Option(help="run tests/gpu, too")] = False,
     steps: Annotated[int, typer.Option(min=1, help="steps measured")] = 10,
-    peak: Annotated[float | None, typer.Option(help="the device's dense bf16 TFLOP/s, where it is not known")] = None,
-    trace: Annotated[Path | None, typer.Option(help="a folder for a chrome trace of each contender")] = None,
-    patience: Annotated[float, typer.Option(help="seconds until one measurement is given up")] = 900.0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="where to write: this name with .json and .md; nowhere if not given, on CPU or if tiny"),
-    ] = None,
+    traces: Annotated[bool, typer.Option(help="keep chrome traces of the first four; 16 MiB each at most")] = False,
+    commit: Annotated[str, typer.Option(help="commit of the code, where there is no repository")] = "",
+    page: Annotated[Path | None, typer.Option(help="measure nothing: write the page of this file of results")] = None,
 ) -> None:
-    """Zerograph beside FSDP2 on one GPU."""
+    """Zerograph beside FSDP2 and plain PyTorch on one GPU."""
+    if page is not None:
+        write_page(page)
+        return
     if device not in ("cuda", "cpu"):
         raise typer.BadParameter(f"no device {device!r}: cuda or cpu")
     if device == "cuda" and not torch.cuda.is_available():
         typer.echo(
             "There is no GPU here (torch.cuda.is_available() is False), and this benchmark measures one.\n"
-            "Only to see that it runs: python benchmarks/gpu.py --device cpu --tiny",
+            "Only to see that it runs: python -m benchmarks.gpu --device cpu --tiny",
             err=True,
         )
         raise typer.Exit(2)
-    size = "tiny" if tiny else "1.3B"
-    chosen = choose(contenders, TABLE)
-    # What the tiny model takes on a CPU must not stand where a GPU's results belong.
-    out = out or (RESULTS if device == "cuda" and not tiny else None)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    run: dict[str, Any] = {
-        "about": about(device, size, batch, steps, trace is not None),
-        "ranks": ranks,
-        "peak_tflops": peak,
-    }
-    run["measurements"] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in ranks:
-            for one in chosen:
-                asked = ["--size", size, "--device", device, "--ranks", str(number), "--steps", str(steps)]
-                asked += [] if batch is None else ["--batch", str(batch)]
-                asked += [] if trace is None else ["--trace", str(trace.resolve() / f"{one.name}-of-{number}.json")]
-                found = measure(one, asked, Path(folder) / "measured.json", patience)
-                run["measurements"].append({"contender": one.name, "ranks": number, **found})
-                typer.echo(f"{one.title}, {number} ranks: {found.get('failed') or _short(found)}")
-                if out is not None:
-                    out.with_suffix(".json").write_text(json.dumps(run))
-    page = report.page(run)
-    if out is not None:
-        out.with_suffix(".md").write_text(page)
-    typer.echo(page)
-    if any("failed" in one for one in run["measurements"]):
+    end = time.monotonic() + seconds
+    names = chosen(only, TINY if tiny else NAMES[device == "cpu" :])
+    out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
+    out.mkdir(parents=True, exist_ok=True)
+    memory = torch.cuda.get_device_properties(0).total_memory - MARGIN if device == "cuda" else float("inf")
+    kept = names[:4] if traces else []
+    schedule = Schedule(device, steps, memory, end, out, kept, say=lambda row: typer.echo(report.short(row)))
+    before = rows_of(schedule.results)
+    add(schedule.results, about(device, steps, commit))
+    beside = tests(device, tiny, seconds, out) if with_tests else None
+    schedule.measure([Run(name, reserved(name)) for name in names], beside)
+    rows = rows_of(schedule.results)[len(before) :]
+    typer.echo("\n\n".join(report.tables(rows)))
+    latest = {name_of(row): row for row in rows if row["kind"] == "step"}
+    if any("failed" in row for row in latest.values()):
         raise typer.Exit(1)
 
 
-def measure(one: Contender, asked: list[str], out: Path, patience: float) -> dict[str, Any]:
-    """Measure in a process of its own; return its result, or ``{"failed": reason}``."""
-    command = [sys.executable, "-m", "benchmarks.simulated.worker", one.name, str(out), *asked]
-    try:
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=patience)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no end after {patience:g} seconds"}
-    if ended.returncode:
-        lines = [line.strip() for line in ended.stderr.splitlines() if "Error" in line]
-        return {"failed": f"status {ended.returncode}: {lines[-1] if lines else 'it wrote no error'}"}
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+def chosen(patterns: list[str], names: tuple[str, ...]) -> list[str]:
+    """The names that match, in their order.
+
+    Raises:
+        typer.BadParameter: a pattern matches none.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise typer.BadParameter(f"nothing matches {pattern!r}; there are {', '.join(names)}")
+    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def _short(found: dict[str, Any]) -> str:
-    return f"{min(found['seconds']) * 1000:.1f} ms at least, peak {found['peak'] / 1e6:.1f} MB"
+def reserved(name: str) -> float:
+    """Return the bytes that a run takes from the card."""
+    if name == "ceilings":
+        return 5e9
+    size, contender, ranks = name.split("/")
+    return SIZES[size].bytes_on_card(contender, int(ranks))
 
 
-def about(device: str, size: str, batch: int | None, steps: int, traced: bool) -> dict[str, str]:
-    """When, where and what this run is."""
-    versions = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
-    versions += [f"CUDA {torch.version.cuda}"] if device == "cuda" else []
+def tests(device: str, tiny: bool, seconds: float, out: Path) -> Beside:
+    """Start tests/gpu; they begin none after their share of the time, and end with it."""
+    share = TESTS_SHARE * seconds
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "--device", device, "-p", "no:cacheprovider"]
+    command += ["--results", str(out / "results.jsonl"), "--seconds", str(share - 15), *(["--tiny"] if tiny else [])]
+    if not tiny:
+        # One test at a time to each process, so that those that tell most come first.
+        command += ["--numprocesses", str(TESTS_PROCESSES), "--dist", "load", "--maxschedchunk", "1"]
+    return Beside(start(command, out / "tests.txt"), TESTS_BYTES, time.monotonic() + share)
+
+
+def about(device: str, steps: int, commit: str) -> dict[str, Any]:
+    """When, where and of which code this run is."""
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "versions": ", ".join([*versions, f"zerograph {importlib.metadata.version('zerograph')}"]),
+        "kind": "about",
+        "commit": commit or generated.commit_of() or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "sources": generated.digest(generated.PAGES[PAGE].sources),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}: no measurement",
-        "model": str(SIZES[size].with_batch(batch)),
-        "collectives": "on a stream of their own" if traced else "copies on the stream that calls them",
-        "measured": f"{steps} steps after 3 that are not counted",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "steps": steps,
     }
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def write_page(file: Path) -> None:
+    """Write the page of the results in a file; predictions of the planner are added to the file where it lacks them."""
+    rows = rows_of(file)
+    for key in planned.missing(rows):
+        rows.append(planned.predict(key))
+        add(file, rows[-1])
+        typer.echo(f"planned {key}: {rows[-1]['ms']:.1f} ms")
+    (ROOT / PAGE).write_text(report.page(rows))
 
 
 if __name__ == "__main__":

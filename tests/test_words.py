@@ -20,7 +20,6 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 EXCEPT = {
     "tests/test_words.py",
     "tests/zerograph/report_page/test_layout.py",
-    "benchmarks/gpu.py",
     "benchmarks/peers.py",
     "benchmarks/recompute.py",
 }

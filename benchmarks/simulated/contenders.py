@@ -12,35 +12,36 @@ class Contender:
     Attributes:
         name: what the command line and the results call it.
         title: what the report calls it.
-        stage: the ZeRO stage whose split of state it has; for stage 1, which FSDP2 lacks, its nearest stands in.
+        stage: the ZeRO stage whose split of state it has; 0: plain PyTorch, on one rank only.
         ours: zerograph.
-        compiled: Inductor is at work.
+        backend: zerograph's, or "inductor" where blocks are compiled.
     """
 
     name: str
     title: str
     stage: int
     ours: bool
-    compiled: bool
+    backend: str
 
 
 def _make(stage: int) -> tuple[Contender, ...]:
     ours = [
-        Contender(f"zerograph-{stage}-{backend}", f"zerograph {stage}, {backend}", stage, True, backend == "inductor")
-        for backend in ("eager", "inductor")
+        Contender(f"zerograph-{stage}-{backend}", f"zerograph {stage}, {backend}", stage, True, backend)
+        for backend in ("eager", "inductor", "cudagraph")
     ]
-    if stage == 1:
-        return tuple(ours)
     what = "fsdp2-kept" if stage == 2 else "fsdp2"
     title = "FSDP2, no reshard" if stage == 2 else "FSDP2"
     return (
         *ours,
-        Contender(f"{what}-eager", f"{title}, eager", stage, False, False),
-        Contender(f"{what}-compiled", f"{title}, compiled", stage, False, True),
+        Contender(f"{what}-eager", f"{title}, eager", stage, False, "eager"),
+        Contender(f"{what}-compiled", f"{title}, compiled", stage, False, "inductor"),
     )
 
 
-TABLE = tuple(one for stage in (1, 2, 3) for one in _make(stage))
-CONTENDERS = {one.name: one for one in TABLE}
-# FSDP2 has no stage 1; there its stage 2 is what ours is weighed against.
-RIVALS = {1: "fsdp2-kept-compiled", 2: "fsdp2-kept-compiled", 3: "fsdp2-compiled"}
+_PLAIN = (
+    Contender("plain-eager", "plain PyTorch, eager", 0, False, "eager"),
+    Contender("plain-compiled", "plain PyTorch, compiled", 0, False, "inductor"),
+)
+CONTENDERS = {each.name: each for each in (*_PLAIN, *(each for stage in (2, 3) for each in _make(stage)))}
+# What ours is weighed against, on any number of ranks.
+RIVAL = "fsdp2-compiled"

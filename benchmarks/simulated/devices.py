@@ -49,17 +49,31 @@ def memory(device: str, step: NextStep, steps: int) -> tuple[int, int]:
     return rest, torch.cuda.max_memory_allocated()
 
 
-def trace(device: str, step: NextStep, file: Path) -> None:
-    """Write two steps as a chrome trace, for chrome://tracing or ui.perfetto.dev."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as seen:
-        for number in range(2):
+def trace(device: str, step: NextStep, steps: int, file: Path, *, whole: bool) -> None:
+    """Write steps as a chrome trace, for chrome://tracing or ui.perfetto.dev.
+
+    Args:
+        whole: the operators, too; without them it has kernels and calls of CUDA.
+    """
+    on_host = [ProfilerActivity.CPU] if whole or device == "cpu" else []
+    with profile(activities=[*on_host, *([ProfilerActivity.CUDA] if device == "cuda" else [])]) as seen:
+        for number in range(steps):
             with record_function(f"step {number}"):
                 step()
         if device == "cuda":
             torch.cuda.synchronize()
     file.parent.mkdir(parents=True, exist_ok=True)
     seen.export_chrome_trace(str(file))
+
+
+def ceilings() -> dict[str, float]:
+    """Measure what a product in bf16 and a copy reach, in 1e12 operations and 1e12 bytes a second."""
+    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    product = sorted(seconds("cuda", lambda: left @ right, 20))[10]
+    copy = sorted(seconds("cuda", lambda: target.copy_(source), 10))[5]
+    return {"tflops": 2 * 8192**3 / product / 1e12, "copy_tb": 2 * 2**31 / copy / 1e12}
 
 
 def name(device: str) -> str:

@@ -1,110 +1,190 @@
-"""A run as a page of Markdown."""
+"""Rows of measurements and tests as a page of Markdown."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.simulated.contenders import CONTENDERS, RIVALS
+from benchmarks.simulated import planned
+from benchmarks.simulated.contenders import CONTENDERS, RIVAL
+from benchmarks.simulated.kernels import CLASSES
+from benchmarks.simulated.sizes import SIZES
 from benchmarks.tables import line
 
-GOAL = 0.9
+Row = Mapping[str, Any]
 
 NOTES = """\
 One process is rank 0 of a job; the other ranks are simulated: the process group is torch's fake one, whose collectives
 copy the rank's own data on the device and send nothing. Memory and compute are those of a real rank, the wire is not,
-and with more than one rank the numbers that are trained on are not those of a real job; so losses are compared for
-one rank only. With `--trace` the copies run on a CUDA stream of their own, as NCCL's kernels do, and the steps measured
-are those of that group; a copy on the device is faster than a wire, so a trace shows which compute lies between a
-collective's start and the wait for it, not how long a wire would take.
+and with more than one rank the numbers that are trained on are not those of a real job.
 
-Zerograph: fp32 parameters, `torch.autocast` in bf16 around forward and loss in `build()`. So its gathers move fp32,
-the residual stream is kept as autocast keeps it, and each use of a weight is cast. FSDP2: fp32 parameters,
-`MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`, loss in fp32; its gathers move bf16. Both: fused
-AdamW; FSDP2 compiled block by block. FSDP2 has no stage 1: there its stage 2 (no reshard) is the rival.
+Zerograph and plain PyTorch: fp32 parameters, `torch.autocast` in bf16 around forward and loss. FSDP2: fp32 parameters,
+`MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`, loss in fp32; its gathers move bf16. All: fused
+AdamW. FSDP2 and plain PyTorch are compiled block by block.
 
-**step**: median milliseconds of a step, with quartiles. **MFU**: model flops (6 for each token and each weight that
-is multiplied, 12 * layers * width * context for each token in attention) over what the device's maker promises dense
-in bf16. **peak**: the most that torch's allocator had given out within a step (`torch.cuda.max_memory_allocated`; on
-CPU by the profiler), **at rest**: between steps, **predicted**: `step.memory.peak`, all in MB of 10^6 bytes.
-**/ rival**: over compiled FSDP2 of the stage; the goal is 0.9 at most for time and memory both.
-**first step**: seconds from the model on the device to the end of the first step."""
+**step**: median of 10 steps in a row, by CUDA events, with nothing else on the card. **planned**: the time in which the
+device computes, as `zg.plan` predicts it for its `h100`, over the measured step. The planner knows no backends.
+**MFU**: model flops (6 for each token and each weight that is multiplied, 12 * layers * width * context for each token
+in attention) over what the card's maker promises dense in bf16. **peak**: the most that torch's allocator had given out
+within a step, in 10^9 bytes; **predicted**: `step.memory.peak` over it; **reserved**: what the allocator held.
+**kernels**, **waits**: kernels, copies and fills of a step, and calls of `cudaStreamSynchronize`, by the profiler.
+**/ FSDP2**: over compiled FSDP2 on as many ranks.
 
-HEAD = (
-    *("contender", "step", "quartiles", "/ rival", "MFU", "peak", "/ rival", "at rest", "predicted"),
-    *("first step", "losses"),
+**deviation**: the largest relative difference of a loss from that of plain PyTorch on the same card."""
+
+_HEAD = (
+    *("contender", "ranks", "step, ms", "fastest", "/ FSDP2", "planned", "MFU", "peak, GB", "/ FSDP2", "predicted"),
+    *("reserved", "kernels", "waits"),
 )
 
-Measurement = Mapping[str, Any]
 
-
-def page(run: Mapping[str, Any]) -> str:
-    """The whole page of a run: ``about`` (what and where), ``ranks``, ``peak_tflops``, ``measurements``."""
-    facts = "\n".join(f"- {name}: {value}" for name, value in run["about"].items())
-    parts = ["# On one device, alone and as rank 0 of simulated ranks", "Written by `python benchmarks/gpu.py`.", facts]
-    for ranks in run["ranks"]:
-        found = {one["contender"]: one for one in run["measurements"] if one["ranks"] == ranks}
-        title = "Alone" if ranks == 1 else f"Rank 0 of {ranks} simulated ranks"
-        parts += [f"## {title}", _table(found, ranks, run["peak_tflops"]), *_goals(found), *_problems(found)]
-    return "\n\n".join([*parts, "## What it means", NOTES, ""])
-
-
-def _table(found: Mapping[str, Measurement], ranks: int, peak_tflops: float | None) -> str:
-    rows = [_cells(one, found, ranks, peak_tflops) for one in found.values() if "seconds" in one]
-    return "\n".join([line(HEAD), line(["---", *["---:"] * (len(HEAD) - 2), "---"]), *map(line, rows)])
-
-
-def _cells(one: Measurement, found: Mapping[str, Measurement], ranks: int, peak_tflops: float | None) -> Sequence[str]:
-    contender = CONTENDERS[one["contender"]]
-    rival = found.get(RIVALS[contender.stage], {})
-    step = statistics.median(one["seconds"])
-    promised = peak_tflops * 1e12 if peak_tflops else one["device_flops"]
-    return (
-        contender.title,
-        f"{step * 1000:.1f}",
-        _quartiles(one["seconds"]),
-        f"{step / statistics.median(rival['seconds']):.3f}" if "seconds" in rival else "",
-        f"{100 * one['model_flops'] / step / promised:.1f} %" if promised else "",
-        _megabytes(one["peak"]),
-        f"{one['peak'] / rival['peak']:.3f}" if "peak" in rival else "",
-        _megabytes(one["rest"]),
-        _megabytes(one["predicted"]),
-        f"{one['first_step']:.1f}",
-        " ".join(f"{loss:.3f}" for loss in one["losses"]) if ranks == 1 else "",
+def page(rows: Sequence[Row]) -> str:
+    """Return the whole page. Of several rows of one name the last counts."""
+    about = next(row for row in reversed(rows) if row["kind"] == "about")
+    sources = f"sources {about['sources']}" if about.get("sources") else "sources not recorded"
+    kept = {"kind", "commit", "date", "sources"}
+    facts = [f"- {name}: {value}" for name, value in about.items() if name not in kept]
+    return "\n\n".join(
+        [
+            "# On one GPU: alone, and as rank 0 of simulated ranks",
+            "Written by `make bench-gpu` and `python -m benchmarks.gpu --page FILE`.\n"
+            f"Commit {about['commit']}, {about['date']}, {sources}.",
+            "\n".join(facts),
+            *tables(rows),
+            "## What it means",
+            NOTES + "\n",
+        ]
     )
 
 
-def _goals(found: Mapping[str, Measurement]) -> list[str]:
-    """The better of our backends over the rival, stage by stage, where both were measured."""
-    lines = []
-    for stage, name in RIVALS.items():
-        rival = found.get(name, {})
-        ours = [one for one in found.values() if (who := CONTENDERS[one["contender"]]).ours and who.stage == stage]
-        ours = [one for one in ours if "seconds" in one]
-        if ours and "seconds" in rival:
-            times = [statistics.median(one["seconds"]) for one in ours]
-            fast = min(times) / statistics.median(rival["seconds"])
-            lean = min(one["peak"] for one in ours) / rival["peak"]
-            lines.append(f"- stage {stage}: time {_verdict(fast)}, peak memory {_verdict(lean)}")
-    return ["\n".join([f"Goals, at most {GOAL} of compiled FSDP2:", "", *lines])] if lines else []
+def tables(rows: Sequence[Row]) -> list[str]:
+    """Return headings and tables: each size's steps, where their time goes, and the tests."""
+    steps = {(*_key(row), row.get("changed")): row for row in rows if row["kind"] == "step"}
+    parts = [
+        f"Ceilings: {row['tflops']:.0f} TFLOP/s (bf16 product, 8192 cubed), {row['copy_tb']:.2f} TB/s (copy)."
+        for row in rows
+        if row["kind"] == "ceilings" and "tflops" in row
+    ][-1:]
+    predictions = planned.predicted(rows)
+    for size in SIZES:
+        own = [row for (of, *_), row in steps.items() if of == size]
+        if not own:
+            continue
+        own.sort(key=lambda row: (row["ranks"], not CONTENDERS[row["contender"]].ours))
+        measured = [row for row in own if "ms" in row]
+        parts.append(f"## {SIZES[size]}")
+        if measured:
+            cells = [_cells(row, steps.get((size, RIVAL, row["ranks"], None), {}), predictions) for row in measured]
+            parts.append(_table(_HEAD, cells))
+        parts += [_split(measured)] if any(row.get("kernels") for row in measured) else []
+        failed = [f"- {_title(row)}, {row['ranks']} ranks: {_plain(row['failed'])}" for row in own if "failed" in row]
+        parts += ["\n".join(failed)] if failed else []
+    return parts + _tests(rows)
 
 
-def _verdict(ratio: float) -> str:
-    return f"{ratio:.3f} ({'met' if ratio <= GOAL else '**missed**'})"
+def short(row: Row) -> str:
+    """Return a row as a line for the terminal."""
+    if row["kind"] == "ceilings":
+        return f"{row.get('tflops', 0):.0f} TFLOP/s, copies at {row.get('copy_tb', 0):.2f} TB/s"
+    what = f"{row['size']}, {_title(row)}, {row['ranks']} ranks: "
+    return what + (row["failed"] if "failed" in row else f"{row['ms']:.1f} ms, peak {row['peak'] / 1e9:.2f} GB")
 
 
-def _problems(found: Mapping[str, Measurement]) -> list[str]:
-    lines = [f"- {CONTENDERS[name].title}: failed: {one['failed']}" for name, one in found.items() if "failed" in one]
-    return ["\n".join(lines)] if lines else []
+def _key(row: Row) -> tuple[str, str, int]:
+    return row["size"], row["contender"], row["ranks"]
 
 
-def _quartiles(seconds: Sequence[float]) -> str:
-    if len(seconds) < 2:
-        return ""
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return f"{low * 1000:.1f} to {high * 1000:.1f}"
+def _title(row: Row) -> str:
+    title = CONTENDERS[row["contender"]].title if row["contender"] in CONTENDERS else row["contender"]
+    return title + (f" ({row['changed']})" if "changed" in row else "")
 
 
-def _megabytes(value: int | None) -> str:
-    return "" if value is None else f"{value / 1e6:.1f}"
+def _plain(text: str) -> str:
+    """Return a message on one line that a table can hold."""
+    return " ".join(text.replace("|", "/").split())[:300]
+
+
+def _cells(row: Row, rival: Row, predictions: Mapping[planned.Key, Row]) -> Sequence[str]:
+    plan = predictions.get(planned.key_of(row)) if CONTENDERS[row["contender"]].ours else None
+    share = lambda name: f"{row[name] / rival[name]:.3f}" if rival.get(name) and row.get(name) else ""  # noqa: E731
+    return (
+        _title(row),
+        str(row["ranks"]),
+        f"{row['ms']:.1f}",
+        f"{row['fastest_ms']:.1f}",
+        share("ms"),
+        f"{plan['ms'] / row['ms']:.2f}" if plan else "",
+        f"{row['mfu']:.3f}" if row.get("mfu") else "",
+        _gigabytes(row.get("peak")),
+        share("peak"),
+        f"{row['predicted'] / row['peak']:.3f}" if row.get("predicted") else "",
+        _gigabytes(row.get("reserved")),
+        f"{row['kernels']:.0f}" if row.get("kernels") else "",
+        f"{row['waits']:.0f}" if "waits" in row else "",
+    )
+
+
+def _split(rows: Sequence[Row]) -> str:
+    """Return where the time of steps goes, in milliseconds, by classes of kernels."""
+    cells = [
+        (
+            *(_title(row), str(row["ranks"])),
+            *(f"{row['ms_of'][what]:.1f}" + _number(row, what) for what in CLASSES),
+            f"{row['idle_ms']:.1f}",
+        )
+        for row in rows
+        if row.get("kernels")
+    ]
+    head = ("ms (kernels) of a step", "ranks", *CLASSES, "idle")
+    return _table(head, cells)
+
+
+def _number(row: Row, what: str) -> str:
+    return f" ({row['kernels_of'][what]:.0f})" if "kernels_of" in row else ""
+
+
+def _tests(rows: Sequence[Row]) -> list[str]:
+    tests = {row["name"]: row for row in rows if row["kind"] == "test"}
+    if not tests:
+        return []
+    groups: dict[str, list[Row]] = {}
+    for name, row in tests.items():
+        groups.setdefault(name.partition("[")[0].replace("::test_", ": ").replace("_", " "), []).append(row)
+    cells = [
+        (group.removeprefix("test ").replace(".py", ""), *(str(_count(own, what)) for what in _OUTCOMES), _worst(own))
+        for group, own in groups.items()
+    ]
+    failed = [f"- {row['name']}: {_plain(_reason(row))}" for row in tests.values() if row["outcome"] == "failed"]
+    parts = ["## Tests on the card", _table(("test", *_OUTCOMES, "largest deviation"), cells)]
+    return parts + (["\n".join(failed)] if failed else [])
+
+
+_OUTCOMES = ("passed", "failed", "skipped")
+
+
+def _count(rows: Sequence[Row], outcome: str) -> int:
+    return sum(row["outcome"] == outcome for row in rows)
+
+
+def _worst(rows: Sequence[Row]) -> str:
+    values = [value for row in rows for value in _numbers(row.get("deviation"))]
+    return f"{max(values):.1g}" if values else ""
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return a test's deviations: one, or one for each of its parts."""
+    return list(value.values()) if isinstance(value, Mapping) else [] if value is None else [value]
+
+
+def _reason(row: Row) -> str:
+    """Return the line of a test's error that names it: the last one that pytest marks."""
+    lines = [text[1:].strip() for text in row["error"].splitlines() if text.startswith("E ")]
+    return lines[0] if lines else row["error"]
+
+
+def _gigabytes(value: float | None) -> str:
+    return "" if value is None else f"{value / 1e9:.2f}"
+
+
+def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    return "\n".join([line(head), line(["---", *["---:"] * (len(head) - 1)]), *map(line, cells)])

@@ -35,14 +35,29 @@ def build(contender: Contender, task: Task, model: nn.Module, device: str) -> St
     Args:
         device: a type: ``"cuda"`` or ``"cpu"``.
     """
-    return _ours(contender, task, model, device) if contender.ours else _fsdp2(contender, task, model, device)
+    if contender.ours:
+        return _ours(contender, task, model, device)
+    return _fsdp2(contender, task, model, device) if contender.stage else _plain(contender, task, model, device)
 
 
 def _ours(contender: Contender, task: Task, model: nn.Module, device: str) -> Step:
     step = TrainStep(task, model, device)
     step.config.enable_zero(True, stage=contender.stage)
-    step.config.backend = "inductor" if contender.compiled else "eager"
+    step.config.backend = contender.backend
     return step
+
+
+def _plain(contender: Contender, task: Task, model: nn.Module, device: str) -> Step:
+    if contender.backend == "inductor":
+        for block in blocks(model):
+            block.compile()
+    optimizer = adamw(model.parameters(), LR)
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return task.loss(model, x, y)
+
+    return loop(loss_of, optimizer.step, optimizer.zero_grad)
 
 
 def _fsdp2(contender: Contender, task: Task, model: nn.Module, device: str) -> Step:
@@ -50,7 +65,7 @@ def _fsdp2(contender: Contender, task: Task, model: nn.Module, device: str) -> S
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reshard = contender.stage == 3
     for block in blocks(model):
-        if contender.compiled:
+        if contender.backend == "inductor":
             # Block by block, inside the wrapper, as torchtitan does: its hooks stay outside what is compiled.
             block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)

@@ -1,4 +1,4 @@
-"""Families of models, small, as their libraries define them; each called with one batch returns an object with ``loss``."""
+"""Families of models, small, as their libraries define them: called with a batch, each returns a loss."""
 
 from __future__ import annotations
 

@@ -31,7 +31,10 @@ def cells(backend: str, *names: str) -> list[object]:
 
 def check(name: str, precision: str, backend: str, device: str, steps: int, record: Record) -> None:
     family = comparison.family(name, device, steps)
-    expected = plain_losses(family.model, family.batches, device, precision)
+    try:
+        expected = plain_losses(family.model, family.batches, device, precision)
+    except RuntimeError as error:
+        pytest.skip(f"plain PyTorch does not train it: {error}")
     step = FamilyStep(copy.deepcopy(family.model), 3, device, precision, backend=backend)
     apart = deviation([float(step(**batch)) for batch in family.batches], expected)
     record("deviation", apart)

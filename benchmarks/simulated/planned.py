@@ -1,0 +1,58 @@
+"""Steps that the planner predicts for its H100, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from benchmarks.contenders.tasks import Task
+from benchmarks.contenders.training import adamw
+from benchmarks.simulated.contenders import CONTENDERS
+from benchmarks.simulated.sizes import SIZES
+
+Key = tuple[str, int, int]
+
+
+class _Step(zg.ZeroGraph):
+    """The contenders' step; where there is no CUDA, ``torch.autocast`` of its device does nothing, and ours does."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.task, self.model = task, model
+        self.add_optimizer(adamw(model.parameters(), 1e-4))
+        self.config.enable_amp(dtype=torch.bfloat16)
+
+    def build(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = self.task.loss(self.model, x, y)
+        loss.backward()
+        return loss
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """Return what a prediction depends on: size, stage, ranks. The planner knows no backends."""
+    return row["size"], CONTENDERS[row["contender"]].stage, row["ranks"]
+
+
+def predicted(rows: Iterable[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]:
+    return {(row["size"], row["stage"], row["ranks"]): row for row in rows if row["kind"] == "planned"}
+
+
+def missing(rows: list[dict[str, Any]]) -> list[Key]:
+    """Return what was measured of zerograph and has no prediction in the rows."""
+    measured = [row for row in rows if row["kind"] == "step" and "ms" in row and CONTENDERS[row["contender"]].ours]
+    return sorted({key_of(row) for row in measured} - set(predicted(rows)))
+
+
+def predict(key: Key) -> dict[str, Any]:
+    """Plan a step. ``ms`` is the time in which the device computes: simulated ranks have no wire."""
+    size, stage, ranks = key
+    task = SIZES[size].task()
+    with torch.device("meta"):
+        model = task.model()
+    batch = tuple(part.to("meta") for part in task.batches(0)[0])
+    plan = zg.plan(_Step(task, model), batch, world_size=ranks, stage=stage, device="h100")
+    return {"kind": "planned", "size": size, "stage": stage, "ranks": ranks, "ms": plan.time.compute * 1000}
