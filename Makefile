@@ -7,6 +7,11 @@
 # builds bring gigabytes of CUDA.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
+# make test-gpu: tests/gpu on one GPU, most telling first; each result is a line of build/gpu/results.jsonl. SECONDS=200:
+# no test begins later. A slice of it runs on the CPU in make test.
+# make bench-gpu: GPT and Llama on one GPU beside FSDP2 and plain PyTorch, within SECONDS; results as above.
+# ARGS=--with-tests runs tests/gpu, too, while the first contenders compile. Both take the Python that is asked for, whose
+# torch has CUDA: make bench-gpu PYTHON=python3.12. ARGS='--device cpu --tiny' shows that it runs.
 # make docs: the pages of docs/ and the reference out of docstrings, as HTML in build/docs; any warning is an error, and
 # so is a picture that shows other code than there is; result pages that do are named.
 # make pictures: the pictures of docs/ again where they are stale, in some minutes; report.png needs chromium.
@@ -17,7 +22,7 @@ READY := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DOCS_READY := .venv/.docs-ready
 
-.PHONY: train test test-faults test-long test-torch bench bench-memory docs pictures clean
+.PHONY: train test test-faults test-long test-torch test-gpu bench bench-memory bench-gpu docs pictures clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -44,8 +49,17 @@ test-torch:
 	$(OTHER)/bin/pip install --quiet -c $(OTHER)/constraints.txt -e '.[test]'
 	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal
 
+test-gpu: export PYTHONPATH := $(CURDIR)
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu --device cuda --results build/gpu/results.jsonl --seconds $(or $(SECONDS),240) \
+		--numprocesses 6 --dist load --maxschedchunk 1 $(ARGS)
+
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+bench-gpu: export PYTHONPATH := $(CURDIR)
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu --seconds $(or $(SECONDS),480) $(ARGS)
 
 bench-memory: $(BENCH_READY)
 	$(BIN)/python benchmarks/features.py $(ARGS)

@@ -24,9 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
@@ -161,6 +158,8 @@ def stamp(page: str) -> str:
 def recorded(file: Path) -> tuple[str, str, str] | None:
     """Return the commit, day and digest that a file carries; None if it carries none, an empty digest if unknown."""
     if file.suffix == ".png":
+        from PIL import Image
+
         with Image.open(file) as image:
             text = image.info
         return (text["Commit"], text["Date"], text["Sources"]) if "Sources" in text else None
@@ -227,6 +226,9 @@ _DRAWN: Mapping[Callable[[Path], None], tuple[str, ...]] = {
 
 def make(names: set[str]) -> None:
     """Draw pictures again, and write into them what they were made from."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
     commit, day = commit_of(), datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     for draw, files in _DRAWN.items():
         if not names & set(files):

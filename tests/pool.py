@@ -50,6 +50,7 @@ class Pool:
         patience: seconds until a rank that does not answer is a failure.
         hash_apart: rank 1 hashes strings otherwise than the others, which costs a start of its own.
         backend: of the process group; what registers it is imported by the module of the function that runs.
+        forks: workers are forked; no process that has looked for a GPU may be.
     """
 
     def __init__(self, size: int = 4, patience: float = 300.0, hash_apart: bool = True, backend: str = "gloo") -> None:
@@ -87,7 +88,7 @@ class Pool:
             raise ValueError(f"{ranks} ranks in a pool of {self._size}")
         while len(self._workers) < ranks:
             apart = self._hash_apart and len(self._workers) == 1
-            context = self._spawned if apart else self._forked
+            context = self._spawned if apart or not self._forks else self._forked
             ours, theirs = context.Pipe()
             trace = self._traces() / f"worker {len(self._workers)}"
             process = context.Process(target=_serve, args=(theirs, str(trace)), daemon=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +89,12 @@ def deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest difference, relative to what is expected."""
     assert len(losses) == len(expected)
     return max(abs(loss - other) / max(abs(other), 1e-12) for loss, other in zip(losses, expected, strict=True))
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Return what a function returns in a new process, which keeps to itself what a failure leaves behind."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *args).result(timeout=300)
 
 
 # What the tests of single options train: a perceptron and five batches.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def _limits(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
     end = request.config.option.end
     if end is not None and time.time() > end:
         pytest.skip("out of time")
-    if device == "cpu":
+    if device == "cpu" or threading.current_thread() is not threading.main_thread():
         yield
         return
     torch.backends.cudnn.allow_tf32 = False

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as T
 
-from tests.gpu.comparison import deviation
+from tests.gpu.comparison import deviation, in_a_process
 
 pytest.importorskip("accelerate", reason="the trainer needs accelerate")
 WORDS = 199
@@ -54,6 +54,11 @@ def losses(folder: Path, device: str, precision: str, steps: int, *, ours: bool)
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+def compared(folder: Path, device: str, precision: str, steps: int) -> float:
+    own = losses(folder / "own", device, precision, steps, ours=False)
+    return deviation(losses(folder / "zero", device, precision, steps, ours=True), own)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("precision", "limit"), [("bf16", 3e-4), ("fp32", 2e-6), ("fp16", 3e-4)], ids=["bf16", "fp32", "fp16"]
@@ -68,7 +73,6 @@ def test_the_trainer_trains_as_transformers_own(
 ) -> None:
     if precision == "fp16" and device == "cpu":
         pytest.skip("fp16 is for accelerators")
-    own = losses(tmp_path / "own", device, precision, 3 * steps, ours=False)
-    apart = deviation(losses(tmp_path / "zero", device, precision, 3 * steps, ours=True), own)
+    apart = in_a_process(compared, tmp_path, device, precision, 3 * steps)
     record_property("deviation", apart)
     assert apart < limit

@@ -32,8 +32,11 @@ def ranks_apart_from_one(name: str, stages: tuple[int, ...], device: str, steps:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    workers = Pool(size=RANKS, patience=100.0, hash_apart=False, backend=staged.NAME)
+def two(device: str) -> Iterator[Pool]:
+    forks = device == "cpu"
+    workers = Pool(
+        size=RANKS, patience=100.0 if device == "cuda" else 300.0, hash_apart=False, backend=staged.NAME, forks=forks
+    )
     yield workers
     workers.close(patience=20.0)
 
