@@ -14,7 +14,6 @@ with status 1 if a contender fails, with status 2 if there is no GPU.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import platform
 import sys
@@ -31,8 +30,10 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 from benchmarks import generated  # noqa: E402
 from benchmarks.simulated import planned, report  # noqa: E402
-from benchmarks.simulated.schedule import Beside, Run, Schedule, add, name_of, start  # noqa: E402
+from benchmarks.simulated.contenders import CONTENDERS  # noqa: E402
+from benchmarks.simulated.schedule import Beside, Run, Schedule, add, name_of, rows_of, start  # noqa: E402
 from benchmarks.simulated.sizes import SIZES  # noqa: E402
+from zerograph.runtime.backends.backends import BACKENDS  # noqa: E402
 
 PAGE = "benchmarks/results/gpu.md"
 _FSDP, _PLAIN = "fsdp2-compiled", "plain-compiled"
@@ -86,7 +87,7 @@ def main(
         )
         raise typer.Exit(2)
     end = time.monotonic() + seconds
-    names = chosen(only, TINY if tiny else NAMES[device == "cpu" :])
+    names = [name for name in chosen(only, TINY if tiny else NAMES[device == "cpu" :]) if exists(name)]
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
     out.mkdir(parents=True, exist_ok=True)
     memory = torch.cuda.get_device_properties(0).total_memory - MARGIN if device == "cuda" else float("inf")
@@ -113,6 +114,12 @@ def chosen(patterns: list[str], names: tuple[str, ...]) -> list[str]:
         if not fnmatch.filter(names, pattern):
             raise typer.BadParameter(f"nothing matches {pattern!r}; there are {', '.join(names)}")
     return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
+def exists(name: str) -> bool:
+    """Return whether the contender's backend is in this version."""
+    contender = CONTENDERS.get(name.split("/")[1]) if "/" in name else None
+    return contender is None or not contender.ours or contender.backend in BACKENDS
 
 
 def reserved(name: str) -> float:
@@ -146,10 +153,6 @@ def about(device: str, steps: int, commit: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "steps": steps,
     }
-
-
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def write_page(file: Path) -> None:

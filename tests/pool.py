@@ -53,8 +53,16 @@ class Pool:
         forks: workers are forked; no process that has looked for a GPU may be.
     """
 
-    def __init__(self, size: int = 4, patience: float = 300.0, hash_apart: bool = True, backend: str = "gloo") -> None:
-        self._size, self._patience, self._hash_apart, self._backend = size, patience, hash_apart, backend
+    def __init__(
+        self,
+        size: int = 4,
+        patience: float = 300.0,
+        hash_apart: bool = True,
+        backend: str = "gloo",
+        forks: bool = True,
+    ) -> None:
+        self._size, self._patience, self._hash_apart = size, patience, hash_apart
+        self._backend, self._forks = backend, forks
         self._forked, self._spawned = mp.get_context("forkserver"), mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         self._folder, self._numbers = tempfile.TemporaryDirectory(), itertools.count()

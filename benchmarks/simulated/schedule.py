@@ -53,7 +53,7 @@ class Schedule:
         end: when all must be over, as ``time.monotonic()`` counts.
         out: a folder for ``results.jsonl``, ``log.txt`` and traces.
         traced: names whose traces are kept.
-        say: called with each row that was added.
+        say: called with each measurement that was added.
     """
 
     device: str
@@ -64,6 +64,7 @@ class Schedule:
     traced: Sequence[str] = ()
     say: Callable[[Mapping[str, Any]], object] = print
     _folder: Path = field(init=False)
+    _shown: int = field(init=False, default=0)
 
     @property
     def results(self) -> Path:
@@ -78,7 +79,7 @@ class Schedule:
 
     def measure(self, runs: Sequence[Run], beside: Beside | None = None) -> None:
         """Measure these, in their order; ``beside`` runs while the first round compiles, and takes its memory."""
-        waiting = list(runs)
+        waiting, self._shown = list(runs), len(rows_of(self.results))
         with tempfile.TemporaryDirectory() as folder:
             self._folder = Path(folder)
             try:
@@ -114,10 +115,12 @@ class Schedule:
                     self._turns(run).say("go")
                     self._until("done", [run], self._limit(MEASURING))
                     self._end_late(run, "done", "no end of its measurement")
-                    self.say(json.loads(self.results.read_text().splitlines()[-1]))
+                    self._show()
+            self._show()
             waiting[:0] = [self._alone(run) for run in admitted if self._was_too_large(run)]
         for run in waiting:
             self._add(run, "no time was left")
+        self._show()
 
     def _until(self, turn: str, runs: Sequence[Run], limit: float) -> None:
         """Wait until each run has come so far or has ended, for no longer than the limit."""
@@ -146,10 +149,8 @@ class Schedule:
 
     def _was_too_large(self, run: Run) -> bool:
         """True where the device's memory did not suffice beside others."""
-        if run.again or not self.results.exists():
-            return False
-        rows = [json.loads(line) for line in self.results.read_text().splitlines()]
-        return any("OutOfMemory" in row.get("failed", "") for row in rows if name_of(row) == run.name)
+        rows = [row for row in rows_of(self.results) if name_of(row) == run.name]
+        return not run.again and bool(rows) and "OutOfMemory" in rows[-1].get("failed", "")
 
     def _alone(self, run: Run) -> Run:
         """Have a contender measure once more, with the device for itself."""
@@ -179,7 +180,14 @@ class Schedule:
         size, contender, ranks = run.name.split("/") if "/" in run.name else (run.name, "", "1")
         row = {"kind": "step", "size": size, "contender": contender, "ranks": int(ranks), "failed": reason}
         add(self.results, row)
-        self.say(row)
+
+    def _show(self) -> None:
+        """Say what has been added."""
+        rows = rows_of(self.results)
+        for row in rows[self._shown :]:
+            if row["kind"] in ("step", "ceilings"):
+                self.say(row)
+        self._shown = len(rows)
 
     def _log(self, runs: Sequence[Run]) -> None:
         with (self.out / "log.txt").open("a") as log:
@@ -245,6 +253,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def add(file: Path, row: Mapping[str, Any]) -> None:
     with file.open("a") as rows:
         rows.write(json.dumps(row) + "\n")
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def name_of(row: Mapping[str, Any]) -> str:
