@@ -8,7 +8,7 @@ python -m benchmarks.gpu --device cpu --tiny --seconds 200         # only to see
 
 Each contender trains in a process of its own. As many as the card holds compile at a time, then each measures alone;
 most telling first. Each result is a line of results.jsonl in $OUT, or else in build/gpu, as soon as it is there. Ends
-with status 1 if a contender fails, with status 2 if there is no GPU.
+with status 1 if a contender or a test fails, with status 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ def main(
     schedule.measure([Run(name, reserved(name)) for name in names], beside)
     rows = rows_of(schedule.results)[len(before) :]
     typer.echo("\n\n".join(report.tables(rows)))
+    if beside is not None and not any(row["kind"] == "test" for row in rows):
+        typer.echo((out / "tests.txt").read_text()[-3000:])
     latest = {name_of(row): row for row in rows if row["kind"] == "step"}
-    if any("failed" in row for row in latest.values()):
+    if any("failed" in row for row in latest.values()) or any(row.get("outcome") == "failed" for row in rows):
         raise typer.Exit(1)
 
 

@@ -35,6 +35,16 @@ def _seconds(step: NextStep) -> float:
     return time.perf_counter() - began
 
 
+def host_seconds(device: str, step: NextStep, steps: int) -> float:
+    """Time until the host is free again, of each of some steps: what launching takes, where nothing waits."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - began) / steps
+
+
 def memory(device: str, step: NextStep, steps: int) -> tuple[int, int]:
     """Bytes of tensors between steps, and the most within some of them, as torch's allocator counts them."""
     if device == "cpu":

@@ -11,9 +11,9 @@ from typing import Any
 _CLASSES = {
     "Triton": r"^triton_",
     "attention": r"flash|fmha|sdpa|attention",
+    "copies": r"memcpy|copy_kernel|copyfunctor|catarray|chunk_cat|split_with_sizes",
     "optimizer": r"multi_tensor_apply|adam",
     "products": r"gemm|nvjet|cutlass|cublas|xmma|splitk|gemv",
-    "copies": r"memcpy|copy_kernel|catarray|_copy_",
 }
 CLASSES = (*_CLASSES, "other")
 # What the device does, in the words of the profiler; its other events on the device are annotations.

@@ -22,7 +22,8 @@ Zerograph and plain PyTorch: fp32 parameters, `torch.autocast` in bf16 around fo
 `MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`, loss in fp32; its gathers move bf16. All: fused
 AdamW. FSDP2 and plain PyTorch are compiled block by block.
 
-**step**: median of 10 steps in a row, by CUDA events, with nothing else on the card. **planned**: the time in which the
+**step**: median of 10 steps in a row, by CUDA events, with nothing else on the card; **host**: the host's
+milliseconds of a step, which it runs ahead by where nothing waits for the card. **planned**: the time in which the
 device computes, as `zg.plan` predicts it for its `h100`, over the measured step. The planner knows no backends.
 **MFU**: model flops (6 for each token and each weight that is multiplied, 12 * layers * width * context for each token
 in attention) over what the card's maker promises dense in bf16. **peak**: the most that torch's allocator had given out
@@ -33,7 +34,19 @@ within a step, in 10^9 bytes; **predicted**: `step.memory.peak` over it; **reser
 **deviation**: the largest relative difference of a loss from that of plain PyTorch on the same card."""
 
 _HEAD = (
-    *("contender", "ranks", "step, ms", "fastest", "/ FSDP2", "planned", "MFU", "peak, GB", "/ FSDP2", "predicted"),
+    *(
+        "contender",
+        "ranks",
+        "step, ms",
+        "fastest",
+        "host",
+        "/ FSDP2",
+        "planned",
+        "MFU",
+        "peak, GB",
+        "/ FSDP2",
+        "predicted",
+    ),
     *("reserved", "kernels", "waits"),
 )
 
@@ -112,6 +125,7 @@ def _cells(row: Row, rival: Row, predictions: Mapping[planned.Key, Row]) -> Sequ
         str(row["ranks"]),
         f"{row['ms']:.1f}",
         f"{row['fastest_ms']:.1f}",
+        f"{row['host_ms']:.1f}" if "host_ms" in row else "",
         share("ms"),
         f"{plan['ms'] / row['ms']:.2f}" if plan else "",
         f"{row['mfu']:.3f}" if row.get("mfu") else "",

@@ -92,6 +92,7 @@ def run(asked: argparse.Namespace, turns: Turns) -> dict[str, Any]:
         "ms": statistics.median(seconds) * 1000,
         "fastest_ms": min(seconds) * 1000,
         "slowest_ms": max(seconds) * 1000,
+        "host_ms": devices.host_seconds(device, step, WARM_UP) * 1000,
         "rest": rest,
         "peak": peak,
         "reserved": torch.cuda.max_memory_reserved() if device == "cuda" else None,
