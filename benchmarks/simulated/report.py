@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.simulated import planned
@@ -12,6 +12,8 @@ from benchmarks.simulated.sizes import SIZES
 from benchmarks.tables import line
 
 Row = Mapping[str, Any]
+# How far off the predicted time of a step may be.
+NEAR = 0.15
 
 NOTES = """\
 One process is rank 0 of a job; the other ranks are simulated: the process group is torch's fake one, whose collectives
@@ -24,7 +26,7 @@ AdamW. FSDP2 and plain PyTorch are compiled block by block.
 
 **step**: median of 10 steps in a row, by CUDA events, with nothing else on the card; **host**: the host's
 milliseconds of a step, which it runs ahead by where nothing waits for the card. **planned**: the time in which the
-device computes, as `zg.plan` predicts it for its `h100`, over the measured step. The planner knows no backends.
+device computes, as `zg.plan` predicts it for its `h100`, and in brackets over the measured step. The planner knows no backends.
 **MFU**: model flops (6 for each token and each weight that is multiplied, 12 * layers * width * context for each token
 in attention) over what the card's maker promises dense in bf16. **peak**: the most that torch's allocator had given out
 within a step, in 10^9 bytes; **predicted**: `step.memory.peak` over it; **reserved**: what the allocator held.
@@ -34,20 +36,8 @@ within a step, in 10^9 bytes; **predicted**: `step.memory.peak` over it; **reser
 **deviation**: the largest relative difference of a loss from that of plain PyTorch on the same card."""
 
 _HEAD = (
-    *(
-        "contender",
-        "ranks",
-        "step, ms",
-        "fastest",
-        "host",
-        "/ FSDP2",
-        "planned",
-        "MFU",
-        "peak, GB",
-        "/ FSDP2",
-        "predicted",
-    ),
-    *("reserved", "kernels", "waits"),
+    *("contender", "ranks", "step, ms", "fastest", "host", "/ FSDP2", "planned, ms", "MFU"),
+    *("peak, GB", "/ FSDP2", "predicted", "reserved", "kernels", "waits"),
 )
 
 
@@ -92,7 +82,19 @@ def tables(rows: Sequence[Row]) -> list[str]:
         parts += [_split(measured)] if any(row.get("kernels") for row in measured) else []
         failed = [f"- {_title(row)}, {row['ranks']} ranks: {_plain(row['failed'])}" for row in own if "failed" in row]
         parts += ["\n".join(failed)] if failed else []
-    return parts + _tests(rows)
+    return [*parts, *_within(steps.values(), predictions), *_tests(rows)]
+
+
+def _within(steps: Iterable[Row], predictions: Mapping[planned.Key, Row]) -> list[str]:
+    """Say how many predicted steps are near the measured ones."""
+    ratios = [
+        plan["ms"] / row["ms"]
+        for row in steps
+        if "ms" in row and CONTENDERS[row["contender"]].ours and (plan := predictions.get(planned.key_of(row)))
+    ]
+    near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+    text = f"Planned steps within {NEAR:.0%} of the measured ones: {near} of {len(ratios)}, "
+    return [text + f"from {min(ratios):.2f} to {max(ratios):.2f} of them."] if ratios else []
 
 
 def short(row: Row) -> str:
@@ -127,7 +129,7 @@ def _cells(row: Row, rival: Row, predictions: Mapping[planned.Key, Row]) -> Sequ
         f"{row['fastest_ms']:.1f}",
         f"{row['host_ms']:.1f}" if "host_ms" in row else "",
         share("ms"),
-        f"{plan['ms'] / row['ms']:.2f}" if plan else "",
+        f"{plan['ms']:.1f} ({plan['ms'] / row['ms']:.2f})" if plan else "",
         f"{row['mfu']:.3f}" if row.get("mfu") else "",
         _gigabytes(row.get("peak")),
         share("peak"),

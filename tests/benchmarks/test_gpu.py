@@ -130,7 +130,8 @@ def test_a_page_weighs_against_compiled_fsdp2_and_names_what_failed() -> None:
         ]
     )
     assert "Commit abc, 2026-11-26, sources not recorded." in page
-    assert "| zerograph 2, inductor | 1 | 90.0 | 80.0 |  | 0.900 | 1.10 |  | 8.00 | 0.800 | 1.010 |" in page
+    assert "| zerograph 2, inductor | 1 | 90.0 | 80.0 |  | 0.900 | 99.0 (1.10) |  | 8.00 | 0.800 | 1.010 |" in page
+    assert "within 15% of the measured ones: 1 of 1" in page
     assert "- plain PyTorch, compiled, 1 ranks: ValueError: no" in page
     assert "| families: a family | 1 | 1 | 0 | 1e-07 |" in page
     assert "- test_families.py::test_a_family[t5]: Bad: x" in page
