@@ -26,7 +26,8 @@ AdamW. FSDP2 and plain PyTorch are compiled block by block.
 
 **step**: median of 10 steps in a row, by CUDA events, with nothing else on the card; **host**: the host's
 milliseconds of a step, which it runs ahead by where nothing waits for the card. **planned**: the time in which the
-device computes, as `zg.plan` predicts it for its `h100`, and in brackets over the measured step. The planner knows no backends.
+device computes, as `zg.plan` predicts it for its `h100`, and in brackets over the measured step; the planner knows no
+backends.
 **MFU**: model flops (6 for each token and each weight that is multiplied, 12 * layers * width * context for each token
 in attention) over what the card's maker promises dense in bf16. **peak**: the most that torch's allocator had given out
 within a step, in 10^9 bytes; **predicted**: `step.memory.peak` over it; **reserved**: what the allocator held.
