@@ -18,7 +18,7 @@ Key = tuple[str, int, int]
 
 
 class _Step(zg.ZeroGraph):
-    """The contenders' step; where there is no CUDA, ``torch.autocast`` of its device does nothing, and ours does."""
+    """The contenders' step. A plan is of tensors on meta, for which ``torch.autocast`` of CUDA does nothing."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
