@@ -20,7 +20,7 @@ from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -120,6 +120,18 @@ def trace(
     )
     with _use_lazy_graph_module(True):
         return tracer(*arguments)
+
+
+def node_of(tensor: Tensor) -> fx.Node | None:
+    """Return the node of a tensor in the running trace; None outside of traces and for constants.
+
+    Only the tracer knows it, and keeps it in private slots.
+    """
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    node: fx.Node | None = get_proxy_slot(tensor, mode.tracer, None, lambda value: value.proxy.node)
+    return node
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

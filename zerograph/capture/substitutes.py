@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
-import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -26,6 +23,7 @@ from zerograph.capture import wrappers
 from zerograph.capture.experts import captured_experts
 from zerograph.capture.flex_attention import captured_flex_attention
 from zerograph.capture.selected import Selected, is_mask_of, selected
+from zerograph.capture.untraced import untraced_masks
 from zerograph.errors import CaptureError
 from zerograph.ir.ctc_loss import ctc_loss
 
@@ -58,10 +56,7 @@ def substituted() -> Iterator[None]:
         stack.enter_context(_torch.compiled_functions_run_plainly())
         stack.enter_context(captured_flex_attention())
         stack.enter_context(captured_experts())
-        masks: Any = sys.modules.get("transformers.masking_utils")
-        if hasattr(masks, "_preprocess_mask_arguments"):
-            preparing = _warning_of_caches(masks._preprocess_mask_arguments)
-            stack.enter_context(patch.object(masks, "_preprocess_mask_arguments", preparing))
+        stack.enter_context(untraced_masks())
         yield
 
 
@@ -272,29 +267,3 @@ def _adaptive_log_softmax(self: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, t
     log_probs = self.log_prob(x).gather(1, target[:, None]).squeeze(1)
     output = log_probs if target_.dim() else log_probs.squeeze(0)
     return _torch.adaptive_output(output, (-log_probs).mean())
-
-
-def _warning_of_caches(plain: Any) -> Any:
-    """Return transformers' preparation of masks, with a warning where a cache hides documents in packed rows."""
-    signature = inspect.signature(plain)
-
-    @functools.wraps(plain)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        positions = arguments.get("position_ids")
-        if (
-            isinstance(positions, Tensor)
-            and arguments.get("attention_mask") is None
-            and arguments.get("past_key_values") is not None
-            # Without an argument a model makes them itself, of one dimension, and they never restart.
-            and (positions if positions._base is None else positions._base).dim() > 1
-        ):
-            warnings.warn(
-                "transformers ignores position_ids that restart within a row while the model has a cache of keys and "
-                "values: documents packed into a row would attend to each other\n"
-                "Call the model with use_cache=False, or set model.config.use_cache = False.",
-                stacklevel=source.levels_to_user(),
-            )
-        return plain(*args, **kwargs)
-
-    return prepare
