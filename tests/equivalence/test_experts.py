@@ -481,3 +481,13 @@ def test_the_memory_of_an_exchange_is_predicted_and_its_routes_are_computed_once
         (lambda: dispatch.UNPACK[dispatch.COMBINE](received, rows, routes, 0, tokens // 4, ""), tokens * 10 + x.nbytes),
     ):
         assert most_allocated(run, before=run) - nbytes(run()) == pytest.approx(wanted, rel=0.1)
+
+
+def test_experts_of_versions_without_a_norm_after_them() -> None:
+    torch.manual_seed(0)
+    model, ids = mixtral(), text(torch.Generator().manual_seed(0), 2)
+    expected = model(*ids).detach()
+    for module in model.modules():
+        vars(module).pop("has_post_expert_norm", None)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    torch.testing.assert_close(step(*ids), expected, rtol=1e-6, atol=0)

@@ -100,12 +100,14 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     hidden = _linear(self, "gate_up_proj" if self.has_gate else "up_proj", x, top_k_index)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     result = _linear(self, "down_proj", hidden, top_k_index)  # [groups, tokens, choices, width]
-    if groups > 1 and not self.has_post_expert_norm:
+    # Earlier versions of transformers, such as 5.17, have no such norm.
+    normed = getattr(self, "has_post_expert_norm", False)
+    if groups > 1 and not normed:
         weighted = (result * top_k_weights.unsqueeze(-1)).sum(2)
         summed: Tensor = combine(weighted, top_k_index, total)
         return summed.to(hidden_states.dtype)
     result = result.sum(0)
-    if self.has_post_expert_norm:
+    if normed:
         result = self.post_expert_norm(result)
     return (result * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
