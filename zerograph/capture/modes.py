@@ -17,6 +17,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.base.recording import followed, unfollowed
+from zerograph.capture.random_operators import known_truth, note_comparison
 from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import Origin
@@ -61,6 +62,8 @@ class Recorder(_torch.PlainMode):
             raise self._higher_order_refused(func)
         if self._entered and (result := self._of_composite(func, args, kwargs or {})) is not NotImplemented:
             return result
+        if (truth := known_truth(func, args)) is not None:
+            return truth
         if func in _READS_VALUES:
             line, code = source.running_line()
             raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
@@ -75,6 +78,7 @@ class Recorder(_torch.PlainMode):
             _refuse_writes_outside(func, args, kwargs or {})
         with _torch.annotated(self._annotations(func)):
             result = func(*args, **(kwargs or {}))
+        note_comparison(func, args, result)
         if any(isinstance(leaf, Tensor) and not _is_static(leaf) for leaf in pytree.tree_leaves(result)):
             line, code = source.running_line()
             raise CaptureError(

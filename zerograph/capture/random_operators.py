@@ -210,6 +210,41 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
     return {operator: _without_generator(function) for operator, function in decompositions.items()}
 
 
+def note_comparison(operator: Any, args: Sequence[Any], result: Any) -> None:
+    """Note on results of operators which are uniform numbers, and which comparisons of those do not depend on them.
+
+    Models draw a number to skip a layer with a probability (LayerDrop), also if that is 0.
+    """
+    if operator in (aten.rand.default, aten.rand_like.default):
+        result._zerograph_uniform = _torch.version(result)
+    elif operator in _OUTSIDE_UNIT and _noted(args[0], "_zerograph_uniform") and isinstance(args[1], int | float):
+        below, above = _OUTSIDE_UNIT[operator]
+        if below(args[1]) or args[1] >= 1:
+            result._zerograph_truth, result._zerograph_compared = above == (args[1] >= 1), _torch.version(result)
+
+
+def known_truth(operator: Any, args: Sequence[Any]) -> bool | None:
+    """Return what an operator reads that needs no value: a comparison that is the same for every drawn number."""
+    if operator is aten._local_scalar_dense.default and _noted(args[0], "_zerograph_compared"):
+        return bool(args[0]._zerograph_truth)
+    return None
+
+
+def _noted(tensor: Any, name: str) -> bool:
+    """Return whether a tensor has the note, and nothing has written to it since."""
+    noted = getattr(tensor, name, None)
+    return noted is not None and noted == _torch.version(tensor)
+
+
+# Comparisons of a number in [0, 1): which limits below 1 decide them, and the truth for limits from 1 on.
+_OUTSIDE_UNIT: dict[Any, tuple[Callable[[float], bool], bool]] = {
+    aten.lt.Scalar: (lambda limit: limit <= 0, True),
+    aten.le.Scalar: (lambda limit: limit < 0, True),
+    aten.gt.Scalar: (lambda limit: limit < 0, False),
+    aten.ge.Scalar: (lambda limit: limit <= 0, False),
+}
+
+
 def _written(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the in-place form."""
 
