@@ -17,6 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # The kernels of torch.nn.functional. They have no public module.
 nn_kernels: Any = torch._C._nn
+# The functions that modules of torch.nn.modules.rnn call: they look them up here.
+recurrent_functions: Any = torch._VF
 
 
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -163,8 +165,11 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-class NoDataAssignment(TorchFunctionMode):
-    """A mode that refuses ``parameter.data = ...``, which no tracer sees."""
+class FunctionMode(TorchFunctionMode):
+    """A mode that refuses ``parameter.data = ...``, which no tracer sees, and unfuses attention with dropout.
+
+    Fused kernels of accelerators draw the mask from a generator of their own. Those of the CPU have no dropout.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function.
@@ -178,9 +183,13 @@ class NoDataAssignment(TorchFunctionMode):
                 f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"
                 "Write the values with copy_() under torch.no_grad()."
             )
+        if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
+_ATTEND = F.scaled_dot_product_attention
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 _READS_VALUES = {

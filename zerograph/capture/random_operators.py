@@ -283,8 +283,7 @@ def _floating(dtype: torch.dtype | None) -> torch.dtype:
 
 _NO_GENERATOR = "Leave generator= out: the numbers of a graph follow from config.seed. Or draw outside build()."
 _HINTS = {
-    "attention": "Set the attention's dropout to 0, or choose the math kernel: with torch.nn.attention.sdpa_kernel("
-    "torch.nn.attention.SDPBackend.MATH).",
+    "attention": "Call F.scaled_dot_product_attention, or set the attention's dropout to 0.",
     "generator": _NO_GENERATOR,
     "rnn": "Set the dropout between the layers to 0, or write the layers one by one.",
 }

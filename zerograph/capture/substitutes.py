@@ -46,7 +46,12 @@ def substituted() -> Iterator[None]:
         for name in _RESAMPLING:
             stack.enter_context(patch.object(_torch.nn_kernels, name, _resampling(name)))
         for layer in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell):
-            stack.enter_context(patch.object(layer, "forward", _for_any_size(layer.forward)))
+            stack.enter_context(patch.object(layer, "forward", _in_python(layer.forward)))
+        # On an accelerator it packs weights, by their addresses.
+        stack.enter_context(patch.object(nn.RNNBase, "flatten_parameters", lambda self: None))
+        for name, cell in (("lstm_cell", _lstm_cell), ("gru_cell", _gru_cell)):
+            plain = getattr(_torch.recurrent_functions, name)
+            stack.enter_context(patch.object(_torch.recurrent_functions, name, _unfused(plain, cell)))
         for name in ("scale", "unscale_", "step", "update"):
             refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
@@ -93,17 +98,44 @@ def _resampling(name: str) -> Any:
     return run
 
 
-def _for_any_size(forward: Any) -> Any:
-    """Return the ``forward`` of a recurrent layer that keeps symbolic sizes."""
+def _in_python(forward: Any) -> Any:
+    """Return the ``forward`` of a recurrent layer that keeps symbolic sizes, and on accelerators plain operators.
+
+    There its kernels pack all weights into one storage, or compute a whole cell. No rule knows them.
+    """
 
     @functools.wraps(forward)
     def run(self: nn.Module, input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _torch.has_symbols(input):
+        if not _torch.has_symbols(input) and not _is_on_accelerator(input):
             return forward(self, input, *args, **kwargs)
         with _torch.python_decompositions():
             return forward(self, input, *args, **kwargs)
 
     return run
+
+
+def _unfused(plain: Any, cell: Any) -> Any:
+    """Return a recurrent cell that on accelerators is computed by plain operators."""
+    return lambda input, *args: (cell if _is_on_accelerator(input) else plain)(input, *args)
+
+
+def _is_on_accelerator(input: Any) -> bool:
+    return isinstance(input, Tensor) and input.device.type != "cpu"
+
+
+def _lstm_cell(x: Tensor, state: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+    hidden, cell = state
+    gates = (F.linear(x, w_ih, b_ih) + F.linear(hidden, w_hh, b_hh)).chunk(4, 1)
+    kept = gates[1].sigmoid() * cell + gates[0].sigmoid() * gates[2].tanh()
+    return gates[3].sigmoid() * kept.tanh(), kept
+
+
+def _gru_cell(x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Tensor:
+    (reset, update, new), (hidden_reset, hidden_update, hidden_new) = (
+        gates.chunk(3, 1) for gates in (F.linear(x, w_ih, b_ih), F.linear(hidden, w_hh, b_hh))
+    )
+    candidate = (new + (reset + hidden_reset).sigmoid() * hidden_new).tanh()
+    return candidate + (update + hidden_update).sigmoid() * (hidden - candidate)
 
 
 def _unless_enabled(method: Any) -> Any:

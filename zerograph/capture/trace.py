@@ -22,7 +22,7 @@ from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
 from zerograph.capture.guards import build_guards
 from zerograph.capture.hints import other_hints
 from zerograph.capture.local import Capturing, inside
-from zerograph.capture.modes import NoDataAssignment, Recorder, explained, module_paths
+from zerograph.capture.modes import FunctionMode, Recorder, explained, module_paths
 from zerograph.capture.python_state import Place, PythonState
 from zerograph.capture.refused_calls import refused_calls
 from zerograph.capture.state_changes import StateComparison
@@ -408,7 +408,7 @@ class _Tracer:
             self._replaced(state),
             _swapped_groups(capture.groups, state),
             _torch.replaced_total_norm(total_norm),
-            NoDataAssignment(),
+            FunctionMode(),
             module_paths(capture.root) as path,
             Recorder(path),
             inside(

@@ -1,0 +1,100 @@
+"""Recurrent layers whose weights cuDNN has packed into one storage, and their plain form for accelerators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.harness import LossStep
+from tests.pool import Pool
+from zerograph.capture import substitutes
+
+X = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Cells(nn.Module):
+    """Run a cell over a sequence."""
+
+    def __init__(self, cell: type[nn.RNNCellBase]) -> None:
+        super().__init__()
+        self.cell = cell(6, 8)  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        state, outputs = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        return [torch.stack(outputs, 1)]
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(6, 8, 2, batch_first=True),
+    "lstm, both ways, projected": lambda: nn.LSTM(6, 8, proj_size=4, bidirectional=True, batch_first=True),
+    "gru": lambda: nn.GRU(6, 8, 2, batch_first=True, bidirectional=True),
+    "rnn": lambda: nn.RNN(6, 8, batch_first=True, nonlinearity="relu"),
+    "lstm cell": lambda: Cells(nn.LSTMCell),
+    "gru cell": lambda: Cells(nn.GRUCell),
+    "rnn cell": lambda: Cells(nn.RNNCell),
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[name]()
+
+
+def packed(module: nn.Module) -> nn.Module:
+    """Make all parameters views of one storage, as cuDNN does."""
+    parameters = list(module.parameters())
+    flat, start = torch.cat([parameter.detach().flatten() for parameter in parameters]), 0
+    for parameter in parameters:
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    return module
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[0].square().mean()  # type: ignore[no-any-return]
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for _ in range(3):
+        loss = loss_of(model, X)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_form_for_accelerators_computes_the_same(name: str) -> None:
+    expected, model = trained(make(name)), make(name)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss=loss_of)
+    with patch.object(substitutes, "_is_on_accelerator", lambda input: True):
+        prepared = [step(X) for _ in range(3)]
+    torch.testing.assert_close(prepared, expected, rtol=1e-6, atol=0)
+    operators = {str(node.target) for node in step.graph("capture").graph.nodes}
+    assert not any(word in text for text in operators for word in ("rnn", "lstm", "gru", "storage"))
+
+
+def train_packed() -> list[list[Tensor]]:
+    torch.set_num_threads(1)
+    losses = []
+    for stage in range(4):
+        model = packed(make("lstm"))
+        step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), stage, loss_of)
+        losses.append([step(X.chunk(zg.world_size())[zg.rank()]) for _ in range(3)])
+    return losses
+
+
+def test_parameters_that_are_views_of_one_storage_train_as_others(pool: Pool) -> None:
+    expected = trained(make("lstm"))
+    for stages in [train_packed(), *pool.run(2, train_packed)]:
+        torch.testing.assert_close(stages, [expected] * 4, rtol=1e-6, atol=0)
