@@ -16,6 +16,7 @@ from tests.harness import LossStep, sum_of_squares
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.ir.loop import Loop
+from zerograph.ir.mesh import line
 
 
 class Step(zg.ZeroGraph):
@@ -424,3 +425,24 @@ def test_what_a_backend_fails_with_is_told_with_what_it_may_have_changed(train: 
     step.config.backend = lambda graph, example_inputs: refuses
     with pytest.raises(zg.OperatorError, match=f"failed: ValueError: no such value\n{left}"):
         step(X)
+
+
+def test_an_input_on_another_device_names_both() -> None:
+    step = Step(lambda self, x: self.model(x).sum())
+    with pytest.raises(zg.InputError, match=r"args\[0\] is on meta, and model.weight on cpu\n.*x.to\('cpu'\)"):
+        step(X.to("meta"))
+    assert unchanged(step)
+
+
+def test_a_model_on_the_meta_device_names_the_parameter() -> None:
+    step = Step(lambda self, x: self.model(x).sum(), train=False)
+    step.model.to("meta")
+    with pytest.raises(zg.InputError, match=r"model.weight is on the meta device.*\n.*zg.sharded_init"):
+        step(X)
+    assert unchanged(step)
+    assert step.prepare(line(2, 0, "ranks"), X.to("meta")).graph
+
+
+def test_a_scalar_may_be_on_another_device_than_the_model() -> None:
+    step = Step(lambda self, x: self.model(x["rows"]).sum() * x["scale"], train=False)
+    assert torch.isfinite(step({"rows": X, "scale": torch.tensor(2.0)}))
