@@ -37,6 +37,7 @@ from zerograph.passes.lower.localize import localize
 from zerograph.passes.lower.lower_to_p2p import lower_to_p2p
 from zerograph.passes.memory.fit_memory_budget import fit_memory_budget
 from zerograph.passes.memory.gather_in_place import gather_in_place
+from zerograph.passes.memory.mark_fused import mark_fused
 from zerograph.passes.memory.offload import offload
 from zerograph.passes.memory.offload_activations import offload_activations
 from zerograph.passes.memory.pack_scalars import pack_scalars
@@ -157,6 +158,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(reinplace, "local", time=False),
     # overwrite temporaries by their only reader, where nodes run one by one
     Pass(reuse_temporaries, "local", time=False),
+    # mark what a compiler never stores
+    Pass(mark_fused, "local", time=False),
     # copy offloaded shards before their gather, gradients when they are reduced
     Pass(prefetch_offloaded, "local", time=False),
     # read tensors from files before they are used, write them back after they change

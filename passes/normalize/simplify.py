@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Drop copies over unread memory, slices of everything and empty parts; replace lookups of everything by views."""
+    """Merge equal casts; drop copies over unread memory, slices of everything, empty parts; make lookups of all views."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         _replace(node, _whole(node, 0))
@@ -30,6 +30,7 @@ def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         _replace(node, _as_view(node))
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
         _replace(node, _only_part(node))
+    _merge_casts(graph)
     drop_unused(graph)
     return module
 
@@ -38,6 +39,18 @@ def _replace(node: fx.Node, plain: fx.Node | None) -> None:
     if plain is not None:
         node.replace_all_uses_with(plain)
         node.graph.erase_node(node)
+
+
+def _merge_casts(graph: fx.Graph) -> None:
+    """Cast a value once for all its readers of a phase: autocast casts the input of each product by itself.
+
+    Parameters are left alone: a cast of one is freed between two distant readers.
+    """
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        if base_of(node.all_input_nodes[0]).op != "placeholder":
+            key = node.args, tuple(node.kwargs.items()), origin(node).phase
+            _replace(node, first[key]) if key in first else first.update({key: node})
 
 
 def _whole(node: fx.Node, part: int) -> fx.Node | None:

@@ -17,9 +17,9 @@ from zerograph.passes import rules
 
 aten = torch.ops.aten
 
-# fp32 operations that a CPU core or a GPU computes while it moves a byte, within a factor of two or three. Only the
-# order of operators matters, and matrix products cost far more than the others.
-_FLOPS_PER_BYTE = 16
+# Operations of products that a CPU core or a GPU computes while it moves a byte, within a factor of two or three: in
+# fp32, and on the tensor cores of an accelerator. They are constants, since all ranks must choose alike.
+_FLOPS_PER_BYTE, _TENSOR_CORE_FLOPS_PER_BYTE = 8, 256
 
 
 def local_bytes(node: fx.Node, mesh: Mesh) -> int:
@@ -36,7 +36,14 @@ def operator_work(node: fx.Node, mesh: Mesh) -> int:
     written = sum(math.prod(shape) * output.element_size() for shape, output in zip(shapes, outputs, strict=True))
     read = sum(local_bytes(argument, mesh) for argument in rules.tensor_arguments(node))
     share = math.prod(shapes[0]) / max(math.prod(largest(outputs[0].shape)), 1) if shapes else 1
-    return 1 + written + read + round(flops(node) * share / _FLOPS_PER_BYTE)
+    balance = _balance(outputs[0]) if outputs else _FLOPS_PER_BYTE
+    return 1 + written + read + round(flops(node) * share / balance)
+
+
+def _balance(result: Tensor) -> int:
+    """Return the operations that a product of this dtype and device computes while a byte is moved."""
+    on_tensor_cores = result.device.type != "cpu" and result.dtype in (torch.float16, torch.bfloat16)
+    return _TENSOR_CORE_FLOPS_PER_BYTE if on_tensor_cores else _FLOPS_PER_BYTE
 
 
 def flops(node: fx.Node) -> int:

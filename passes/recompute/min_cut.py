@@ -9,8 +9,9 @@ fewest bytes, and never recomputes products; here work has a price.)
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -117,6 +118,55 @@ def _read_by(maker: fx.Node) -> Iterator[fx.Node]:
     return (storage_node(source) for source in maker.all_input_nodes)
 
 
+def parts(problem: Problem) -> list[tuple[Problem, tuple[int, ...]]]:
+    """Return the independent parts of a problem, and the numbers of the values of each.
+
+    Parts share no operator, and no value that takes bytes to save. Small problems are solved faster, and more are equal.
+    """
+    parents = list(range(len(problem.values)))
+
+    def root(number: int) -> int:
+        while parents[number] != number:
+            parents[number] = number = parents[parents[number]]
+        return number
+
+    results: defaultdict[int, list[int]] = defaultdict(list)
+    for number, value in enumerate(problem.values):
+        if value.operator is not None:
+            results[value.operator].append(number)
+    groups = [
+        (*results[operator], *(read for read in entry.reads if problem.values[read].bytes))
+        for operator, entry in enumerate(problem.operators)
+    ]
+    for group in groups:
+        for number in group[1:]:
+            parents[root(number)] = root(group[0])
+    operators: defaultdict[int, list[int]] = defaultdict(list)
+    for operator, group in enumerate(groups):
+        operators[root(group[0])].append(operator)
+    return [_part(problem, own, results) for own in operators.values()]
+
+
+def _part(
+    problem: Problem, operators: Sequence[int], results: Mapping[int, Sequence[int]]
+) -> tuple[Problem, tuple[int, ...]]:
+    """Return these operators of a problem with the values that they compute and read."""
+    numbers = sorted(
+        {number for operator in operators for number in (*results[operator], *(problem.operators[operator].reads))}
+    )
+    places = {number: place for place, number in enumerate(numbers)}
+    new_operators = {operator: place for place, operator in enumerate(operators)}
+    values = tuple(
+        replace(value, operator=None if value.operator is None else new_operators.get(value.operator))
+        for value in (problem.values[number] for number in numbers)
+    )
+    kept = tuple(
+        Operator(entry.work, tuple(places[read] for read in entry.reads))
+        for entry in (problem.operators[operator] for operator in operators)
+    )
+    return Problem(values, kept), tuple(numbers)
+
+
 def choices(problem: Problem) -> list[Choice]:
     """Return the best choices of a problem, from saving all to saving least: each saves less, for more work.
 
@@ -124,7 +174,7 @@ def choices(problem: Problem) -> list[Choice]:
     """
     all_saved = Choice(sum(value.bytes for value in problem.values if value.read), 0, frozenset())
     total = sum(operator.work for operator in problem.operators)
-    least = _cheapest(problem, total + 1, 1)
+    least = cheapest(problem, total + 1, 1)
     if least.bytes >= all_saved.bytes:
         return [all_saved]
     return [all_saved, *_between(problem, all_saved, least, _HALVINGS), least]
@@ -133,14 +183,14 @@ def choices(problem: Problem) -> list[Choice]:
 def _between(problem: Problem, more: Choice, fewer: Choice, halvings: int) -> list[Choice]:
     """Return the best choices between two: those at the price at which the two cost the same."""
     price, unit = fewer.work - more.work, more.bytes - fewer.bytes
-    middle = _cheapest(problem, price, unit)
+    middle = cheapest(problem, price, unit)
     if halvings == 0 or price * middle.bytes + unit * middle.work >= price * more.bytes + unit * more.work:
         return []
     before = _between(problem, more, middle, halvings - 1)
     return [*before, middle, *_between(problem, middle, fewer, halvings - 1)]
 
 
-def _cheapest(problem: Problem, price: int, unit: int) -> Choice:
+def cheapest(problem: Problem, price: int, unit: int) -> Choice:
     """Return the choice with the least ``price * bytes + unit * work``."""
     import networkx
 

@@ -30,9 +30,9 @@ def recompute(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     if context.memory.recompute == "blocks":
         segments = [segment for segment in cut(graph, context.memory.blocks) if isinstance(segment.label, str)]
-        _recompute_values(graph, {value for segment in segments for value in segment.recomputable})
+        recompute_values(graph, {value for segment in segments for value in segment.recomputable})
     elif context.memory.recompute == "auto" and context.memory.min_recompute_bytes:
-        _recompute_values(graph, _least_work(graph, context))
+        recompute_values(graph, _least_work(graph, context))
     return module
 
 
@@ -65,7 +65,7 @@ def _least_work(graph: fx.Graph, context: Context) -> set[fx.Node]:
     }
 
 
-def _recompute_values(graph: fx.Graph, values: set[fx.Node]) -> None:
+def recompute_values(graph: fx.Graph, values: set[fx.Node]) -> None:
     """Let backward read copies of these values of forward, computed right before their first reader there."""
     recomputed = _with_views(graph, values)
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,100 +1,91 @@
-"""recompute_cheap: recompute in backward what one pass over memory computes, instead of saving it.
+"""recompute_cheap: recompute in backward what passes over memory compute, where that saves more than it costs.
 
-The gradients of a matrix product's weights need the product's input again. If that input is an activation function or a
-layer norm of a value that backward reads too, saving both wastes memory. Backward recomputes it just before it is read,
-from the same numbers by the same operator, bitwise. One pass over the tensor takes next to no time beside the product.
+Activation functions, gates, norms, casts, rotations and expansions of a value read memory once and compute little.
+Backward recomputes them from the values that it has anyway, or from smaller ones: by the same operators from the same
+numbers, bitwise. What is saved and what is recomputed is a minimum cut (``min_cut``), as in ``torch.compile``.
+
+A byte less is worth some bytes of work, at first many. If recomputation would then take more than a share of the
+segment's own work, it is worth fewer, and so on. Work counts in bytes moved; operations of products count as the
+bytes that the device moves in the same time. So a narrow model, whose products take little time, recomputes less than a
+wide one, and a machine with fast products less than one with fast memory. Inductor fuses recomputed operators with
+those that read them: most of what they move in eager mode then never is in memory.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
-from zerograph.ir.alias import is_view
-from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import drop_unused
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.alias import COPIES
+from zerograph.ir.metadata import origin
 from zerograph.passes.context import Context
+from zerograph.passes.recompute.cost import flops, local_bytes, operator_work
+from zerograph.passes.recompute.min_cut import Choice, Problem, cheapest, parts, pose, read_in_backward
+from zerograph.passes.recompute.recompute import recompute_values
+from zerograph.passes.recompute.segments import Segment, cut_nearby, producer
 
 aten = torch.ops.aten
 
 # Minimum bytes on a rank to recompute a value.
 _MIN_BYTES = 2**16
+# Bytes of work that a byte less is worth at first.
+_PRICE = 16
+# Recomputation takes at most this share of a segment's work in forward and backward.
+_SHARE, _FUSED_SHARE = 1 / 32, 1 / 4
+# Operators beside pointwise ones that pass over memory once.
+_PASSES_OVER_MEMORY = COPIES | {aten.native_layer_norm.default, aten.native_group_norm.default, aten.cat.default}
+# Where they are fused with their gradients, only the sums of rows are in memory a second time.
+_FUSED_SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
 
 
 def recompute_cheap(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Recompute large activation functions and layer norms in backward if backward reads their inputs anyway."""
+    """Recompute activation functions, norms, casts and the like in backward where that saves memory for little work."""
+    graph = module.graph
+
+    fuses = not context.backend.node_by_node
+
+    def is_cheap(value: fx.Node) -> bool:
+        return _is_cheap(producer(value), fuses) and local_bytes(value, context.mesh) >= _MIN_BYTES
+
+    segments = cut_nearby(graph, context.memory.blocks, is_cheap)
+    read = read_in_backward(graph, segments)
+    share = _FUSED_SHARE if fuses else _SHARE
+    known: dict[tuple[Problem, int], Choice] = {}
     recomputed: set[fx.Node] = set()
-    for node in list(module.graph.nodes):
-        producer = node.args[0] if node.target is operator.getitem else node
-        if not isinstance(producer, fx.Node) or not _is_cheap(producer, node):
-            continue
-        if nbytes(node.meta["val"]) < _MIN_BYTES * context.ranks:
-            continue
-        readers = [reader for reader in _readers(node) if origin(reader).phase == "backward"]
-        if readers and all(_is_alive(source, min(readers), recomputed) for source in producer.all_input_nodes):
-            _recompute(node, producer, readers)
-            recomputed.add(node)
-    drop_unused(module.graph)
+    for segment in segments:
+        problem, nodes = pose(segment, read, context.mesh)
+        if problem.operators:
+            limit = round(share * _work(segment, context))
+            recomputed |= {nodes[number] for number in _recomputed(problem, limit, known)}
+    recompute_values(graph, recomputed)
     return module
 
 
-def _is_cheap(producer: fx.Node, node: fx.Node) -> bool:
-    if origin(producer).phase != "forward" or not isinstance(node.meta.get("val"), Tensor):
-        return False
-    if producer.target is aten.native_layer_norm.default:
-        return node is not producer and bool(node.args[1] == 0)
-    if producer is not node or not isinstance(producer.target, OpOverload):
-        return False
-    return torch.Tag.pointwise in producer.target.tags
+def _is_cheap(node: fx.Node, fuses: bool) -> bool:
+    return isinstance(node.target, OpOverload) and (
+        torch.Tag.pointwise in node.target.tags
+        or node.target in _PASSES_OVER_MEMORY
+        or (fuses and node.target in _FUSED_SOFTMAX)
+    )
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that compute with the node's value: its users, and those of its views."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
+def _work(segment: Segment, context: Context) -> int:
+    """Return the work of a segment in forward and backward; backward takes twice as long as forward."""
+    return 3 * sum(operator_work(node, context.mesh) for node in dict.fromkeys(map(producer, segment.values)))
 
 
-def _is_alive(node: fx.Node, reader: fx.Node, recomputed: set[fx.Node]) -> bool:
-    """Return whether the node's memory is still allocated at ``reader``, without its recomputed readers."""
-    node = _view_base(node)
-    if node.op == "placeholder":
-        return True
-    if node in recomputed:
-        return False
-    return any(reader <= later for later in _readers(node) if origin(later).phase == "backward")
-
-
-def _recompute(node: fx.Node, producer: fx.Node, readers: list[fx.Node]) -> None:
-    """Copy the operator, and the views between it and its readers in backward, to before the first reader."""
-    graph = node.graph
-    copies: dict[fx.Node, fx.Node] = {}
-
-    def copy(source: fx.Node) -> fx.Node:
-        if source not in copies:
-            if source is not producer:
-                copy(source.all_input_nodes[0])
-            copies[source] = graph.node_copy(source, lambda source: copies.get(source, source))
-            meta(copies[source]).update({"origin": replace(origin(source), phase="backward"), "recomputed": True})
-        return copies[source]
-
-    with graph.inserting_before(min(readers)):
-        for reader in readers:
-            for source in reader.all_input_nodes:
-                if _view_base(source) is node:
-                    reader.replace_input_with(source, copy(source))
-
-
-def _view_base(node: fx.Node) -> fx.Node:
-    """Return the node of which this one is a view, or itself."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+def _recomputed(problem: Problem, limit: int, known: dict[tuple[Problem, int], Choice]) -> Iterable[int]:
+    """Return the numbers of the values to recompute, at the highest price whose work is within the limit."""
+    independent = parts(problem)
+    price = _PRICE
+    while price:
+        for part, _ in independent:
+            if (part, price) not in known:
+                known[part, price] = cheapest(part, price, 1)
+        if sum(known[part, price].work for part, _ in independent) <= limit:
+            return [numbers[number] for part, numbers in independent for number in known[part, price].recomputed]
+        price = price * 3 // 4
+    return ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.experts import exchanged_along
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding
+from zerograph.passes.recompute.cost import flops
 
 aten = torch.ops.aten
 
@@ -53,9 +54,35 @@ def cut(graph: fx.Graph, blocks: Sequence[str]) -> list[Segment]:
         graph: the graph.
         blocks: module paths of the blocks that the model repeats.
     """
-    forward = [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "forward"]
-    labels = _labels(forward, frozenset(blocks))
-    crossing = _crossing(graph, labels)
+    forward = _forward(graph)
+    return _segments(forward, _labels(forward, frozenset(blocks)), lambda value: True)
+
+
+def cut_nearby(graph: fx.Graph, blocks: Sequence[str], is_cheap: Callable[[fx.Node], bool]) -> list[Segment]:
+    """Return the blocks, and a segment of all nodes outside of blocks. Only cheap values are recomputable.
+
+    Outside of blocks, only those are that no cheap operator reads after further products. Otherwise residual connections
+    would lead recomputation through the whole model.
+
+    Args:
+        graph: the graph.
+        blocks: module paths of the blocks that the model repeats.
+        is_cheap: whether a value is cheap to recompute.
+    """
+    forward = _forward(graph)
+    labels = _labels(forward, frozenset(blocks), by_stretch=False)
+    far = _read_far(forward, labels, is_cheap)
+    return _segments(forward, labels, lambda value: value not in far and is_cheap(value))
+
+
+def _forward(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "forward"]
+
+
+def _segments(
+    forward: Sequence[fx.Node], labels: dict[fx.Node, Label], may_recompute: Callable[[fx.Node], bool]
+) -> list[Segment]:
+    crossing = _crossing(forward[0].graph, labels) if forward else set()
     values: defaultdict[Label, list[fx.Node]] = defaultdict(list)
     for node in forward:
         if takes_memory(node):
@@ -64,10 +91,29 @@ def cut(graph: fx.Graph, blocks: Sequence[str]) -> list[Segment]:
         Segment(
             label,
             tuple(nodes),
-            frozenset(value for value in nodes if value not in crossing and _is_recomputable(value)),
+            frozenset(
+                value for value in nodes if value not in crossing and may_recompute(value) and _is_recomputable(value)
+            ),
         )
         for label, nodes in values.items()
     ]
+
+
+def _read_far(
+    forward: Sequence[fx.Node], labels: dict[fx.Node, Label], is_cheap: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """Return the values outside of blocks that a cheap operator reads after more than one further product."""
+    products, before = 0, {}
+    far = set()
+    for node in forward:
+        before[node] = products
+        products += flops(node) > 0
+        if isinstance(labels[node], int) and takes_memory(node) and is_cheap(node):
+            for source in producer(node).all_input_nodes:
+                value = storage_node(source)
+                if products - before.get(value, products) > 1:
+                    far.add(value)
+    return far
 
 
 def takes_memory(node: fx.Node) -> bool:
@@ -106,7 +152,7 @@ def is_weight(value: fx.Node) -> bool:
     return node_role is not None and node_role.kind in ("bucket", "parameter")
 
 
-def _labels(forward: Sequence[fx.Node], blocks: frozenset[str]) -> dict[fx.Node, Label]:
+def _labels(forward: Sequence[fx.Node], blocks: frozenset[str], *, by_stretch: bool = True) -> dict[fx.Node, Label]:
     labels: dict[fx.Node, Label] = {}
     outside = []
     for node in forward:
@@ -120,7 +166,7 @@ def _labels(forward: Sequence[fx.Node], blocks: frozenset[str]) -> dict[fx.Node,
     length = math.isqrt(max(count - 1, 0)) + 1
     seen = 0
     for node in outside:
-        labels[node] = seen // length
+        labels[node] = seen // length if by_stretch else 0
         seen += takes_memory(node)
     # The results of an operator belong together.
     for node in forward:

@@ -214,8 +214,14 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
         ("shard_embeddings",),
     ),
     "cheap": (
-        lambda: step_of(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)), torch.zeros(2**16, 4)),
+        lambda: step_of(nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), torch.zeros(2**10, 512)),
         ("recompute_cheap",),
+    ),
+    "classes": (
+        lambda: step_of(
+            mlp(4, 4), torch.ones(4, 4), torch.zeros(4, dtype=torch.long), loss=cross_entropy, backend="inductor"
+        ),
+        ("mark_fused",),
     ),
     "blocks": (
         lambda: step_of(
@@ -278,7 +284,7 @@ def compared(name: str, step: str) -> str:
     """Show the graph before and after a pass, without source lines."""
     graphs = texts_of(step)
     before = list(graphs)[list(graphs).index(name) - 1]
-    old, new = ([re.sub(r"(  # \w+) \S+:\d+$", r"\1", one) for one in graphs[at]] for at in (before, name))
+    old, new = ([re.sub(r"(  # \w+( \(\w+\))*) \S+:\d+$", r"\1", one) for one in graphs[at]] for at in (before, name))
     shown = [one.rstrip() for one in difflib.unified_diff(old, new, n=len(old) + len(new), lineterm="")][3:]
     return "\n".join([f"{name}, in the step {step!r}", "", *shown, ""])
 

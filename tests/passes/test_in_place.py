@@ -85,7 +85,7 @@ _EMBEDDINGS = ("tokens.weight", "positions.weight")
 def test_what_backward_can_make_again_in_one_pass_is_not_kept() -> None:
     kept, remade = [], []
     for least, found in ((2**62, kept), (1, remade)):
-        with patch.object(recompute_cheap, "_MIN_BYTES", least):
+        with patch.multiple(recompute_cheap, _MIN_BYTES=least, _SHARE=1):
             losses, step = _trained("gpt", "eager")
         found += [losses, step.state_dict(), step.memory.kinds["activations"], _targets(step)]
     torch.testing.assert_close(kept[:2], remade[:2], rtol=0, atol=0)

@@ -337,9 +337,7 @@ class Compiler:
         return zero_dims_on(self.config, mesh, batch.sbp, [*annotations, *experts])
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
-        """Return the names of the blocks that the model repeats, if recomputation needs them."""
-        if self.config.recompute == "none":
-            return ()
+        """Return the names of the blocks that the model repeats."""
         blocks = tuple(repeated_blocks(members.root))
         if self.config.recompute == "blocks" and not blocks:
             raise ConfigError(

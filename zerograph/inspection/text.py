@@ -186,7 +186,8 @@ def _where(node: fx.Node) -> str:
         return ""
     where = origin(node)
     again = " (again)" if meta(node).get("recomputed") else ""
-    return f"  # {where.phase}{again} {where.source}".rstrip()
+    fused = " (fused)" if meta(node).get("fused") else ""
+    return f"  # {where.phase}{again}{fused} {where.source}".rstrip()
 
 
 def _returned(node: fx.Node) -> str:

@@ -5,7 +5,8 @@ after the last node that reads it, as the code of ``torch.fx`` drops every name 
 batch are never freed. The input of an asynchronous collective is freed after the wait. On an accelerator only its own
 memory counts.
 
-The prediction is for a graph that runs node by node. Inductor needs less: values that it fuses are never in memory.
+Values that the backend's compiler fuses into their readers (``mark_fused``) are never in memory. What such a value is
+computed from is read where the value is.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Storage:
         dies: last position at which it is alive.
         read: last position at which a node reads it; after that only a collective in flight keeps it alive.
         is_input: it is an input of the graph.
+        sources: of a fused value, which has no memory: the storages that it is computed from.
     """
 
     bytes: int
@@ -121,6 +123,7 @@ class Storage:
     dies: int
     read: int
     is_input: bool = False
+    sources: Sequence[Storage] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,6 +302,10 @@ class _Walk:
             ]
             return [self._new(position, kind, value) for kind, value in zip(kinds, node.meta["val"], strict=True)]
         kind = self._kind(node)
+        if meta(node).get("fused"):
+            read = [storage for source in node.all_input_nodes for storage in self.of[source] if storage is not None]
+            self.storages.append(Storage(0, kind, position, position, position, sources=read))
+            return [self.storages[-1]]
         sources = shared_arguments(node)
         storages: list[Storage | None] = []
         for index, value in enumerate(_values(node)):
@@ -345,7 +352,9 @@ def _extend(storages: Iterable[Storage | None], position: int) -> None:
     """Extend the lives of storages that are read at a position."""
     for storage in filter(None, storages):
         storage.dies = max(storage.dies, position)
-        storage.read = max(storage.read, position)
+        if storage.read < position:
+            storage.read = position
+            _extend(storage.sources, position)
 
 
 def _values(node: fx.Node) -> Sequence[Any]:

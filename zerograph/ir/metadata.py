@@ -259,6 +259,7 @@ class NodeMeta(_Global, total=False):
 
     Attributes:
         compiled: on a call of a compiled piece: names of the nodes in it.
+        fused: the backend's compiler computes the value where it is read and never stores it, as predicted.
     """
 
     val: Any
@@ -293,6 +294,7 @@ class NodeMeta(_Global, total=False):
     loop: Loop
     draw_dim: int
     compiled: Sequence[str]
+    fused: bool
 
 
 def meta(node: fx.Node) -> NodeMeta:

@@ -1,0 +1,134 @@
+"""mark_fused: mark what a compiler computes where it is read, so that the memory estimate leaves it out.
+
+Inductor computes a pointwise value in the loops that read it, and never stores it, if only loops read it. A scatter of
+one element a row into a constant, which the gradient of a cross entropy is, would be stored: as a comparison of
+positions it is a pointwise value, with the same bits.
+
+The marks predict what the compiler does from operators alone. Marked nodes stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload, is_mutable
+from zerograph.ir.alias import base_of, is_view
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import drop_unused, emit, emit_like
+from zerograph.ir.sbp import NdSbp, broadcast
+from zerograph.passes.context import Context
+
+aten = torch.ops.aten
+
+# Operators that Inductor turns into a pointwise expression, beside those that torch tags so.
+_EXPRESSIONS = {
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.full.default,
+    aten.full_like.default,
+    aten.slice_scatter.default,
+    aten.zeros.default,
+    aten.zeros_like.default,
+}
+# Further operators whose loops compute what they read.
+_LOOPS = {
+    aten.amax.default,
+    aten.amin.default,
+    aten.copy_.default,
+    aten.gather.default,
+    aten.linalg_vector_norm.default,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var_mean.correction,
+}
+# Operators of the longest chain: Inductor stores the values of larger expressions.
+_DEEPEST = 32
+
+
+def mark_fused(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+    """Mark values that the backend's compiler fuses into their readers, so that they take no memory."""
+    if context.backend.node_by_node:
+        return module
+    for node in module.graph.find_nodes(op="call_function", target=aten.scatter.src):
+        _compare(node, (broadcast,) * context.mesh.dims)
+    drop_unused(module.graph)
+    depths: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        depth = max((depths.get(base_of(source), 0) for source in node.all_input_nodes), default=0) + 1
+        if depth <= _DEEPEST and _is_expression(node) and all(_fuses(node, reader) for reader in _readers(node)):
+            meta(node)["fused"] = True
+            depths[node] = depth
+    return module
+
+
+def _compare(scatter: fx.Node, everywhere: NdSbp) -> None:
+    """Replace a scatter of one element a row into a constant by a comparison of positions."""
+    constant, dim, index, source = scatter.args
+    assert isinstance(constant, fx.Node)
+    assert isinstance(index, fx.Node)
+    assert isinstance(source, fx.Node)
+    assert isinstance(dim, int)
+    whole: Tensor = scatter.meta["val"]
+    # All rows have an index: a scatter leaves further ones as they are.
+    one_each = [size if place != dim % whole.dim() else 1 for place, size in enumerate(whole.shape)]
+    if constant.target is not aten.full.default or list(index.meta["val"].shape) != one_each:
+        return
+    if list(source.meta["val"].shape) != one_each:
+        return
+    column = [-1 if place == dim % whole.dim() else 1 for place in range(whole.dim())]
+    number = index.meta["val"].dtype
+    graph, of = scatter.graph, origin(scatter)
+    with graph.inserting_before(scatter):
+        counted = (whole.shape[dim],)
+        positions = emit(graph, aten.arange.default, counted, of, sbp=everywhere, dtype=number, device=whole.device)
+        positions = emit(graph, aten.view.default, (positions, column), of, sbp=everywhere)
+        filler = emit(
+            graph,
+            aten.scalar_tensor.default,
+            constant.args[1:],
+            of,
+            sbp=everywhere,
+            dtype=whole.dtype,
+            device=whole.device,
+        )
+        is_there = emit_like(scatter, aten.eq.Tensor, positions, index)
+        scatter.replace_all_uses_with(emit_like(scatter, aten.where.self, is_there, source, filler))
+
+
+def _is_expression(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or is_mutable(node.target) or is_view(node):
+        return False
+    if not isinstance(node.meta.get("val"), Tensor) or "boxing" in node.meta:
+        return False
+    return torch.Tag.pointwise in node.target.tags or node.target in _EXPRESSIONS
+
+
+def _fuses(node: fx.Node, reader: fx.Node) -> bool:
+    """Return whether the reader is a loop that may compute the node's value: not one of another phase."""
+    target = reader.target
+    is_loop = isinstance(target, OpOverload) and (
+        torch.Tag.pointwise in target.tags or target in _EXPRESSIONS or target in _LOOPS
+    )
+    return is_loop and origin(reader).phase == origin(node).phase
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that read the node's value or a view of it."""
+    for user in node.users:
+        if is_view(user) or user.target is aten._unsafe_view.default:
+            yield from _readers(user)
+        else:
+            yield user
