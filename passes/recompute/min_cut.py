@@ -121,7 +121,8 @@ def _read_by(maker: fx.Node) -> Iterator[fx.Node]:
 def parts(problem: Problem) -> list[tuple[Problem, tuple[int, ...]]]:
     """Return the independent parts of a problem, and the numbers of the values of each.
 
-    Parts share no operator, and no value that takes bytes to save. Small problems are solved faster, and more are equal.
+    Parts share no operator, and no value that takes bytes to save. Small problems are solved faster, and more of them
+    are equal.
     """
     parents = list(range(len(problem.values)))
 

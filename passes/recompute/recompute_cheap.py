@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import COPIES
-from zerograph.ir.metadata import origin
 from zerograph.passes.context import Context
-from zerograph.passes.recompute.cost import flops, local_bytes, operator_work
+from zerograph.passes.recompute.cost import local_bytes, operator_work
 from zerograph.passes.recompute.min_cut import Choice, Problem, cheapest, parts, pose, read_in_backward
 from zerograph.passes.recompute.recompute import recompute_values
 from zerograph.passes.recompute.segments import Segment, cut_nearby, producer

@@ -369,8 +369,8 @@ def _check_devices(members: Members, batch: Batch) -> None:
         if tensor.device.type == "meta":
             raise InputError(
                 f"{name} is on the meta device and has no values\n"
-                "Construct the model inside zg.sharded_init(), which gives each rank its part of the values, or move it "
-                "by model.to_empty(device=...) and load its state_dict()."
+                "Construct the model inside zg.sharded_init(), which gives each rank its part of the values, or move "
+                "it by model.to_empty(device=...) and load its state_dict()."
             )
     places = {tensor.device: name for name, tensor in reversed(state.items())}
     for name, spec in zip(batch.names, batch.specs, strict=True):
