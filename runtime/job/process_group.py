@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import importlib.metadata
 import platform
 import sys
 import weakref
@@ -167,7 +166,7 @@ def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, li
 def _versions() -> dict[str, str]:
     """Return the versions that change numbers, or the order of the user's batches, if ranks differ in them."""
     return {
-        "the version of zerograph": importlib.metadata.version("zerograph"),
+        "the version of zerograph": sys.modules["zerograph"].__version__,
         "the version of torch": torch.__version__,
         "the version of Python": platform.python_version().rpartition(".")[0],
     }

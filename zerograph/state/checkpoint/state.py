@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +71,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
     steps, passes, seed = parts.counts
     unsaved = _torch.unsaved_buffers(members.root)
     document = {
-        "versions": {"zerograph": importlib.metadata.version("zerograph"), "torch": torch.__version__},
+        "versions": {"zerograph": sys.modules["zerograph"].__version__, "torch": torch.__version__},
         "configuration": configuration,
         "ranks": job.size,
         "steps_done": steps,
