@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from zerograph.capture.guards import Identity, attribute_guards, module_guards
 from zerograph.capture.trace import TensorSpec
 from zerograph.capture.wrappers import check_modules
 from zerograph.compiler.placement import to_local
-from zerograph.errors import ConfigError, PlacementError
+from zerograph.errors import ConfigError, InputError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
@@ -93,6 +93,33 @@ class Members:
     def module_facts(self) -> tuple[Any, ...]:
         """Facts of the modules at the first read. :class:`Tree` tells whether they still hold."""
         return module_guards(self.root)
+
+
+def check_devices(members: Members, inputs: Iterable[tuple[str, torch.device]]) -> None:
+    """Refuse parameters and buffers without values, and inputs on a device where the model has none.
+
+    Args:
+        members: the modules, and their tensors.
+        inputs: name and device of each input with a dimension. Others may be on any device.
+
+    Raises:
+        InputError: names the tensor, and both devices or what to do.
+    """
+    state = {**members.parameters, **members.buffers}
+    for name, tensor in state.items():
+        if tensor.device.type == "meta":
+            raise InputError(
+                f"{name} is on the meta device and has no values\n"
+                "Construct the model inside zg.sharded_init(), which gives each rank its part of the values, or move "
+                "it by model.to_empty(device=...) and load its state_dict()."
+            )
+    places = {tensor.device: name for name, tensor in reversed(state.items())}
+    for name, device in inputs:
+        if places and device not in places:
+            place, first = list(places.items())[-1]
+            raise InputError(
+                f"{name} is on {device}, and {first} on {place}\nMove the input before the call: x.to({str(place)!r})."
+            )
 
 
 def find_members(attributes: Mapping[str, Any]) -> Members:

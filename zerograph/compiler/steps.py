@@ -22,6 +22,7 @@ from zerograph.compiler.members import (
     Tree,
     adopt_global,
     capture_facts,
+    check_devices,
     current,
     has_global,
     layout_facts,
@@ -210,7 +211,9 @@ class Steps:
         _check_usable(stores_of(members.parameters.values()))
         refuse_hooks_before(call.optimizers)
         batch = self._read(call.arguments, call.job.mesh, call.job.grid)
-        _check_devices(members, batch)
+        check_devices(
+            members, [(name, spec.device) for name, spec in zip(batch.names, batch.specs, strict=True) if spec.shape]
+        )
         self._compiler.updates.lift_changed(call.config)
         facts = self._facts(members)
         situation = Situation(
@@ -354,29 +357,3 @@ def _check_usable(stores: Iterable[Store]) -> None:
         if store.is_unsharded:
             raise InputError("the graph was called inside full_parameters(): leave it first")
         store.check_aliases()
-
-
-def _check_devices(members: Members, batch: Batch) -> None:
-    """Refuse parameters and buffers without values, and inputs on a device where the model has none.
-
-    0-d inputs may be on any device.
-
-    Raises:
-        InputError: names the tensor, and both devices or what to do.
-    """
-    state = {**members.parameters, **members.buffers}
-    for name, tensor in state.items():
-        if tensor.device.type == "meta":
-            raise InputError(
-                f"{name} is on the meta device and has no values\n"
-                "Construct the model inside zg.sharded_init(), which gives each rank its part of the values, or move "
-                "it by model.to_empty(device=...) and load its state_dict()."
-            )
-    places = {tensor.device: name for name, tensor in reversed(state.items())}
-    for name, spec in zip(batch.names, batch.specs, strict=True):
-        if places and spec.shape and spec.device not in places:
-            device, first = list(places.items())[-1]
-            raise InputError(
-                f"{name} is on {spec.device}, and {first} on {device}\n"
-                f"Move the input before the call: x.to({str(device)!r})."
-            )

@@ -22,7 +22,7 @@ from zerograph._torch import pytree
 from zerograph.capture.modes import ADVICE_BY_OPERATOR
 from zerograph.capture.random_operators import known_truth, note_comparison
 from zerograph.capture.substitutes import substituted
-from zerograph.compiler.members import Members
+from zerograph.compiler.members import Members, check_devices
 from zerograph.errors import CaptureError
 from zerograph.loops import batchwise, counts
 from zerograph.loops.deferred import Meta, name_of, replaying
@@ -79,6 +79,8 @@ class Outcomes:
         keys = tuple(_key(argument) for argument in arguments)
         key = (where, facts, keys, tree, with_gradients, self.parts(), self.amp_dtype())
         if (outcome := self._cache.get(key)) is None:
+            if opaque:
+                check_devices(self.members(), _placed(arguments, tree))
             run = _Run(self.members(), function, tree, with_gradients, self.amp_dtype(), opaque)
             outcome = self._cache[key] = self._outcome(run, arguments)
         if not opaque:
@@ -289,6 +291,21 @@ class _Run:
         fake = torch.empty(meta.whole if whole else meta.shape, dtype=meta.dtype, device=meta.device)
         # Not a leaf: torch would refuse to write to it, before we can report that.
         return fake.requires_grad_().clone() if meta.requires_grad else fake
+
+
+def _placed(arguments: Sequence[Any], tree: pytree.TreeSpec) -> Iterator[tuple[str, torch.device]]:
+    """Yield name and device of each tensor among a call's arguments that has a dimension."""
+    try:
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(len(arguments))), tree))
+        names = [
+            f"{'args' if pytree.keystr(path[:1]) == '[0]' else 'kwargs'}{pytree.keystr(path[1:])}" for path, _ in paths
+        ]
+    except ValueError:
+        # A type of a library that is registered without keys.
+        names = [f"tensor {number} of the call" for number in range(len(arguments))]
+    for name, argument in zip(names, arguments, strict=True):
+        if isinstance(argument, Operand) and argument.meta.shape:
+            yield name, argument.meta.device
 
 
 class _Watch(_torch.TorchDispatchMode):
