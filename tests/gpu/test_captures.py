@@ -1,4 +1,4 @@
-"""What a capture for a GPU replaces: attention with dropout, and recurrent layers, whose kernels no rule knows."""
+"""Captures on a GPU: attention with dropout, recurrent layers, devices of inputs."""
 
 from __future__ import annotations
 
