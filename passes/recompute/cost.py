@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
+from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD, POSITIONS
 from zerograph.ir.flex_attention import flex_attention, scores_of
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta, value
@@ -52,12 +53,13 @@ def flops(node: fx.Node) -> int:
     args: Any
     kwargs: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-    if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return int(sdpa_flop_count(*(largest(tensor.shape) for tensor in args[:3])))
-    if target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return int(sdpa_backward_flop_count(*(largest(tensor.shape) for tensor in args[:4])))
     if (scores := scores_of(node)) is not None:
         # Two products in forward; in backward these again, and two for each.
         return 2 * math.prod(scores[0]) * scores[1] * (1 if target is flex_attention else 3)
+    # Two products in forward and five in backward. torch's formulas refuse heads of keys that several of queries share.
+    if target is FORWARD or target in ACCELERATED:
+        return 4 * math.prod(largest(args[0].shape)) * largest(args[1].shape)[POSITIONS]
+    if target is BACKWARD or target in ACCELERATED.values():
+        return 10 * math.prod(largest(args[1].shape)) * largest(args[2].shape)[POSITIONS]
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     return 0 if formula is None else largest((formula(*args, **kwargs, out_val=value(node)),))[0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import deviation
 
 WIDTH, LAYERS = 512, 8
 
@@ -56,7 +57,8 @@ def test_it_trains_as_without(tmp_path: Path, stage: int, files: bool, amp: bool
     wanted, there, whole = trained(None, None, stage, amp=amp)
     # Two kernels of one formula, and reductions in another order.
     torch.testing.assert_close(losses, wanted, rtol=1e-3, atol=1e-5)
+    # An entry whose gradient is about 0 moves by the learning rate in a direction that rounding decides.
     for one, other in zip(parameters, there, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+        assert deviation(one, other) < 1e-3
     state = 3 * 4 * LAYERS * WIDTH * (WIDTH + 1)
     assert whole - held > 0.9 * state
