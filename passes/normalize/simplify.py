@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Merge equal casts; drop copies over unread memory, slices of all, empty parts; make lookups of all views."""
+    """Merge equal casts; drop needless copies and slices; replace lookups of everything by views."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor):
         _replace(node, _whole(node, 0))

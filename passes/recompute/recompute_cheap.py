@@ -4,16 +4,16 @@ Activation functions, gates, norms, casts, rotations and expansions of a value r
 Backward recomputes them from the values that it has anyway, or from smaller ones: by the same operators from the same
 numbers, bitwise. What is saved and what is recomputed is a minimum cut (``min_cut``), as in ``torch.compile``.
 
-A byte less is worth some bytes of work, at first many. If recomputation would then take more than a share of the
-segment's own work, it is worth fewer, and so on. Work counts in bytes moved; operations of products count as the
-bytes that the device moves in the same time. So a narrow model, whose products take little time, recomputes less than a
-wide one, and a machine with fast products less than one with fast memory. Inductor fuses recomputed operators with
-those that read them: most of what they move in eager mode then never is in memory.
+Recomputation that saves most bytes for its work comes first, up to a share of the segment's own work. Work counts in
+bytes moved; operations of products count as the bytes that the device moves in the same time. So a narrow model, whose
+products take little time, recomputes less than a wide one, and a machine with fast products less than one with fast
+memory. Inductor fuses recomputed operators with those that read them: most of what they move in eager mode then never
+is in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 
 import torch
 from torch import fx
@@ -30,10 +30,10 @@ aten = torch.ops.aten
 
 # Minimum bytes on a rank to recompute a value.
 _MIN_BYTES = 2**16
-# Bytes of work that a byte less is worth at first.
-_PRICE = 16
+# Bytes of work that a byte less in memory may cost, from the cheapest recomputation to the dearest. The lowest is free.
+_PRICES = (0, 1, 2, 3, 4, 6, 9, 12, 16)
 # Recomputation takes at most this share of a segment's work in forward and backward.
-_SHARE, _FUSED_SHARE = 1 / 32, 1 / 4
+_SHARE, _FUSED_SHARE = 1 / 24, 1 / 4
 # Operators beside pointwise ones that pass over memory once.
 _PASSES_OVER_MEMORY = COPIES | {aten.native_layer_norm.default, aten.native_group_norm.default, aten.cat.default}
 # Where they are fused with their gradients, only the sums of rows are in memory a second time.
@@ -43,7 +43,6 @@ _FUSED_SOFTMAX = {aten._softmax.default, aten._log_softmax.default}
 def recompute_cheap(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Recompute activation functions, norms, casts and the like in backward where that saves memory for little work."""
     graph = module.graph
-
     fuses = not context.backend.node_by_node
 
     def is_cheap(value: fx.Node) -> bool:
@@ -76,15 +75,23 @@ def _work(segment: Segment, context: Context) -> int:
     return 3 * sum(operator_work(node, context.mesh) for node in dict.fromkeys(map(producer, segment.values)))
 
 
-def _recomputed(problem: Problem, limit: int, known: dict[tuple[Problem, int], Choice]) -> Iterable[int]:
-    """Return the numbers of the values to recompute, at the highest price whose work is within the limit."""
-    independent = parts(problem)
-    price = _PRICE
-    while price:
-        for part, _ in independent:
-            if (part, price) not in known:
-                known[part, price] = cheapest(part, price, 1)
-        if sum(known[part, price].work for part, _ in independent) <= limit:
-            return [numbers[number] for part, numbers in independent for number in known[part, price].recomputed]
-        price = price * 3 // 4
-    return ()
+def _recomputed(problem: Problem, limit: int, known: dict[tuple[Problem, int], Choice]) -> set[int]:
+    """Return the numbers of the values to recompute: what is worth most first, while the work is within the limit."""
+    independent, numbers = zip(*parts(problem), strict=True)
+
+    def choice(part: Problem, price: int) -> Choice:
+        if (part, price) not in known:
+            known[part, price] = cheapest(part, price, 1)
+        return known[part, price]
+
+    chosen = [choice(part, _PRICES[-1]) for part in independent]
+    work = sum(each.work for each in chosen)
+    if work > limit:
+        chosen = [choice(part, _PRICES[0]) for part in independent]
+        work = sum(each.work for each in chosen)
+        for price, (index, part) in itertools.product(_PRICES[1:], enumerate(independent)):
+            more = choice(part, price)
+            if work + more.work - chosen[index].work <= limit:
+                work += more.work - chosen[index].work
+                chosen[index] = more
+    return {places[number] for each, places in zip(chosen, numbers, strict=True) for number in each.recomputed}

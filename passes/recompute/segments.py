@@ -61,8 +61,8 @@ def cut(graph: fx.Graph, blocks: Sequence[str]) -> list[Segment]:
 def cut_nearby(graph: fx.Graph, blocks: Sequence[str], is_cheap: Callable[[fx.Node], bool]) -> list[Segment]:
     """Return the blocks, and a segment of all nodes outside of blocks. Only cheap values are recomputable.
 
-    Outside of blocks, only those are that no cheap operator reads after further products. Otherwise residual
-    connections would lead recomputation through the whole model.
+    Outside of blocks, a value that a cheap operator reads after further products is not recomputable. Otherwise
+    residual connections would lead recomputation through the whole model.
 
     Args:
         graph: the graph.
