@@ -1,10 +1,7 @@
 """mark_fused: mark what a compiler computes where it is read, so that the memory estimate leaves it out.
 
-Inductor computes a pointwise value in the loops that read it, and never stores it, if only loops read it. A scatter of
-one element a row into a constant, which the gradient of a cross entropy is, would be stored: as a comparison of
-positions it is a pointwise value, with the same bits.
-
-The marks predict what the compiler does from operators alone. Marked nodes stay as they are.
+Inductor computes a pointwise value in the loops that read it, and never stores it, if only loops read it. A scatter is
+stored, the constant that it writes to is not. The marks predict this from operators alone. They change no node.
 """
 
 from __future__ import annotations
@@ -17,8 +14,6 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, is_mutable
 from zerograph.ir.alias import base_of, is_view
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import drop_unused, emit, emit_like
-from zerograph.ir.sbp import NdSbp, broadcast
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -50,6 +45,8 @@ _LOOPS = {
     aten.native_group_norm_backward.default,
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
+    aten.scatter.src,
+    aten.scatter.value,
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.var_mean.correction,
@@ -62,9 +59,6 @@ def mark_fused(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Mark values that the backend's compiler fuses into their readers, so that they take no memory."""
     if context.backend.node_by_node:
         return module
-    for node in module.graph.find_nodes(op="call_function", target=aten.scatter.src):
-        _compare(node, (broadcast,) * context.mesh.dims)
-    drop_unused(module.graph)
     depths: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         depth = max((depths.get(base_of(source), 0) for source in node.all_input_nodes), default=0) + 1
@@ -72,40 +66,6 @@ def mark_fused(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             meta(node)["fused"] = True
             depths[node] = depth
     return module
-
-
-def _compare(scatter: fx.Node, everywhere: NdSbp) -> None:
-    """Replace a scatter of one element a row into a constant by a comparison of positions."""
-    constant, dim, index, source = scatter.args
-    assert isinstance(constant, fx.Node)
-    assert isinstance(index, fx.Node)
-    assert isinstance(source, fx.Node)
-    assert isinstance(dim, int)
-    whole: Tensor = scatter.meta["val"]
-    # All rows have an index: a scatter leaves further ones as they are.
-    one_each = [size if place != dim % whole.dim() else 1 for place, size in enumerate(whole.shape)]
-    if constant.target is not aten.full.default or list(index.meta["val"].shape) != one_each:
-        return
-    if list(source.meta["val"].shape) != one_each:
-        return
-    column = [-1 if place == dim % whole.dim() else 1 for place in range(whole.dim())]
-    number = index.meta["val"].dtype
-    graph, of = scatter.graph, origin(scatter)
-    with graph.inserting_before(scatter):
-        counted = (whole.shape[dim],)
-        positions = emit(graph, aten.arange.default, counted, of, sbp=everywhere, dtype=number, device=whole.device)
-        positions = emit(graph, aten.view.default, (positions, column), of, sbp=everywhere)
-        filler = emit(
-            graph,
-            aten.scalar_tensor.default,
-            constant.args[1:],
-            of,
-            sbp=everywhere,
-            dtype=whole.dtype,
-            device=whole.device,
-        )
-        is_there = emit_like(scatter, aten.eq.Tensor, positions, index)
-        scatter.replace_all_uses_with(emit_like(scatter, aten.where.self, is_there, source, filler))
 
 
 def _is_expression(node: fx.Node) -> bool:
