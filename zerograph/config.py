@@ -272,7 +272,8 @@ class Config:
         "none",
         one_of("none", "blocks", "auto"),
         """Values that backward recomputes instead of keeping them; numbers and model stay the same. ``"none"``
-        (default): only activation functions and norms, which cost one pass over memory. ``"blocks"``: everything in the
+        (default): only what passes over memory compute (activation functions, gates, norms, casts), as long as it takes
+        little time beside the products; more of it under Inductor, which fuses it. ``"blocks"``: everything in the
         blocks that the model repeats (children of one class in an ``nn.ModuleList`` or ``nn.Sequential``) except their
         inputs. ``"auto"``: what costs the least work, matrix products last, and only as much as ``memory_budget``
         requires; without a budget the same as ``"none"``. On an accelerator, activations whose copies to the CPU and
