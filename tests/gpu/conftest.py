@@ -17,7 +17,7 @@ import torch
 from tests.gpu import FOLDER
 
 # Most telling first: what a time limit cuts off is what is known best.
-ORDER = ("families", "waiting", "two_ranks", "trainer", "options", "attention", "offload")
+ORDER = ("families", "waiting", "captures", "two_ranks", "trainer", "options", "attention", "offload")
 # A test that takes longer on a card hangs.
 PATIENCE = 120
 
