@@ -18,12 +18,12 @@ from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.compile_cache import share
-from zerograph.runtime.backends.pieces import Piece, by_tensors, cut
+from zerograph.runtime.backends.pieces import Piece, Program, by_tensors, cut
 from zerograph.runtime.backends.regions import cut_regions
 
 # Takes one list of inputs, and clears it to free what nothing else holds.
 Function = Callable[[list[Any]], Sequence[Any]]
-Cut = Callable[[fx.Graph], list[fx.Node | Piece]]
+Cut = Callable[[fx.Graph], Program]
 
 
 def compile_pieces(graph: fx.GraphModule, cutter: Cut | None = None) -> fx.GraphModule:

@@ -104,28 +104,41 @@ class Piece:
         return "\n".join([where, *sources, f"operators: {', '.join(operators)}"])
 
 
-def cut(graph: fx.Graph) -> list[fx.Node | Piece]:
+Program = list["fx.Node | Piece"]
+
+
+def cut(graph: fx.Graph) -> Program:
     """Return the graph as a program: nodes to run as they are, and pieces to compile.
 
     Nodes outside of pieces keep their order. A piece runs as soon as no further node can join it, at the latest before
     a node that reads one of its values or writes to one of its inputs. So no value lives much longer than without
     pieces.
     """
-    cutter = _Cutter(graph)
+    cutter = Cutter(graph)
     for node in graph.nodes:
         cutter.place(node)
-    outside = {argument for step in cutter.program if isinstance(step, fx.Node) for argument in step.all_input_nodes}
+    return read_numbers(graph, cutter.program)
+
+
+def read_numbers(graph: fx.Graph, program: Program) -> Program:
+    """Return the program without the numbers that no node outside of pieces reads: pieces take the tensors."""
+    outside = {argument for step in program if isinstance(step, fx.Node) for argument in step.all_input_nodes}
     outside.update(graph.output_node().all_input_nodes)
-    return [step for step in cutter.program if isinstance(step, Piece) or not is_number(step) or step in outside]
+    return [step for step in program if isinstance(step, Piece) or not is_number(step) or step in outside]
 
 
-class _Cutter:
-    """Visit nodes in order; ``program`` grows by nodes and finished pieces."""
+class Cutter:
+    """Visit nodes in order; ``program`` grows by nodes and finished pieces.
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.program: list[fx.Node | Piece] = []
+    Args:
+        graph: the emitted graph.
+        of_updates: only nodes of the update join pieces.
+    """
+
+    def __init__(self, graph: fx.Graph, *, of_updates: bool = False) -> None:
+        self.program: Program = []
         self._memory = memory_owners(graph)
-        self._fusible = _fusible(graph)
+        self._fusible = {node for node in _fusible(graph) if not of_updates or origin(node).phase == "update"}
         self._with_symbols = symbol_inputs(graph)
         self._open: list[OpenPiece] = []
         self._placed: set[fx.Node] = set()
@@ -154,6 +167,10 @@ class _Cutter:
         self._open.append(into)
         if not into.waiting:
             self._close([into])
+
+    def close(self) -> None:
+        """Append all open pieces to the program."""
+        self._close(list(self._open))
 
     def _is_of_open_piece(self, view: fx.Node) -> bool:
         """Return whether a view is of memory of an open piece.
@@ -390,20 +407,31 @@ class OpenPiece:
                 own[argument] = own.get(argument, False) or is_written
         self.waiting = (self.waiting | other.waiting) - set(self.nodes)
 
-    def finish(self, with_symbols: WithSymbols) -> list[fx.Node | Piece]:
+    def finish(self, with_symbols: WithSymbols) -> Program:
         """Return one piece, or the nodes as they are if there is nothing to fuse."""
         if sum(map(_loops, self.nodes)) < 2 or not any(map(_is_large, self.nodes)):
             return list(self.nodes)
         return [self.piece(with_symbols)]
 
-    def piece(self, with_symbols: WithSymbols) -> Piece:
-        """Return the nodes as one piece."""
-        nodes = list(self.nodes)
-        inputs = dict.fromkeys(a for node in nodes for a in reads(node) if a not in self.nodes)
-        results = [_before_writes(node) for node in nodes if any(user not in self.nodes for user in node.users)]
+    def piece(self, with_symbols: WithSymbols, late: Collection[fx.Node] = ()) -> Piece:
+        """Return the nodes as one piece.
+
+        Args:
+            with_symbols: see :func:`symbol_inputs`.
+            late: views that are computed again outside: their sources leave the piece in their place.
+        """
+        nodes: dict[fx.Node, None] = {}
+        for node in reversed(self.nodes):
+            if node not in late or any(user in nodes for user in node.users):
+                nodes[node] = None
+        nodes = dict.fromkeys(reversed(nodes))
+        inputs = dict.fromkeys(a for node in nodes for a in reads(node) if a not in nodes)
+        leaving = [n for n in nodes if n not in late and any(user not in nodes or user in late for user in n.users)]
         # Tensors from outside that the piece writes to are no outputs.
-        outputs = dict.fromkeys(node for node in results if node in self.nodes and isinstance(node.meta["val"], Tensor))
-        return Piece(nodes, with_symbols(inputs), list(outputs))
+        outputs = [
+            node for node in map(_before_writes, leaving) if node in nodes and isinstance(node.meta["val"], Tensor)
+        ]
+        return Piece(list(nodes), with_symbols(inputs), list(dict.fromkeys(outputs)))
 
 
 def _before_writes(node: fx.Node) -> fx.Node:

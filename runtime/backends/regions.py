@@ -19,10 +19,12 @@ from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.ir.metadata import origin
 from zerograph.runtime.backends.pieces import (
     FACTORIES,
+    Cutter,
     OpenPiece,
-    Piece,
+    Program,
     memory_owners,
     on_tensors,
+    read_numbers,
     symbol_inputs,
 )
 
@@ -43,26 +45,31 @@ _COSTS_NOTHING = {getitem, *FACTORIES}
 _SMALLEST_LAYER = 12
 
 
-def cut_regions(graph: fx.Graph) -> list[fx.Node | Piece]:
-    """Return forward and backward as a program: regions to compile, and nodes to run as they are.
+def cut_regions(graph: fx.Graph) -> Program:
+    """Return the graph as a program: regions of forward and backward, pieces of updates, and nodes to run as they are.
 
     A region ends where a layer ends, before a wait for a collective that its products overlap, and before a node that
-    reads one of its values or writes to one of its inputs. Updates are not in regions. A collective that reads a value
-    of a region starts when the region has run; collectives keep their order.
+    reads one of its values or writes to one of its inputs. A collective that reads a value of a region starts when the
+    region has run; collectives keep their order.
     """
     cutter = _Cutter(graph)
     for node in graph.nodes:
         if node.op != "output":
             cutter.place(node)
     cutter.close()
-    return cutter.program
+    cutter.others.close()
+    return read_numbers(graph, cutter.others.program)
 
 
 class _Cutter:
-    """Visit nodes in order; ``program`` grows by nodes and finished regions."""
+    """Visit nodes in order; the program grows by nodes and finished regions.
+
+    Attributes:
+        others: puts what is in no region into the program.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.program: list[fx.Node | Piece] = []
+        self.others = Cutter(graph, of_updates=True)
         self._with_symbols = symbol_inputs(graph)
         self._memory = memory_owners(graph)
         self._layers = _layers(graph)
@@ -89,13 +96,34 @@ class _Cutter:
         self._placed.update(results)
 
     def close(self) -> None:
-        """Append the region to the program, and the collectives that wait for it."""
+        """Append the region to the program, then the views of its values, and the collectives that wait for it."""
         computed = [node for node in self._region.nodes if not is_view(node) and node.target not in _COSTS_NOTHING]
+        following = list(self._region.nodes)
         # A compiler gains nothing by a single operator.
-        whole = len(computed) > 1
-        self.program += [self._region.piece(self._with_symbols)] if whole else list(self._region.nodes)
-        self.program += self._starts
+        if len(computed) > 1:
+            views = self._leaving_views()
+            self.others.close()
+            self.others.program.append(self._region.piece(self._with_symbols, views))
+            following = list(views)
+        for node in (*following, *self._starts):
+            self.others.place(node)
         self._region, self._starts = OpenPiece(self._memory), {}
+
+    def _leaving_views(self) -> dict[fx.Node, None]:
+        """Return the views of the region's values that nodes outside read, with those that they are views of.
+
+        Inductor would store an expanded view as a copy, and hold several views of a value as several values.
+        """
+        nodes = self._region.nodes
+        leaving: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if (
+                is_view(node)
+                and node.args[0] in nodes
+                and any(user not in nodes or user in leaving for user in node.users)
+            ):
+                leaving.add(node)
+        return dict.fromkeys(node for node in nodes if node in leaving)
 
     def _place_outside(self, node: fx.Node) -> None:
         if "boxing" in node.meta and node.users and all(user.target is WAIT for user in node.users):
@@ -108,7 +136,7 @@ class _Cutter:
             or self._ends(node)
         ):
             self.close()
-        self.program.append(node)
+        self.others.place(node)
 
     def _ends(self, node: fx.Node) -> bool:
         """Return whether the node waits for a collective that the region overlaps.

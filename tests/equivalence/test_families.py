@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tests.equivalence.families import FAMILIES
 from tests.equivalence.family import Family
 from tests.equivalence.mesh_layouts import ON_A_MESH
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
 from tests.pool import Pool
-from zerograph import Collective
+from zerograph import Collective, _torch
+from zerograph.runtime.backends import inductor, regions
+from zerograph.runtime.backends.pieces import Piece
 
 # Placement, which is where families differ, does not depend on the stage: a transformer shows that all four agree
 # (convolutions with batch norm: test_stages; routed experts: test_experts), of the others stage 3.
@@ -94,3 +98,33 @@ def test_gradients_that_do_not_depend_on_the_batch_are_added_once(pool: Pool) ->
     wanted = train_plainly(PENALISED)
     for results in pool.run(2, train_penalised)[0]:
         assert all(largest_deviation(results[stage], wanted) <= 2e-6 for stage in STAGES)
+
+
+def as_it_is(piece: fx.GraphModule, values: Sequence[Any], *_: Any) -> Any:
+    """Run a region operator by operator, given the strides that it is compiled for."""
+    strides = [value.stride() for value in values if isinstance(value, Tensor)]
+
+    def run(inputs: list[Any]) -> Any:
+        assert [value.stride() for value in inputs if isinstance(value, Tensor)] == strides
+        return piece(*inputs)
+
+    return run
+
+
+def train_in_regions(name: str) -> tuple[Result, int]:
+    """What regions of an accelerator compute, and their number."""
+    cut = Mock(side_effect=regions.cut_regions)
+    with patch.object(inductor, "_on_accelerator", return_value=True), patch.object(inductor, "cut_regions", cut):
+        with patch.object(_torch, "inductor", as_it_is):
+            results, _step = train(FAMILIES[name], stages=(3,), backend="inductor")
+        program = regions.cut_regions(cut.call_args.args[0])
+    return results[3], sum(isinstance(part, Piece) for part in program)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet", "t5"])
+def test_regions_compute_what_the_operators_compute(pool: Pool, name: str) -> None:
+    """What Inductor makes of a region is tested by ``tests/gpu``: here each runs as it is."""
+    wanted, _ = pool.run(2, train_as_rank, name, (3,))[0]
+    result, count = pool.run(2, train_in_regions, name)[0]
+    assert equal(result, wanted[3])
+    assert count > 2

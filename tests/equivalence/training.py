@@ -66,11 +66,12 @@ def train(
     stages: Sequence[Stage] = STAGES,
     bucket_size: int | None = None,
     arrangement: Arrangement | None = None,
+    backend: str = "auto",
 ) -> tuple[dict[Stage, Result], LossStep]:
     """Each stage from the same beginning, as the rank that this is; one graph, so that it is captured once."""
     model = make(family, dtype)
     step = LossStep(model, optimizer(model))
-    step.config.bucket_size = bucket_size
+    step.config.bucket_size, step.config.backend = bucket_size, backend
     own = part if arrangement is None else arrangement.part
     if arrangement is not None:
         arrangement.place(model)

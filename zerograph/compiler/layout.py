@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, lay
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.metadata import role
+from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.offload import offload_device
 from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, dims_split, show
@@ -139,7 +139,8 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    layout = [*kept, *_new_buckets(mesh, zero_dims, members, config, updates, edits, copies, loose)]
+    tied = members.tied() - _used_once(captured)
+    layout = [*kept, *_new_buckets(mesh, zero_dims, members, config, updates, edits, copies, tied, loose)]
     layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
     return tuple(
         replace(planned, bucket=replace(planned.bucket, name=f"bucket{number}"))
@@ -165,6 +166,15 @@ def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
         first_use[parameter.name] = min((position[user] for user in node.users), default=last)
     ordered = sorted(members.parameters, key=lambda name: first_use.get(name, last))
     return {name: number for number, name in enumerate(ordered)}
+
+
+def _used_once(captured: Captured) -> set[str]:
+    """Return the parameters that one node of forward reads, whatever the number of their names."""
+    return {
+        meta(node)["role"].name
+        for node in placeholders(captured.graph.graph, "parameter")
+        if sum(origin(user).phase == "forward" for user in node.users) == 1
+    }
 
 
 def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, list[str]]:
@@ -261,10 +271,11 @@ def _new_buckets(
     updates: Mapping[str, Update],
     edits: Mapping[str, Hashable],
     copies: Mapping[str, torch.dtype | None],
+    tied: Collection[str],
     names: Sequence[str],
 ) -> list[PlannedBucket]:
     """Return new buckets of the named parameters."""
-    tied, sbps = members.tied(), user_sbps(names, members, mesh, config)
+    sbps = user_sbps(names, members, mesh, config)
     parameters, states = [], {}
     for name in names:
         parameter, update = members.parameters[name], updates.get(name)
