@@ -61,14 +61,12 @@ class Config:
         with recomputation, offload and accumulation as needed, and writes it into these options; see
         :mod:`zerograph.planner.choose`. Files are used only if ``offload_optimizer`` names a directory.""",
     )
-    shard_min_size: int = option(
-        0, whole_number(0, "elements"), """Parameters with fewer elements stay whole on every rank. Default 0."""
-    )
+    shard_min_size: int = option(0, whole_number(0, "elements"), "Smaller parameters stay on every rank. Default 0.")
     bucket_size: int | None = option(
         None,
         whole_number(1, "bytes", optional=True),
         """Maximum bytes of parameters per bucket, and so per collective. Default None: an eighth of the parameters,
-        between 1 MiB and 32 MiB, and on accelerators layers up to 512 MiB; under a budget the size that fits it.""",
+        between 1 MiB and 32 MiB, and on accelerators layers up to 512 MiB; under a budget what fits it.""",
     )
     clip_grad_norm: float | None = option(
         None,
@@ -94,11 +92,11 @@ class Config:
     backend: str | Callable[..., Any] = option(
         "auto",
         Check(
-            lambda value: callable(value) or is_one_of(value, "auto", "eager", "inductor"),
-            "unknown backend; choose 'auto', 'eager', 'inductor' or give a callable",
+            lambda value: callable(value) or is_one_of(value, "auto", "eager", "inductor", "cudagraph"),
+            "unknown backend; choose 'auto', 'eager', 'inductor', 'cudagraph' or give a callable",
         ),
-        """``"eager"``, ``"inductor"``, a callable ``(fx.GraphModule, inputs) -> callable``, or ``"auto"`` (default):
-        Inductor on accelerators, eager on CPU.""",
+        """``"eager"``, ``"inductor"``, ``"cudagraph"`` (Inductor, and one launch a step on one rank), a callable
+        ``(fx.GraphModule, inputs) -> callable``, or ``"auto"`` (default): Inductor on accelerators, eager on CPU.""",
     )
     batch_norm: str = option(
         "global",

@@ -16,7 +16,7 @@ from zerograph._torch import overloads, written_arguments
 from zerograph.ir.alias import WAIT, base_of
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import Origin
-from zerograph.ir.rewrite import emit
+from zerograph.ir.rewrite import emit, keywords
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -80,22 +80,25 @@ def _kind(node: fx.Node) -> Hashable:
     return (node.target, tuple(map(len, lists)), rest, tuple((value.dtype, value.device) for value in values))
 
 
-def _operands(node: fx.Node) -> tuple[list[Sequence[fx.Node]], tuple[Any, ...]]:
+def _operands(node: fx.Node) -> tuple[list[Sequence[Any]], tuple[Any, ...]]:
     """Return the lists of tensors, and the other arguments."""
-    lists = [argument for argument in node.args if isinstance(argument, (list, tuple))]
+    lists: list[Any] = [argument for argument in node.args if isinstance(argument, (list, tuple))]
     others = [argument for argument in node.args if not isinstance(argument, (list, tuple))]
-    return lists, (*others, *sorted(node.kwargs.items()))  # type: ignore[return-value]
+    return lists, (*others, *sorted(node.kwargs.items()))
 
 
 def _merge(calls: Sequence[fx.Node], place: fx.Node) -> None:
-    graph = place.graph
-    args = tuple(
-        [source for call in calls for source in call.args[position]]
-        if isinstance(argument, (list, tuple))
-        else argument  # type: ignore[union-attr]
-        for position, argument in enumerate(place.args)
-    )
-    with graph.inserting_before(place):
-        emit(graph, place.target, args, Origin("update"), **place.kwargs)
+    args: list[Any] = list(place.args)
+    for position, argument in enumerate(args):
+        if isinstance(argument, (list, tuple)):
+            args[position] = [source for call in calls for source in _list_at(call, position)]
+    with place.graph.inserting_before(place):
+        emit(place.graph, place.target, tuple(args), Origin("update"), **keywords(place))
     for call in calls:
-        graph.erase_node(call)
+        place.graph.erase_node(call)
+
+
+def _list_at(call: fx.Node, position: int) -> Sequence[Any]:
+    argument = call.args[position]
+    assert isinstance(argument, (list, tuple))
+    return argument

@@ -33,7 +33,7 @@ def pack_scalars(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 def _is_copy(node: fx.Node) -> bool:
     source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return value.dim() == 0 and source.device.type == "cpu" and value.device.type != "cpu"
+    return bool(value.dim() == 0 and source.device.type == "cpu" and value.device.type != "cpu")
 
 
 def _runs(graph: fx.Graph, copies: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, list[fx.Node]]]:

@@ -14,6 +14,7 @@ from zerograph import _torch
 from zerograph.ir.loop import loop_of, loops
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.coded_kernels import compile_updates
+from zerograph.runtime.backends.cudagraph import as_cuda_graph
 from zerograph.runtime.backends.inductor import compile_pieces
 
 Compiled = Callable[..., Sequence[Any]]
@@ -30,6 +31,8 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
         return eager(graph, [])
     if backend is inductor:
         return eager(compile_pieces(graph), [])
+    if backend is cudagraph:
+        return as_cuda_graph(graph, compile_pieces(graph))
     return _compile_copy(backend, graph) if not any(loops(graph.graph)) else _compile_in_parts(backend, graph)
 
 
@@ -101,7 +104,12 @@ def inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
     return eager(compile_pieces(graph), example_inputs)
 
 
-BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor}
+def cudagraph(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
+    """Compile as :func:`inductor`, and replay the whole step as one CUDA graph, on one rank."""
+    return as_cuda_graph(graph, compile_pieces(graph))
+
+
+BACKENDS: dict[str, Backend] = {"eager": eager, "inductor": inductor, "cudagraph": cudagraph}
 
 
 def resolve(backend: str | Backend, device: torch.device) -> tuple[str, Backend]:

@@ -112,7 +112,7 @@ def as_it_is(piece: fx.GraphModule, values: Sequence[Any], *_: Any) -> Any:
 
 
 def train_in_regions(name: str) -> tuple[Result, int]:
-    """What regions of an accelerator compute, and their number."""
+    """Return what regions of an accelerator compute, and their number."""
     cut = Mock(side_effect=regions.cut_regions)
     with patch.object(inductor, "_on_accelerator", return_value=True), patch.object(inductor, "cut_regions", cut):
         with patch.object(_torch, "inductor", as_it_is):
@@ -123,7 +123,7 @@ def train_in_regions(name: str) -> tuple[Result, int]:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet", "t5"])
 def test_regions_compute_what_the_operators_compute(pool: Pool, name: str) -> None:
-    """What Inductor makes of a region is tested by ``tests/gpu``: here each runs as it is."""
+    """Each runs as it is here; ``tests/gpu`` shows what Inductor makes of it."""
     wanted, _ = pool.run(2, train_as_rank, name, (3,))[0]
     result, count = pool.run(2, train_in_regions, name)[0]
     assert equal(result, wanted[3])

@@ -21,7 +21,7 @@ def device_of(node: fx.Node) -> str:
 
 
 def waits(node: fx.Node) -> bool:
-    """Whether the host stops until the device is done: a number read from it, or a copy from memory that may move."""
+    """The host stops until the device is done: it reads a number of it, or copies from memory that may move."""
     sources = {device_of(source) for source in node.all_input_nodes}
     if node.target in (aten._local_scalar_dense.default, aten.nonzero.default, aten.item.default):
         return "meta" in sources

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, prepare, sum_of_squares
 from tests.zerograph.inspection.models import Block, Net
 from zerograph.compiler.members import find_members
 from zerograph.inspection.step import Prepared
@@ -160,3 +161,21 @@ def test_a_model_is_in_the_same_buckets_if_another_module_wraps_it() -> None:
     wrapped.loss = Wrapper(wrapped.model)
     first, second = (step.prepare(line(4, 0, "ranks"), torch.empty(4, 64, device="meta")) for step in (alone, wrapped))
     assert [str(one) for one in second.collectives()] == [str(one) for one in first.collectives()]
+
+
+class UnderTwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.blocks = self.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_module_under_two_names_shares_buckets_as_under_one() -> None:
+    model = UnderTwoNames()
+    step = LossStep(model, torch.optim.AdamW(model.parameters()), 2, sum_of_squares)
+    assert len(prepare(step, torch.ones(4, 8)).layout) == 1

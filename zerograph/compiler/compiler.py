@@ -365,8 +365,8 @@ class Compiler:
         return backends.resolve(self.config.backend, device)
 
     def runs_symbolic_sizes(self, members: Members) -> bool:
-        """Return whether the backend runs graphs with symbolic sizes; a user's backend gets static ones."""
-        return self._resolve_backend(members)[1] in backends.BACKENDS.values()
+        """Return whether the backend runs symbolic sizes; CUDA graphs and a user's backend get static ones."""
+        return self._resolve_backend(members)[1] in (backends.eager, backends.inductor)
 
     @property
     def micro_batches(self) -> int:

@@ -18,12 +18,12 @@ from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, lay
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.metadata import role
 from zerograph.ir.offload import offload_device
 from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, dims_split, show
 from zerograph.ir.slots import Slot
-from zerograph.ir.step_graph import placeholders
+from zerograph.ir.step_graph import placeholders, used_once
 from zerograph.ir.update_program import StateSpec, UpdateProgram
 from zerograph.runtime.state import Store, store_of
 
@@ -139,7 +139,7 @@ def plan_layout(
         else:
             loose += names
     loose.sort(key=order.__getitem__)
-    tied = members.tied() - _used_once(captured)
+    tied = members.tied() - used_once(captured.graph.graph)
     layout = [*kept, *_new_buckets(mesh, zero_dims, members, config, updates, edits, copies, tied, loose)]
     layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
     return tuple(
@@ -166,15 +166,6 @@ def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
         first_use[parameter.name] = min((position[user] for user in node.users), default=last)
     ordered = sorted(members.parameters, key=lambda name: first_use.get(name, last))
     return {name: number for number, name in enumerate(ordered)}
-
-
-def _used_once(captured: Captured) -> set[str]:
-    """Return the parameters that one node of forward reads, whatever the number of their names."""
-    return {
-        meta(node)["role"].name
-        for node in placeholders(captured.graph.graph, "parameter")
-        if sum(origin(user).phase == "forward" for user in node.users) == 1
-    }
 
 
 def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, list[str]]:

@@ -254,7 +254,7 @@ class Preparation:
             ),
             backend=BackendTraits(
                 node_by_node=self.backend is backends.eager,
-                inputs_may_overlap=self.backend in (backends.eager, backends.inductor),
+                inputs_may_overlap=self.backend in backends.BACKENDS.values(),
                 exchanges=self.target.exchanges,
                 hosts=self.target.hosts,
             ),

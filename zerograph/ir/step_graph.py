@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from zerograph.ir import blocks
 from zerograph.ir.loop import loop_of
-from zerograph.ir.metadata import Role, RoleKind, boxing_of, meta, role
+from zerograph.ir.metadata import Role, RoleKind, boxing_of, meta, origin, role
 from zerograph.ir.sizes import elements
 
 
@@ -59,6 +59,15 @@ def placeholders(graph: fx.Graph, *kinds: RoleKind) -> list[fx.Node]:
         for node in graph.find_nodes(op="placeholder")
         if not kinds or ((node_role := role(node)) is not None and node_role.kind in kinds)
     ]
+
+
+def used_once(graph: fx.Graph) -> set[str]:
+    """Return the parameters that one node of forward reads, whatever the number of their names."""
+    return {
+        meta(node)["role"].name
+        for node in placeholders(graph, "parameter")
+        if sum(origin(user).phase == "forward" for user in node.users) == 1
+    }
 
 
 def output_nodes(graph: fx.Graph) -> list[fx.Node]:
