@@ -1,0 +1,54 @@
+"""Threads of what the CPU computes for an accelerator: the updates of offloaded shards.
+
+Launchers give a rank one thread (torchrun sets ``OMP_NUM_THREADS=1``). An update is bound by the CPU's memory, and a
+core reaches only a part of its bandwidth: with few threads a step mostly waits for updates. The number of threads
+changes no number of an elementwise update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use: of its affinity, and at most of its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            quota, period = map(int, " ".join((_CGROUP / file).read_text() for file in files).split())
+        except (OSError, ValueError):
+            # There is no such file, or no quota.
+            continue
+        if quota > 0 and period > 0:
+            cores = min(cores, max(1, quota // period))
+    return cores
+
+
+def update_threads(ranks: int) -> int:
+    """Return the threads for a rank's updates: its share of the cores, and at least those that torch uses now.
+
+    Args:
+        ranks: ranks on this machine.
+    """
+    return max(torch.get_num_threads(), usable_cores() // ranks)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use this many threads inside the block."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
