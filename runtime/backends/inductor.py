@@ -167,7 +167,10 @@ def _module(piece: Piece) -> fx.GraphModule:
         target, args, kwargs = by_tensors(node)
         args, kwargs = fx.map_arg((args, kwargs), nodes.__getitem__)
         nodes[node] = graph.call_function(target, args, kwargs)
-    graph.output(tuple(nodes[node] for node in piece.outputs))
+    output = graph.output(tuple(nodes[node] for node in piece.outputs))
+    if not any(map(_torch.is_symbol, (node.meta["val"] for node in piece.inputs))):
+        # What reads them outside was traced with these strides.
+        output.meta["strides"] = [node.meta["val"].stride() for node in piece.outputs]
     return fx.GraphModule({}, graph)
 
 

@@ -236,6 +236,7 @@ def inductor(
     private. Inductor caches compiled code on disk by the graph and all relevant settings.
 
     Args:
+        graph: the strides of its outputs are those of the trace, or ``meta["strides"]`` of its output node.
         values: inputs of the graph; only shape, strides, dtype and device of tensors count. Symbolic sizes are inputs
             too: every symbol that occurs in a shape or in another size is one of them.
         environment: from :func:`zerograph._torch.sizes.separate_env` where there are symbolic sizes. It then has the
@@ -261,7 +262,9 @@ def inductor(
         shape, stride = ([in_env(sizes, size) for size in of] for of in (value.shape, value.stride()))
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
-    function = fx.Interpreter(graph).run if isinstance(graph, fx.GraphModule) else graph
+    function: Callable[..., Any] = fx.Interpreter(graph).run if isinstance(graph, fx.GraphModule) else graph
+    if isinstance(graph, fx.GraphModule) and (strides := graph.graph.output_node().meta.get("strides")):
+        function = _with_strides(function, strides)
     with mode:
         fakes = [fake(value) for value in values]
     with _size_oblivious() if environment is not None else contextlib.nullcontext():
@@ -280,6 +283,22 @@ def inductor(
         return outputs
 
     return run
+
+
+def _with_strides(
+    function: Callable[..., Sequence[Tensor]], strides: Sequence[tuple[int, ...]]
+) -> Callable[..., list[Tensor]]:
+    """Return the function with outputs of given strides: those of decomposed operators may differ."""
+
+    def strided(*inputs: Any) -> list[Tensor]:
+        return [
+            output
+            if output.stride() == stride
+            else torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device).copy_(output)
+            for output, stride in zip(function(*inputs), strides, strict=True)
+        ]
+
+    return strided
 
 
 def _size_oblivious() -> contextlib.AbstractContextManager[Any]:
