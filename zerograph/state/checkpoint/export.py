@@ -31,7 +31,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     reader = open_checkpoint(path)
     document = written(reader)
     return {
-        "modules": {module: _module(reader, module, document.aliases) for module in modules_in(reader)},
+        "modules": {
+            module: {
+                **_module(reader, module, document.aliases),
+                **{
+                    f"{name.partition('.')[2]}._extra_state".lstrip("."): state
+                    for name, state in document.extra_state.items()
+                    if name.partition(".")[0] == module
+                },
+            }
+            for module in modules_in(reader)
+        },
         "optimizers": [plain_optimizer_state(reader, number, groups) for number, groups in enumerate(document.groups)],
         "lr_schedulers": document.schedulers,
         "steps_done": document.counts[0],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
@@ -81,6 +81,10 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
         "pretrained": {
             name: files for name, module in members.root.named_children() if (files := configurations(module))
         },
+        "extra_state": {
+            name: encode(module.get_extra_state(), f"what get_extra_state() of {name} returns")
+            for name, module in _with_extra_state(members).items()
+        },
         "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
         "lr_schedulers": [
             None if scheduler is None else encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
@@ -113,6 +117,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         reader = open_checkpoint(path)
         saved = written(reader)
         _check_fits(saved, parts.schedulers, parts.scaler)
+        _check_extra_state(saved, parts.members)
         start = _generator_of(job.rank)
         generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
         _check_generators(reader, generators)
@@ -127,6 +132,9 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
+    for name, module in _with_extra_state(parts.members).items():
+        if name in saved.extra_state:
+            module.set_extra_state(saved.extra_state[name])
     for scheduler, state in zip(parts.schedulers, saved.schedulers, strict=True):
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(state)
@@ -154,6 +162,27 @@ def _check_fits(document: Written, schedulers: Sequence[LRScheduler | None], sca
             copy.copy(scaler).check_state(document.scaler)
         except ConfigError as error:
             raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
+
+
+def _with_extra_state(members: Members) -> dict[str, nn.Module]:
+    """Return the modules whose ``state_dict()`` has extra state, by qualified name."""
+    plain = nn.Module.get_extra_state
+    return {name: one for name, one in members.root.named_modules() if type(one).get_extra_state is not plain}
+
+
+def _check_extra_state(document: Written, members: Members) -> None:
+    """Check that the checkpoint has the extra state of the same modules; those of earlier versions have none.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    own = _with_extra_state(members).keys()
+    if document.extra_state and (different := sorted(own ^ document.extra_state.keys())):
+        there = different[0] in document.extra_state
+        raise ConfigError(
+            f"the checkpoint is of another model: {'it has' if there else 'it lacks'} the extra state of "
+            f"{different[0]}{', which the graph has not' if there else ''}"
+        )
 
 
 def _check_generators(reader: Reader, names: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ class Written:
         counts: updates done, forward passes done, and the seed of random numbers.
         ranks: number of ranks that wrote it.
         aliases: from further names of tied tensors to the name that the checkpoint has.
+        extra_state: what ``get_extra_state()`` of modules returned, by the module's qualified name.
         configurations: by module, JSON files that models of transformers need in addition to the weights, by file name.
     """
 
@@ -42,6 +43,7 @@ class Written:
     counts: Counts
     ranks: int
     aliases: Mapping[str, str]
+    extra_state: Mapping[str, Any]
     configurations: Mapping[str, Mapping[str, Any]]
 
     def pretrained(self, module: str) -> dict[str, Any]:
@@ -67,7 +69,8 @@ def written(reader: Reader) -> Written:
             (_whole(document["steps_done"]), _whole(document["passes_done"]), _seed(document["seed"])),
             _whole(document["ranks"]),
             _aliases(reader, document["aliases"]),
-            # Checkpoints of version 0.1 have none.
+            # Checkpoints of earlier versions have none of these.
+            {module: decode(state) for module, state in _texts(document.get("extra_state", {})).items()},
             {module: _texts(files) for module, files in _texts(document.get("pretrained", {})).items()},
         )
         for number, optimizer_groups in enumerate(groups):

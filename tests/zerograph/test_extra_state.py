@@ -1,0 +1,74 @@
+"""A checkpoint has everything that ``state_dict()`` has: tied names, and modules' extra state too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import MODELS, TrainStep, adamw, make
+
+
+class Calibrated(nn.Linear):
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*layers)
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+STATE: dict[str, Any] = {"calibrated": True, "scale": torch.tensor([0.1, 2.0]), "seen": (3, [None, "a"])}
+
+
+@pytest.mark.parametrize("name", [*MODELS, "extra state"])
+def test_a_checkpoint_has_all_names_of_the_state_dict(name: str, tmp_path: Path) -> None:
+    model = nn.Sequential(Calibrated(3, 3), nn.BatchNorm1d(3)) if name == "extra state" else make(name)
+    step = TrainStep(model, adamw(model), 0)
+    step.save(tmp_path)
+    saved = zg.read_checkpoint(tmp_path)["modules"]["model"]
+    assert saved.keys() == step.state_dict()["modules"]["model"].keys()
+
+
+def test_extra_state_comes_back(tmp_path: Path) -> None:
+    step, other = Step(Calibrated(3, 3)), Step(Calibrated(3, 3))
+    step.model[0].extra = STATE
+    step(torch.ones(2, 3))
+    step.save(tmp_path)
+    other.load(tmp_path)
+    for loaded in (other.model[0].extra, zg.read_checkpoint(tmp_path)["modules"]["model"]["0._extra_state"]):
+        assert torch.equal(loaded.pop("scale"), STATE["scale"])
+        assert loaded == {"calibrated": True, "seen": (3, [None, "a"])}
+
+
+def test_extra_state_that_no_checkpoint_can_hold_is_an_error_that_names_the_module(tmp_path: Path) -> None:
+    step = Step(nn.Linear(3, 3), Calibrated(3, 3))
+    step.model[1].extra = object()
+    with pytest.raises(zg.ConfigError, match=r"get_extra_state\(\) of model.1 returns.*cannot hold"):
+        step.save(tmp_path)
+
+
+def test_a_checkpoint_of_other_modules_with_extra_state_is_of_another_model(tmp_path: Path) -> None:
+    Step(Calibrated(3, 3)).save(tmp_path)
+    other = Step(nn.Linear(3, 3))
+    before = other.model[0].weight.clone()
+    with pytest.raises(zg.ConfigError, match=r"it has the extra state of model\.0, which the graph has not"):
+        other.load(tmp_path)
+    assert torch.equal(other.model[0].weight, before)
