@@ -23,6 +23,7 @@ from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, write
+from zerograph.runtime.optimizer_state import guard_state, own_state
 from zerograph.runtime.parameters import show
 from zerograph.runtime.state import (
     Extents,
@@ -98,7 +99,9 @@ def create_store(
         for parameter in parameters:
             parameter._zerograph_store = store  # type: ignore[attr-defined]
             if optimizer is not None:
-                optimizer.state.pop(parameter, None)
+                own_state(optimizer).pop(parameter, None)
+        if optimizer is not None:
+            guard_state(optimizer)
         bind_parameters(store)
         for source in sources:
             if source.accumulated is not None:
@@ -113,7 +116,7 @@ def _state_in(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) 
     store = store_of(parameter)
     if store is not None and store.optimizer is optimizer and not store.fresh:
         return dict.fromkeys(store.specs, store)
-    return {} if optimizer is None else optimizer.state.get(parameter, {})
+    return {} if optimizer is None else own_state(optimizer).get(parameter, {})
 
 
 def _gather_parameters(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -296,7 +299,7 @@ def _return_state(store: Store, parameters: Sequence[nn.Parameter]) -> None:
         return
     for parameter, state in zip(store.parameters, plain_states(store), strict=True):
         if store_of(parameter) is store and any(parameter is other for other in parameters):
-            store.optimizer.state[parameter] = state
+            own_state(store.optimizer)[parameter] = state
 
 
 def _release_if_empty(store: Store) -> None:

@@ -13,6 +13,9 @@ _ADVICE = {
     BROKE_OFF: "What they were exchanging there is lost: start the job again, from the last checkpoint.",
     DOING: "Every rank must make the same calls in the same order: steps, full_parameters(), state_dict(), save() and "
     "load() belong under no 'if rank == 0'.",
+    "the end of full_parameters()": "No change was kept. Every rank must make the same changes, or one rank: "
+    "full_parameters(..., modifier_rank=0).",
+    "loading a state": "Nothing was loaded. All ranks must load the same values.",
     "saving a checkpoint": "All ranks must save into the same folder, with the same arguments.",
     "loading a checkpoint": "All ranks must load the same checkpoint, from a folder that they share.",
 }

@@ -152,11 +152,16 @@ def _start_along(job: Job, part: Tensor, dim: int, placement: Split) -> Callable
 
 def broadcast_from_first(job: Job, tensors: list[Tensor]) -> None:
     """Overwrite tensors with rank 0's, on every rank."""
+    broadcast_from(job, tensors, 0)
+
+
+def broadcast_from(job: Job, tensors: Sequence[Tensor], rank: int) -> None:
+    """Overwrite tensors with those of a rank, on every rank."""
     if job.size == 1:
         return
-    with explaining_failures(job, "taking over rank 0's parameters and buffers"):
+    with explaining_failures(job, f"taking over rank {rank}'s parameters and buffers"):
         for tensor in tensors:
             contiguous = tensor.contiguous()
-            dist.broadcast(contiguous, group_src=0, group=job.data)
+            dist.broadcast(contiguous, group_src=rank, group=job.data)
             if contiguous is not tensor:
                 tensor.copy_(contiguous)

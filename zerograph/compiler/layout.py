@@ -25,6 +25,7 @@ from zerograph.ir.sbp import broadcast, dims_split, show
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders, used_once
 from zerograph.ir.update_program import StateSpec, UpdateProgram
+from zerograph.runtime.optimizer_state import own_state
 from zerograph.runtime.state import Store, store_of
 
 
@@ -497,4 +498,4 @@ def _scalars(values: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple
 
 def plain_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     """Return the state that a plain optimizer has for a parameter, without entries whose value is None."""
-    return {name: value for name, value in optimizer.state.get(parameter, {}).items() if value is not None}
+    return {name: value for name, value in own_state(optimizer).get(parameter, {}).items() if value is not None}

@@ -25,6 +25,7 @@ from zerograph.errors import ConfigError, InputError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.optimizer_state import own_state
 from zerograph.runtime.relayout import adopt_shard
 from zerograph.runtime.state import store_of, stores_of
 
@@ -243,8 +244,8 @@ def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["params"] = [plain_tensors.get(id(parameter), parameter) for parameter in group["params"]]
-        for old in [parameter for parameter in optimizer.state if id(parameter) in plain_tensors]:
-            optimizer.state[plain_tensors[id(old)]] = optimizer.state.pop(old)
+        for old in [parameter for parameter in own_state(optimizer) if id(parameter) in plain_tensors]:
+            own_state(optimizer)[plain_tensors[id(old)]] = own_state(optimizer).pop(old)
 
 
 def _check_global(name: str, tensor: DTensor, job: Job) -> None:

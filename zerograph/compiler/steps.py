@@ -36,6 +36,7 @@ from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
 from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.optimizer_state import guarded_state
 from zerograph.runtime.state import Store, stores_of
 
 
@@ -356,4 +357,10 @@ def _check_usable(stores: Iterable[Store]) -> None:
     for store in stores:
         if store.is_unsharded:
             raise InputError("the graph was called inside full_parameters(): leave it first")
+        if store.optimizer is not None and guarded_state(store.optimizer) is None:
+            raise InputError(
+                f"the attribute state of {type(store.optimizer).__name__} was replaced, by an assignment or by the "
+                "optimizer's own load_state_dict(), but a graph has the state\nLoad it by load_state_dict() of the "
+                "graph, or change optimizer.state inside 'with step.full_parameters():'."
+            )
         store.check_aliases()

@@ -212,7 +212,7 @@ class ZeroTrainerMixin(_Mixed):
             super()._save(output_dir, state_dict)
         elif getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
             # A module computes the prompts that are saved.
-            with loop.graph().full_parameters():
+            with loop.graph().gathered_parameters():
                 super()._save(output_dir)
         else:
             wanted = _in_adapter if hasattr(self.model, "peft_config") else None

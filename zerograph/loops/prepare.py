@@ -164,7 +164,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         graph = loop.graph()
         if self is not module or args or kwargs or is_replaying() or _is_busy(loop):
             return kind.state_dict(self, *args, **kwargs)
-        with _busy(loop), graph.full_parameters():
+        with _busy(loop), graph.gathered_parameters():
             state = kind.state_dict(self)
             return type(state)(
                 (key, value.clone() if isinstance(value, Tensor) else value) for key, value in state.items()
@@ -228,21 +228,27 @@ def loop_of(module: nn.Module) -> Loop | None:
 
 
 @contextlib.contextmanager
-def full_parameters(module: nn.Module) -> Iterator[None]:
+def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> Iterator[None]:
     """Make the parameters of a prepared module whole inside the block, and its calls ordinary ones. Keep changes.
 
     For what computes with parameters between steps, such as a moving average of weights:
     ``with zg.full_parameters(model): averaged.update_parameters(model)``. A collective: every rank enters the block,
-    and makes the same changes. All modules that were prepared together are whole.
+    and makes the same changes. All modules that were prepared together are whole, and so is ``optimizer.state``.
+
+    Args:
+        module: a prepared module.
+        modifier_rank: the rank whose parameters and buffers all ranks get at the end, as for
+            ``if zg.rank() == 0: init(model)``. None: every rank makes the same changes.
 
     Raises:
         ConfigError: the module is not prepared.
+        RankMismatchError: ranks have made other changes. None is kept.
     """
     loop = loop_of(module)
     if loop is None:
         raise ConfigError(f"zg.full_parameters() of a {type(module).__name__} that zg.prepare() has not prepared")
     graph = loop.graph()
-    with _busy(loop), graph.full_parameters(), replaying():
+    with _busy(loop), graph.full_parameters(modifier_rank=modifier_rank), replaying():
         yield
 
 

@@ -16,6 +16,7 @@ from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, open_safetensors
+from zerograph.runtime.optimizer_state import own_state
 from zerograph.runtime.relayout import release
 from zerograph.runtime.state import (
     Store,
@@ -231,9 +232,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             release(store)
     for parameter in parameters:
         if (own_store := store_of(parameter)) is None or own_store.is_provisional:
-            optimizer.state.pop(parameter, None)
+            own_state(optimizer).pop(parameter, None)
             if entries[id(parameter)]:
-                optimizer.state[parameter] = {
+                own_state(optimizer)[parameter] = {
                     name: value.clone() if isinstance(value, Tensor) else value
                     for name, value in entries[id(parameter)].items()
                 }

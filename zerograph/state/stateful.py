@@ -23,6 +23,7 @@ from zerograph.state import state_dict
 from zerograph.state.generate import Generation, check_call, facts_of, generate
 from zerograph.state.stream import Stream, chosen_module
 from zerograph.state.threads import one_thread
+from zerograph.state.whole_values import WholeValues, loaded_facts
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint takes long, so methods that save or load do it.
@@ -138,7 +139,7 @@ class Stateful:
         Raises:
             ConfigError: the state does not fit. Nothing is changed, on any rank.
             CheckpointError: a file is missing or damaged. Likewise, unless reading its values fails.
-            RankMismatchError: the state does not fit on another rank, or counts differ between ranks.
+            RankMismatchError: the state does not fit on another rank, or ranks have other values. Nothing is changed.
         """
         self._check_resharded()
         problem: BaseException | None = None
@@ -151,7 +152,8 @@ class Stateful:
                 self.config.scaler.check_state(state["grad_scaler"])
             if "modules" in state:
                 whole = state_dict.read_modules(self._adopted(), state["modules"])
-            facts = {name: str(state.get(name)) for name in ("steps_done", "random")}
+            if self._join().size > 1:
+                facts = loaded_facts(state)
         except BaseException as error:
             problem = error
         agree(self._join(), "loading a state", digest(facts), lambda: facts, problem)
@@ -248,24 +250,49 @@ class Stateful:
         return Parts(self._adopted(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join())
 
     @contextlib.contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self, *, modifier_rank: int | None = None) -> Iterator[None]:
         """Make the parameters of the graph's modules whole inside the context, for eager use. Keep changes made inside.
 
-        A collective: every rank enters it, and makes the same changes.
+        ``optimizer.state`` is whole too, from its first use inside on, and may be changed. A collective: every rank
+        enters and leaves it. If the block raises, its changes to split parameters are dropped.
+
+        Args:
+            modifier_rank: the rank whose values of parameters and buffers all ranks get at the end, so that only this
+                rank need make changes. None: every rank makes the same changes.
+
+        Raises:
+            RankMismatchError: the other ranks call something else, or have other values at the end. No change is kept.
+        """
+        with one_thread("full_parameters()"):
+            members = self._adopted()
+            sharded = [store for store in self._stores(members) if not store.is_unsharded]
+            self._agree_to_gather("entering full_parameters()", [store.layout for store in sharded])
+            values = WholeValues(self._join(), members, sharded, modifier_rank)
+        problem: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            problem = error
+        with one_thread("the end of full_parameters()"):
+            values.end(problem)
+
+    @contextlib.contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Make the parameters of the graph's modules whole inside the context, to read them. A collective.
 
         Raises:
             RankMismatchError: the other ranks call something else.
         """
-        with one_thread("full_parameters()"):
+        with one_thread("gathering parameters"):
             sharded = [store for store in self._stores(self._adopted()) if not store.is_unsharded]
-            self._agree_to_gather("entering full_parameters()", [store.layout for store in sharded])
+            self._agree_to_gather("gathering parameters", [store.layout for store in sharded])
             unshard(sharded)
         try:
             yield
         finally:
-            with one_thread("the end of full_parameters()", collective=False):
+            with one_thread("the end of gathering parameters", collective=False):
                 for store in sharded:
-                    reshard(store)
+                    reshard(store, keep_changes=False)
 
     def stream(
         self,

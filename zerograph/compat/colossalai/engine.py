@@ -232,9 +232,9 @@ class Engine:
         self.graph.load_state_dict(state)
 
     @contextlib.contextmanager
-    def full_parameters(self) -> Iterator[None]:
+    def full_parameters(self, *, modifier_rank: int | None = None) -> Iterator[None]:
         """Unshard the model for eager use; see :meth:`zerograph.ZeroGraph.full_parameters`."""
-        with self.graph.full_parameters():
+        with self.graph.full_parameters(modifier_rank=modifier_rank):
             yield
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:

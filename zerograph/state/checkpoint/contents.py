@@ -19,6 +19,7 @@ from zerograph.ir.slots import Slot
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
+from zerograph.runtime.optimizer_state import own_state
 from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
 
 Flat = Callable[[], Tensor]
@@ -106,7 +107,7 @@ def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dic
     tensors = plain_members(members)
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
-            for name, value in optimizer.state.get(parameter, {}).items():
+            for name, value in own_state(optimizer).get(parameter, {}).items():
                 if value is None:
                     continue
                 if not isinstance(value, Tensor):
