@@ -28,6 +28,7 @@ from tests.models import part
 from tests.pool import Pool
 from tests.zerograph.changes_of_a_step import CHANGES, Step, cached_factor
 from tests.zerograph.test_artifacts import damaged
+from zerograph.artifact.file import file_content, read_file
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
 from zerograph.compiler.fingerprint import graph_lines
@@ -422,6 +423,25 @@ def harmed(folder: str, count: int) -> int:
         file.chmod(0o666)
         used += cache.is_used(Doubtful(float), X)
     return used
+
+
+def odd(folder: str) -> None:
+    with cache_in(folder) as cache:
+        cache.is_used(Doubtful(float), X)
+        (file,) = cache.files()
+        document, tensors = read_file(file)
+        for name, value in (("candidate", [1]), ("candidate", ["a", 0, False]), ("emitted", [{}]), ("warnings", 3)):
+            file.write_bytes(file_content({**document, name: value}, tensors))
+            step = Doubtful(float)
+            step.compile(X)
+            assert lines_of(step) == fresh_lines(step)
+        file.unlink()
+        os.mkfifo(file, 0o600)
+        assert not cache.is_used(Doubtful(float), X)
+
+
+def test_a_file_with_odd_parts_and_a_pipe_are_as_no_file(pool: Pool, tmp_path: Path) -> None:
+    pool.run(1, odd, str(tmp_path))
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])

@@ -73,6 +73,7 @@ from zerograph._torch.modules import (
 )
 from zerograph._torch.operators import (
     functional_overload,
+    has_kernel,
     in_place_overload,
     is_mutable,
     operator_functions,
@@ -216,6 +217,7 @@ __all__ = [
     "graph_module",
     "has_closed_form_rates",
     "has_gradient_hooks",
+    "has_kernel",
     "has_symbols",
     "hook_tables",
     "in_place_overload",

@@ -20,6 +20,14 @@ def schema_arguments(operator: OpOverload) -> Sequence[Any]:
     return tuple(operator._schema.arguments)
 
 
+def has_kernel(operator: OpOverload) -> bool:
+    """Return whether torch's dispatcher knows the operator: functions of TorchScript's interpreter have no kernel.
+
+    There is no public way to ask.
+    """
+    return bool(torch._C._dispatch_has_kernel(operator._name))
+
+
 def returns(operator: OpOverload) -> Sequence[Any]:
     """Return the operator's declared results; each has a type."""
     return list(operator._schema.returns)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, device, dtype, fx, layout, memory_format, nn
 
 from zerograph import _torch
 from zerograph.artifact import operators
@@ -23,6 +23,13 @@ from zerograph.ir.region import local as local_operator
 
 # The loop is a part of its node.
 _KEYS = (*tuple(key for key in NodeMeta.__annotations__ if key not in ("loop", "compiled")), "global")
+
+
+# Types of what nodes take as arguments.
+_ARGUMENTS = (
+    *(fx.Node, type(None), bool, int, float, complex, str, slice),
+    *(dtype, device, layout, memory_format, SymInt, SymFloat, SymBool, _torch.OpOverload),
+)
 
 
 @dataclass(frozen=True)
@@ -136,10 +143,14 @@ class GraphReader:
         kwargs = self.reader.value(entry.get("kwargs", {"d": []}), nodes)
         for key in kwargs:
             _check_name(key)
+        # A graph's code has their texts.
+        for leaf in _torch.pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, _ARGUMENTS):
+                raise ArtifactError(f"the file has {leaf!r:.60} as an argument")
         function: Any = target
         if op == "call_function":
             function = operators.function_of(target)
-            args = self._checked(function, args)
+            args = self._checked(function, args, kwargs)
         elif op == "get_attr":
             root.register_buffer(target, self.reader.tensor(entry["data"]), persistent=False)
         elif op == "call_module":
@@ -160,11 +171,15 @@ class GraphReader:
             meta(node)["loop"] = root.get_submodule(target)  # type: ignore[typeddict-item]
         return node
 
-    def _checked(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _checked(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        if not isinstance(function, _torch.OpOverload):
+            return args
+        by_name = operators.bound(function, args, kwargs)
         if function is local_operator:
-            return args[0], self.regions[args[1]].number
+            tensors, region = by_name.values()
+            return tensors, self.regions[region].number
         if function in (flex_attention.flex_attention, flex_attention.flex_attention_backward):
-            for text in (one for one in args if isinstance(one, str)):
+            for text in filter(None, (by_name["score_mod"], by_name["mask_mod"])):
                 operators.check_modification(text)
         return args
 

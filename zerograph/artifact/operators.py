@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.errors import ArtifactError
+from zerograph.ir import flex_attention
 
 # Operators of torch, and those of zerograph. Operators of other libraries are code of the user.
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "zerograph")
@@ -75,95 +76,32 @@ def function_or_none(name: str) -> Callable[..., Any] | None:
     if namespace not in _NAMESPACES or name in _REFUSED or len(parts) != 2 or not all(map(_NAME.fullmatch, parts)):
         return None
     overload = getattr(getattr(getattr(torch.ops, namespace), parts[0], None), parts[1], None)
-    return overload if isinstance(overload, OpOverload) else None
+    # Operators without a kernel, such as aten.save, are functions of TorchScript.
+    return overload if isinstance(overload, OpOverload) and _torch.has_kernel(overload) else None
 
 
-def check_modification(text: str) -> str:
-    """Return the text of a function of FlexAttention, which runs as Python, if it calls operators only.
+def bound(function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the operator's schema.
 
-    It is one function, whose statements assign the result of one call each.
+    Raises:
+        ArtifactError: the schema does not take them.
+    """
+    names = [argument.name for argument in _torch.schema_arguments(function)]
+    by_name = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if len(args) > len(names) or len(by_name) != len(args) + len(kwargs) or not by_name.keys() <= set(names):
+        raise ArtifactError(f"the file calls {function} with arguments that it does not take")
+    return by_name
+
+
+def check_modification(text: Any) -> None:
+    """Check that a function of FlexAttention calls only operators that a file may refer to.
 
     Raises:
         ArtifactError: it does anything else.
     """
-    if not _parses(text, "exec", lambda tree: len(tree.body) == 1 and _is_modification(tree.body[0])):
-        raise ArtifactError(f"the file has a function that does not only call operators: {text!r:.80}")
-    return text
-
-
-def _is_modification(function: ast.stmt) -> bool:
-    if not isinstance(function, ast.FunctionDef) or function.name != "mod":
-        return False
-    arguments = function.args
-    annotations = [function.returns, *(one.annotation for one in arguments.args)]
-    evaluated = [*function.decorator_list, *arguments.defaults, *arguments.kw_defaults, *filter(None, annotations)]
-    *statements, result = function.body
-    return (
-        not evaluated
-        and all(map(_is_call, statements))
-        and isinstance(result, ast.Return)
-        and (result.value is None or _is_plain(result.value))
-    )
-
-
-def _is_call(statement: ast.stmt) -> bool:
-    """Return whether a statement assigns the result of an operator, called with plain values, to a name."""
-    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
-        return False
-    call = statement.value
-    name = ast.unparse(call.func)
-    is_operator = name == "getitem" or (
-        name.startswith("ops.") and function_or_none(name.removeprefix("ops.")) is not None
-    )
-    values = (*call.args, *(one.value for one in call.keywords))
-    targets = statement.targets
-    return is_operator and all(map(_is_plain, values)) and len(targets) == 1 and isinstance(targets[0], ast.Name)
-
-
-def _is_plain(value: ast.expr) -> bool:
-    """Return whether an expression is made of numbers, names of local values, dtypes and lists of these."""
-    if isinstance(value, (ast.List, ast.Tuple)):
-        return all(map(_is_plain, value.elts))
-    if isinstance(value, ast.UnaryOp):
-        return isinstance(value.op, ast.USub) and _is_plain(value.operand)
-    if isinstance(value, ast.Attribute):
-        is_torchs = isinstance(value.value, ast.Name) and value.value.id == "torch"
-        return is_torchs and isinstance(getattr(torch, value.attr, None), torch.dtype)
-    return isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id not in ("ops", "torch"))
-
-
-_ARITHMETIC = (
-    *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.BinOp),
-    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod),
-    *(ast.Pow, ast.Name, ast.Load),
-)
-_ROUNDING = ("math.floor", "math.ceil", "math.trunc")
-
-
-def check_condition(text: str) -> str:
-    """Return the text of a condition on sizes, which is evaluated as Python, if it is arithmetic only.
-
-    Raises:
-        ArtifactError: it is anything else.
-    """
-    if not _parses(text, "eval", lambda tree: all(map(_is_arithmetic, ast.walk(tree)))):
-        raise ArtifactError(f"the file has a condition on sizes that is not arithmetic: {text!r:.80}")
-    return text
-
-
-def _parses(text: str, mode: str, allows: Callable[[Any], bool]) -> bool:
-    """Return whether a text is Python, a module ("exec") or an expression ("eval"), that is allowed."""
     try:
-        return allows(ast.parse(text, mode=mode))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-
-
-def _is_arithmetic(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func) in ("min", "max", *_ROUNDING) and not node.keywords
-    if isinstance(node, ast.Attribute):
-        return ast.unparse(node) in _ROUNDING
-    if isinstance(node, ast.Constant):
-        return type(node.value) in (int, float, bool)
-    return isinstance(node, _ARITHMETIC)
+        refused = [name for one in flex_attention.operators_in(text) if function_or_none(name := str(one)) is not one]
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"the file has a function that does not only call operators: {error}") from None
+    if refused:
+        raise ArtifactError(f"the file has a function that calls {refused[0]}, which a file cannot refer to")

@@ -226,10 +226,10 @@ class Reader:
         arguments = [self.value(entry) for entry in content]
         if len(arguments) != len(fields(cls)):
             raise ArtifactError(f"the file has a {tag} of {len(arguments)} values")
-        made = cls(*arguments)
-        if isinstance(made, SizeGuard):
-            operators.check_condition(made.condition)
-        return made
+        try:
+            return cls(*arguments)
+        except ValueError as error:
+            raise ArtifactError(f"the file has a {tag} that cannot be: {error}") from None
 
     def _entry(self, number: int) -> Any:
         if number not in self._read:

@@ -133,7 +133,22 @@ def artifact_content(step: RewrittenStep, code: Mapping[str, str]) -> bytes:
         "warnings": list(step.warnings),
         "table": writer.table,
     }
-    return file_content(document, writer.tensors)
+    content = file_content(document, writer.tensors)
+    _check_readable(step, content)
+    return content
+
+
+def _check_readable(step: RewrittenStep, content: bytes) -> None:
+    """Check that another process can read all parts of a file.
+
+    Raises:
+        ArtifactError: it cannot.
+    """
+    document, tensors = parse_file("the file", content)
+    artifact = Artifact("the file", document, Reader(document["table"], tensors, None), optional=False)
+    _ = artifact.programs, artifact.candidate, artifact.warnings
+    if artifact.passes(artifact.captured, step.context) is None:
+        raise ArtifactError("the step is another one when its file is read again")
 
 
 def _updates(context: Context) -> tuple[dict[str, list[Any]], list[UpdateProgram]]:
@@ -197,11 +212,13 @@ class Artifact:
         path: the file.
         document: its content.
         reader: reads the values in it.
+        optional: the step is compiled where a part of the file cannot be used.
     """
 
     path: str
     document: Mapping[str, Any]
     reader: Reader
+    optional: bool
 
     @property
     def is_dynamic(self) -> bool:
@@ -267,7 +284,14 @@ class Artifact:
     @property
     def candidate(self) -> Candidate:
         """The bucket size and the recomputation that the memory search found."""
-        return self._read(lambda: Candidate(*self.reader.value(self.document["candidate"])))
+
+        def read() -> Candidate:
+            size, recomputed, offloads = values = self.reader.value(self.document["candidate"])
+            if type(size) not in (int, type(None)) or type(recomputed) is not int or type(offloads) is not bool:
+                raise TypeError(f"{values!r:.60} are no bucket size and recomputation")
+            return Candidate(size, recomputed, offloads)
+
+        return self._read(read)
 
     @property
     def warnings(self) -> list[str]:
@@ -325,7 +349,8 @@ def read_artifact(path: str | os.PathLike[str], members: Members, data: bytes | 
         raise ArtifactError(f"{path} is no step")
     devices = (parameter.device for parameter in members.parameters.values())
     accelerator = next((device for device in devices if device.type != "cpu"), None)
-    return Artifact(os.fspath(path), document, Reader(document.get("table", ()), tensors, accelerator))
+    reader = Reader(document.get("table", ()), tensors, accelerator)
+    return Artifact(os.fspath(path), document, reader, optional=data is not None)
 
 
 def _is_text(table: Any) -> bool:

@@ -20,7 +20,7 @@ from zerograph.compiler.memory_search import Candidate
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
-from zerograph.errors import PlacementError
+from zerograph.errors import ArtifactError, PlacementError
 from zerograph.ir.hosts import HostLayout
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
@@ -173,7 +173,12 @@ class Preparation:
         candidate = artifact.candidate
         layout = self._lay_out(candidate)
         context = self._context(candidate, layout, self.warn)
-        passes = artifact.passes(self.captured, context)
+        try:
+            passes = artifact.passes(self.captured, context)
+        except ArtifactError:
+            if not artifact.optional:
+                raise
+            passes = None
         if passes is None:
             return None
         for message in artifact.warnings:

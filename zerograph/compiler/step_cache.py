@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import stat
 import sys
 import time
 import warnings
@@ -306,8 +307,8 @@ def _fitting(
             return None, differences
         if not artifact.holds_for(batch):
             return None, ["it is for other sizes of dynamic dimensions"]
-        # Both are read here: a damaged one is then compiled, as if there were no file.
-        _ = artifact.programs
+        # These are read here: a damaged file is then as if there were none.
+        _ = artifact.programs, artifact.candidate, artifact.warnings
         return artifact, []
     except ArtifactError as error:
         return None, [str(error)]
@@ -316,8 +317,12 @@ def _fitting(
 def _read(file: Path) -> bytes:
     """Return the content of a file of this user; empty if there is none."""
     try:
-        with open(file, "rb") as opened:
+        # A pipe without a writer would block.
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
             status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                _log.info("%s is not used: it is no file", file)
+                return b""
             if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
                 _log.info("%s is not used: others can write it", file)
                 return b""

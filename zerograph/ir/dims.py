@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -158,6 +160,44 @@ class SizeGuard:
     code: str
     fixes: bool = False
 
+    def __post_init__(self) -> None:
+        _arithmetic(self.condition)
+
     def holds(self, sizes: Mapping[str, int]) -> bool:
         """Return whether the condition holds for sizes by name."""
-        return bool(eval(self.condition, {"math": math, "__builtins__": {"min": min, "max": max}}, dict(sizes)))
+        code = _arithmetic(self.condition)
+        return bool(eval(code, {"math": math, "__builtins__": {"min": min, "max": max}}, dict(sizes)))
+
+
+_ARITHMETIC = (
+    *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.BinOp),
+    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod),
+    *(ast.Pow, ast.Name, ast.Load),
+)
+_ROUNDING = ("math.floor", "math.ceil", "math.trunc")
+
+
+@functools.lru_cache(maxsize=4096)
+def _arithmetic(text: str) -> Any:
+    """Return the code of a condition on sizes, which may come from a file.
+
+    Raises:
+        ValueError: it is not arithmetic only.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+        if all(map(_is_arithmetic, ast.walk(tree))):
+            return compile(tree, "<condition>", "eval")
+    except (SyntaxError, RecursionError, MemoryError):
+        pass
+    raise ValueError(f"{text!r:.80} is not arithmetic")
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in ("min", "max", *_ROUNDING) and not node.keywords
+    if isinstance(node, ast.Attribute):
+        return ast.unparse(node) in _ROUNDING
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float, bool)
+    return isinstance(node, _ARITHMETIC)

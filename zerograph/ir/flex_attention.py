@@ -7,9 +7,10 @@ functions capture are inputs of the operator.
 
 from __future__ import annotations
 
+import ast
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,17 +82,99 @@ def _shown(argument: Any) -> str:
 
 @functools.lru_cache(maxsize=256)
 def modification(text: str) -> Callable[..., Tensor]:
-    """Return the function that :func:`modification_text` describes."""
-    names: dict[str, Any] = {
-        "ops": torch.ops,
-        "torch": torch,
-        "getitem": operator.getitem,
-        "inf": float("inf"),
-        "nan": float("nan"),
-    }
-    exec(text, names)
-    function: Callable[..., Tensor] = names["mod"]
-    return function
+    """Return the function that :func:`modification_text` describes. It is interpreted: no text runs as Python.
+
+    Raises:
+        ValueError: the text is anything else than one function whose statements call one operator each.
+    """
+    parameters, calls, result = _parsed(text)
+
+    def run(*tensors: Tensor) -> Tensor:
+        values: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
+        values.update(zip(parameters, tensors, strict=True))
+        for name, function, args, kwargs in calls:
+            values[name] = function(
+                *(_value(one, values) for one in args), **{key: _value(one, values) for key, one in kwargs.items()}
+            )
+        computed: Tensor = _value(result, values)
+        return computed
+
+    return run
+
+
+def operators_in(text: str) -> list[_torch.OpOverload]:
+    """Return the operators that a modification calls.
+
+    Raises:
+        ValueError: it is no modification.
+    """
+    return [function for _, function, _, _ in _parsed(text)[1] if function is not operator.getitem]
+
+
+_Call = tuple[str, Any, list[ast.expr], dict[str, ast.expr]]
+
+
+def _parsed(text: str) -> tuple[list[str], list[_Call], ast.expr]:
+    """Return the names of the parameters, the calls with the name of each result, and what is returned."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text!r:.80} is no Python: {error}") from None
+    if len(body) != 1 or not isinstance(body[0], ast.FunctionDef) or not isinstance(body[0].body[-1], ast.Return):
+        raise ValueError(f"{text!r:.80} is not one function")
+    function, names = body[0], [one.arg for one in body[0].args.args]
+    result, calls = body[0].body[-1].value or ast.Constant(None), [_call(one) for one in function.body[:-1]]
+    if function.decorator_list or ast.unparse(function.args) != ", ".join(names) or function.returns is not None:
+        raise ValueError(f"{text!r:.80} has more than names as parameters")
+    known: dict[str, Any] = dict.fromkeys(("inf", "nan", *names), 0)
+    for name, _, args, kwargs in calls:
+        for argument in (*args, *kwargs.values()):
+            _value(argument, known)
+        known[name] = 0
+    _value(result, known)
+    return names, calls, result
+
+
+def _call(statement: ast.stmt) -> _Call:
+    if (
+        not isinstance(statement, ast.Assign)
+        or not isinstance(statement.value, ast.Call)
+        or len(statement.targets) != 1
+        or not isinstance(statement.targets[0], ast.Name)
+    ):
+        raise ValueError(f"{ast.unparse(statement)!r:.80} does not assign the result of one call")
+    name, call = ast.unparse(statement.value.func), statement.value
+    function: Any = operator.getitem
+    if name != "getitem":
+        path = name.split(".")
+        function = torch.ops if path[0] == "ops" and len(path) == 4 else None
+        for part in path[1:]:
+            function = getattr(function, part, None)
+    if function is not operator.getitem and not isinstance(function, _torch.OpOverload):
+        raise ValueError(f"{name!r:.80} is no operator")
+    if any(one.arg is None for one in call.keywords):
+        raise ValueError(f"{ast.unparse(call)!r:.80} takes its arguments apart")
+    return statement.targets[0].id, function, call.args, {str(one.arg): one.value for one in call.keywords}
+
+
+_CONSTANTS = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def _value(expression: ast.expr, values: Mapping[str, Any]) -> Any:
+    """Evaluate a name, a number or a text, a constant of torch, or a list of these."""
+    if isinstance(expression, ast.Constant):
+        return expression.value
+    if isinstance(expression, ast.Name) and expression.id in values:
+        return values[expression.id]
+    if isinstance(expression, (ast.List, ast.Tuple)):
+        return [_value(entry, values) for entry in expression.elts]
+    if isinstance(expression, ast.UnaryOp) and isinstance(expression.op, ast.USub):
+        return -_value(expression.operand, values)
+    if isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name):
+        constant = getattr(torch, expression.attr, None) if expression.value.id == "torch" else None
+        if isinstance(constant, _CONSTANTS):
+            return constant
+    raise ValueError(f"{ast.unparse(expression)!r:.80} is no plain value")
 
 
 def _over_all_positions(

@@ -269,6 +269,9 @@ class Sizes:
         return largest or _torch.size_hint(self._symbols[wanted])
 
     def _symbol(self, wanted: SizeInput, name: str, hint: int, *, minimum: int) -> None:
+        if not name.isidentifier():
+            # Names are part of code that is generated, and may come from a file.
+            raise ValueError(f"{name!r:.60} is no name of a size")
         symbol = _torch.new_size(self._environment, name, hint, minimum=minimum)
         self._symbols[wanted] = symbol
         self.inputs[name] = wanted
