@@ -128,7 +128,9 @@ def load_and_run(step: Step, path: Path) -> None:
 )
 def test_a_modification_is_interpreted(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is not one function|has more than|does not assign|no operator|takes its|no plain value"):
+    with pytest.raises(
+        ValueError, match=r"is not one function|has more than|does not assign|no operator|takes its|no plain value"
+    ):
         modification(text)(torch.ones(()))
     assert not os.path.exists("ran")
 

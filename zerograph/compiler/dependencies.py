@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zerograph import _torch
+from zerograph.artifact import process
 from zerograph.artifact.code import attribute_digests, digests, names_of, own_names, read_names, unseen
 from zerograph.artifact.digest import PLAIN, Digest, Visited
 from zerograph.base.recording import Recording
@@ -88,7 +89,7 @@ class Dependencies:
 
     def foreseen_doubts(self) -> list[str]:
         """Return those of :meth:`doubts` that no trace is needed for."""
-        doubts = []
+        doubts = process.doubts()
         kinds = [type(self.graph), *(map(type, self.members.root.modules()) if self._is_recorded else ())]
         names = [kind.__module__ for cls in kinds for kind in cls.__mro__ if kind.__module__.startswith(_FRAMEWORKS)]
         if names or (type(self.graph).__module__.startswith("zerograph.loops") and not self._is_recorded):
