@@ -37,7 +37,7 @@ from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.optim import refuse_unsupported
-from zerograph.optim.step_hooks import guard, run_hooks_after
+from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
@@ -131,6 +131,7 @@ class ZeroGraph(Inspected, Stateful):
             inside = getattr(lr_scheduler, "scheduler", None)
             advice = f", the {type(inside).__name__} inside it (.scheduler)" if isinstance(inside, LRScheduler) else ""
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: pass a scheduler of this optimizer{advice}")
+        check_step(optimizer)
         refuse_unsupported(optimizer)
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)

@@ -89,6 +89,7 @@ from zerograph._torch.operators import (
 )
 from zerograph._torch.optimizers import (
     closed_form_rates,
+    functions_of_instance_step,
     has_closed_form_rates,
     initial_state,
     mark_devices_checked,
@@ -97,6 +98,7 @@ from zerograph._torch.optimizers import (
     step_hooks,
     step_pre_hook_tables,
     unhooked_step,
+    wrapped_with_hooks,
 )
 from zerograph._torch.settings import active_modes, python_kernels, trace_settings
 from zerograph._torch.shapes import has_symbols
@@ -212,6 +214,7 @@ __all__ = [
     "fake_mode_of",
     "forward_sequence_number",
     "functional_overload",
+    "functions_of_instance_step",
     "functional_trace",
     "gradient_hooks",
     "graph_module",

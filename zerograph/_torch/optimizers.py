@@ -46,13 +46,41 @@ def _global_tables() -> dict[str, Any]:
 
 
 def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return the class's ``step()`` without the wrapper that torch adds when the first instance is created.
+    """Return the class's ``step()`` without the wrappers that torch adds itself.
 
-    The wrapper runs hooks and a profiler range; a subclass's own ``step()`` already has them.
+    They run hooks, a profiler range and ``set_grad_enabled``. A decorator of the user's around or inside of them stays:
+    it may copy their marks, so they are known by their code.
     """
     step: Any = kind.step
-    plain: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    while _is_torchs_wrapper(step):
+        step = step.__wrapped__
+    plain: Callable[[torch.optim.Optimizer], Any] = step
     return plain
+
+
+def wrapped_with_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
+    """Return a function of another around torch's wrapper of ``step()``, or None."""
+    outer = step = unhooked_step(kind)
+    while step is not None:
+        step = getattr(step, "__wrapped__", None)
+        if _is_torchs_wrapper(step) and step.__code__.co_name == "wrapper":
+            return outer
+    return None
+
+
+def _is_torchs_wrapper(step: Any) -> bool:
+    file = sys.modules[torch.optim.Optimizer.__module__].__file__
+    return hasattr(step, "__wrapped__") and getattr(getattr(step, "__code__", None), "co_filename", "") == file
+
+
+def functions_of_instance_step(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """Return what was assigned to ``optimizer.step``, and what this wraps, outermost first; [] without an assignment."""
+    functions, step = [], vars(optimizer).get("step")
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        functions.append(step)
+        step = getattr(step, "__wrapped__", None) or getattr(step, "_torchdynamo_orig_callable", None)
+    return functions
 
 
 def replace_unscaling(unscale: Callable[[torch.optim.Optimizer, Tensor], Tensor | None]) -> None:

@@ -19,6 +19,7 @@ from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
 from zerograph.optim.coded import with_coded_state
 from zerograph.optim.hyperparameters import NotLiftedError
+from zerograph.optim.step_hooks import check_step
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Updates:
         names = members.names()
         updates = {}
         for number, optimizer in enumerate(self.optimizers):
+            check_step(optimizer)
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     name = names[id(parameter)]

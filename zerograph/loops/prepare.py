@@ -23,6 +23,7 @@ from zerograph.loops.deferred import is_replaying, replaying
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop import Loop
 from zerograph.loops.scaling import replace_unscaling, step_scaled
+from zerograph.optim.step_hooks import check_step
 from zerograph.runtime.state import holds_state_of
 
 
@@ -89,6 +90,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         root.model = module
         check_modules(root)
     for optimizer in optimizers:
+        check_step(optimizer)
         _check_known(optimizer, modules)
     for one in objects:
         owner = getattr(one, "optimizer", None)

@@ -91,9 +91,9 @@ class Sample:
             leaves, twin = self._twin(each, lr, {} if state is None else self._kept)
             numbers = _numbers(twin)
             # The class's own step, without the wrappers of torch's profiler and of schedulers.
-            function = type(twin).step
+            function = _torch.unhooked_step(type(twin))
             mode.watching = True
-            getattr(function, "__wrapped__", function)(twin)
+            function(twin)
             mode.watching = False
             if state is not None and (changed := _changed(numbers, _numbers(twin))):
                 raise CaptureError(

@@ -12,6 +12,35 @@ from zerograph.errors import CaptureError, ConfigError, SplitParameterError
 from zerograph.runtime.state import holds_state_of
 
 
+# Their wrappers of step() count calls, or belong to frameworks whose integrations replace them.
+_KNOWN = ("torch", "zerograph", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "transformers")
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step()`` was replaced or wrapped: a graph runs the update of the class.
+
+    Raises:
+        ConfigError: it was, by other code than torch's.
+    """
+    kind = type(optimizer)
+    strange = [one for one in _torch.functions_of_instance_step(optimizer) if not _is_known(one)]
+    if (wrapper := _torch.wrapped_with_hooks(kind)) is not None:
+        strange.append(wrapper)
+    if strange:
+        code = getattr(strange[0], "__code__", None)
+        where = "" if code is None else f", in {code.co_filename}:{code.co_firstlineno}"
+        raise ConfigError(
+            f"{kind.__name__}.step() was replaced or wrapped{where}, and the graph would run the update without that\n"
+            f"Write a subclass of {kind.__name__} with its own step(), or edit gradients in build() or in the loop, "
+            "between backward() and step()."
+        )
+
+
+def _is_known(function: Callable[..., object]) -> bool:
+    module = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    return str(module).partition(".")[0] in _KNOWN
+
+
 @dataclass(frozen=True)
 class Guard:
     """Zerograph's own hook before ``step()``, which refuses direct calls."""
