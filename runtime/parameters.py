@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 import weakref
@@ -58,11 +57,13 @@ def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
     return [reader for reference in _READERS.get(parameter, ()) if (reader := reference()) is not None]
 
 
-@functools.cache
 def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of a parameter class whose ``grad`` asks readers."""
+    """Return a subclass of a parameter class whose ``grad`` asks readers: the same each time, kept in the class."""
     if issubclass(kind, SplitParameter) or isinstance(kind.__dict__.get("grad"), _Grad):
         return kind
+    if "_zerograph_with_reader" in kind.__dict__:
+        known: type[nn.Parameter] = kind.__dict__["_zerograph_with_reader"]
+        return known
     names = {
         "grad": _Grad(),
         "_zerograph_reader": True,
@@ -71,6 +72,7 @@ def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     }
     metaclass: Any = type(kind)
     subclass: type[nn.Parameter] = metaclass(kind.__name__, (kind,), names)
+    kind._zerograph_with_reader = subclass  # type: ignore[attr-defined]
     return subclass
 
 

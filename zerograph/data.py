@@ -22,7 +22,7 @@ from zerograph.errors import ConfigError, InputError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.marks import copy_marks
 from zerograph.ir.sbp import NdSbp, Split, broadcast, from_dtensor, is_dtensor, show
-from zerograph.runtime.job.process_group import agree, digest, explaining_failures, join
+from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures, join
 from zerograph.state.threads import one_thread
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -70,30 +70,37 @@ class batches:  # noqa: N801
                 batch of a rank that has run out has a value that cannot be emptied.
             CommunicationError: a rank does not come within the timeout.
         """
-        job = join(self._timeout)
+        return _Pass(self)
+
+    def _begin(self) -> bool:
+        """Begin a pass; return whether it continues at the position that was loaded."""
         resumed, self._resumed = self._resumed, False
         if not resumed:
             self._taken, self._ran_out, self._generators_at_start = 0, False, None
-        iterator: Iterator[Any] | None = None
-        while True:
-            batch, problem = None, None
-            try:
-                if iterator is None:
-                    iterator = self._continued() if resumed else self._started()
-                batch = self._next(iterator)
-            except BaseException as error:
-                problem = error
-            state = _TAKEN if not self._ran_out else _DONE if self._has_last else _NEVER
-            with one_thread("zg.batches()"):
-                doing = f"batch {self._taken + 1} of zg.batches()"
-                states = [sizes[0] for sizes in agree(job, doing, 0, dict, problem, (state,))]
-            if _TAKEN not in states and self._taken:
-                break
-            if _TAKEN not in states or _NEVER in states:
-                raise InputError(_no_batch([rank for rank, one in enumerate(states) if one != _TAKEN], job.size))
-            self._taken += 1
-            yield batch
-        self.epoch, self._taken, self._generators_at_start = self.epoch + 1, 0, None
+        return resumed
+
+    def _take(self, job: Job, iterator: Callable[[], Iterator[Any]]) -> Any:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: all ranks are done.
+        """
+        batch, problem = None, None
+        try:
+            batch = self._next(iterator())
+        except BaseException as error:
+            problem = error
+        state = _TAKEN if not self._ran_out else _DONE if self._has_last else _NEVER
+        with one_thread("zg.batches()"):
+            doing = f"batch {self._taken + 1} of zg.batches()"
+            states = [sizes[0] for sizes in agree(job, doing, 0, dict, problem, (state,))]
+        if _TAKEN not in states and self._taken:
+            self.epoch, self._taken, self._generators_at_start = self.epoch + 1, 0, None
+            raise StopIteration
+        if _TAKEN not in states or _NEVER in states:
+            raise InputError(_no_batch([rank for rank, one in enumerate(states) if one != _TAKEN], job.size))
+        self._taken += 1
+        return batch
 
     def _started(self) -> Iterator[Any]:
         self._generators_at_start = [generator.get_state() for generator in generators_of(self._loader)]
@@ -188,6 +195,32 @@ class batches:  # noqa: N801
             # The first is the default generator, which continues where it is.
             for generator, value in list(zip(generators_of(self._loader), state["generators"], strict=True))[1:]:
                 generator.set_state(value)
+
+
+class _Pass:
+    """One pass over ``zg.batches()``. After an error of the loader it goes on, as the loader's own pass does."""
+
+    def __init__(self, owner: batches) -> None:
+        self._owner, self._job = owner, join(owner._timeout)
+        self._is_done, self._resumed = False, owner._begin()
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_done:
+            raise StopIteration
+        try:
+            return self._owner._take(self._job, self._opened)
+        except StopIteration:
+            self._is_done = True
+            raise
+
+    def _opened(self) -> Iterator[Any]:
+        if self._iterator is None:
+            self._iterator = self._owner._continued() if self._resumed else self._owner._started()
+        return self._iterator
 
 
 def _is_stateful(loader: Any) -> bool:

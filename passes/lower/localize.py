@@ -88,7 +88,9 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
     elif node.target is aten.affine_grid_generator.default:
         node.update_arg(1, [shapes[0][0], *rules.arguments(node)["size"][1:]])
     elif node.target in _BATCH_ARGUMENT:
-        node.update_arg(_BATCH_ARGUMENT[node.target], shapes[0][0])
+        # Not the first result's: the gradient of a frozen layer's output is left out.
+        rows = node.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+        node.update_arg(_BATCH_ARGUMENT[node.target], rows)
     elif node.target in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
         _squeeze_global_ones(node)
     elif node.target in (aten.slice.Tensor, aten.narrow.default) and shapes[0] != tuple(outputs[0].shape):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import zerograph as zg
+from tests.pool import Pool
 from zerograph.errors import InputError
 from zerograph.ir.mesh import line
 from zerograph.loops import loaders
@@ -119,3 +120,61 @@ def test_a_batch_whose_rows_are_not_known_is_an_error(monkeypatch: pytest.Monkey
         as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph))
     # One process has all rows.
     assert len(as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph), 1)[0]) == 2
+
+
+class Damaged(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 11:
+            raise OSError("damaged")
+        return torch.full((4,), float(index))
+
+
+def skipping(loader: Any) -> list[list[float]]:
+    """Return the first entries of the batches that can be read."""
+    iterator, read = iter(loader), []
+    while True:
+        try:
+            read.append(next(iterator)[:, 0].tolist())
+        except StopIteration:
+            return read
+        except OSError:
+            continue
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_goes_on_after_a_sample_that_cannot_be_read(workers: int) -> None:
+    loader = DataLoader(Damaged(), 8, num_workers=workers)
+    assert skipping(loaders.SplitLoader(loader, zg.Config())) == skipping(loader)
+    assert skipping(zg.batches(loader)) == skipping(loader)
+
+
+def damaged_and_permuted(kind: str) -> tuple[str, list[list[float]]]:
+    """Read with a sample that one rank cannot read, or batches in another order on rank 1; then go on."""
+    if kind == "damaged":
+        source: Any = DataLoader(Damaged(), 8)
+    else:
+        source = [torch.arange(8.0).roll(4 * zg.rank() * (number == 1))[:, None] for number in range(3)]
+    iterator, said, read = iter(loaders.SplitLoader(source, zg.Config())), "", []
+    while True:
+        try:
+            read.append(next(iterator)[:, 0].tolist())
+        except StopIteration:
+            return said, read
+        except (OSError, zg.RankMismatchError) as error:
+            said = f"{type(error).__name__}: {error}"
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all_and_the_pass_goes_on(pool: Pool) -> None:
+    (said, first), (other, second) = pool.run(2, damaged_and_permuted, "damaged")
+    assert "OSError: damaged" in said + other
+    assert "failed before batch 2 of a prepared loader" in said + other
+    assert [a + b for a, b in zip(first, second, strict=True)] == skipping(DataLoader(Damaged(), 8))
+
+
+def test_batches_in_another_order_on_one_rank_are_an_error(pool: Pool) -> None:
+    for said, read in pool.run(2, damaged_and_permuted, "permuted"):
+        assert "ranks differ before batch 2 of a prepared loader, first in shapes and values" in said
+        assert len(read) == 2

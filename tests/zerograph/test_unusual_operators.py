@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.models import part
 from tests.pool import Pool
+from zerograph.ir.mesh import line
 
+aten = torch.ops.aten
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -209,3 +211,21 @@ def test_shapes_that_depend_on_values_are_refused_with_advice_that_fits(
         Predict(call)(torch.randn(4, 4))
     for word in words:
         assert word in str(refused.value)
+
+
+class BehindFrozen(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), nn.GroupNorm(2, 4))
+        self.add_optimizer(torch.optim.SGD(self.model[1].parameters(), lr=0.1))
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def test_group_norm_behind_a_frozen_layer_has_this_ranks_number_of_samples() -> None:
+    prepared = BehindFrozen().prepare(line(2, 0, "ranks"), torch.ones(3, 3, 8, 8))
+    (node,) = prepared.graph().graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default)
+    assert node.args[0].meta["val"].shape[0] == node.args[5] == 3

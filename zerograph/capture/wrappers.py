@@ -42,8 +42,8 @@ def _names(kind: type) -> frozenset[str]:
     return frozenset(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
 
 
-@functools.cache
 def _refusal(kind: type) -> str | None:
+    # Not cached by class: a cache would keep classes of prepared modules, and so their graphs, for ever.
     for package, name, reason in _REFUSED:
         if any(base.__qualname__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__):
             return f"{name}, {reason}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -17,6 +17,7 @@ from zerograph.ir.mesh import local_start, piece_count
 from zerograph.loops.rows import RowsOf, bounds, only_stacks, rows_of, tensors_of
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.tensor_hash import hash_bits
 
 
 class SplitLoader:
@@ -49,14 +50,13 @@ class SplitLoader:
         """
         loader, job = self._loader, self._job()
         if job.size == 1:
-            yield from loader
-        elif isinstance(loader, DataLoader) and (sampler := _distributed_sampler(loader)) is not None:
+            return iter(loader)
+        if isinstance(loader, DataLoader) and (sampler := _distributed_sampler(loader)) is not None:
             self._check_sampler(sampler, job)
-            yield from data.batches(loader, timeout=self._config.timeout)
-        elif isinstance(loader, DataLoader) and _splits_samples(loader):
-            yield from self._of_samples(loader)
-        else:
-            yield from self._of_batches(loader)
+            return iter(data.batches(loader, timeout=self._config.timeout))
+        if isinstance(loader, DataLoader) and _splits_samples(loader):
+            return self._of_samples(loader)
+        return self._of_batches(loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -92,17 +92,52 @@ class SplitLoader:
             options = reading_options(loader)
             self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
         local, mine = self._reading
-        for number, batch in enumerate(local):
+
+        def part_of(number: int, batch: Any) -> Any:
             indices, count = mine.read.pop(number)
             agree_on_batch(job, number, "samples", indices)
-            yield batch if count else rows_of(batch, 1, 2)
+            return batch if count else rows_of(batch, 1, 2)
+
+        return _Batches(job, iter(local), part_of)
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
         part, parts = self._parts(job)
-        for number, batch in enumerate(loader):
-            agree_on_batch(job, number, "shapes and sums", [_facts(one) for one in tensors_of(batch)])
-            yield rows_of(batch, part, parts)
+
+        def part_of(number: int, batch: Any) -> Any:
+            agree_on_batch(job, number, "shapes and values", [_facts(one) for one in tensors_of(batch)])
+            return rows_of(batch, part, parts)
+
+        return _Batches(job, iter(loader), part_of)
+
+
+class _Batches:
+    """This rank's part of each batch. An error of the loader ends no pass, where the loader's own pass goes on.
+
+    Args:
+        job: the ranks.
+        batches: the loader's batches.
+        part_of: returns this rank's part of the batch of a number.
+    """
+
+    def __init__(self, job: Job, batches: Iterator[Any], part_of: Callable[[int, Any], Any]) -> None:
+        self._job, self._batches, self._part_of = job, batches, part_of
+        self._number = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._number += 1
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            # The other ranks have read theirs, and wait.
+            agree_on_batch(self._job, self._number, "", None, error)
+            raise
+        return self._part_of(self._number, batch)
 
 
 def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -153,11 +188,13 @@ def _same_generators(loader: DataLoader[Any], job: Job) -> None:
             generator.manual_seed(broadcast_number(job, generator.initial_seed() % 2**62 ^ own))
 
 
-def agree_on_batch(job: Job, number: int, what: str, facts: Any) -> None:
-    """Raise unless the facts about a batch are equal on all ranks."""
-    agree(job, f"batch {number + 1} of a prepared loader", digest(facts), lambda: {what: f"{facts}"[:200]})
+def agree_on_batch(job: Job, number: int, what: str, facts: Any, problem: BaseException | None = None) -> None:
+    """Raise unless the facts about a batch are equal on all ranks, and none has a problem."""
+    doing = f"batch {number + 1} of a prepared loader"
+    agree(job, doing, digest(facts), lambda: {what: f"{facts}"[:200]}, problem)
 
 
 def _facts(values: torch.Tensor | numpy.ndarray[Any, Any]) -> tuple[Any, ...]:
-    total = float(values.double().sum()) if isinstance(values, torch.Tensor) else digest(values.tolist())
-    return tuple(values.shape), total
+    if not isinstance(values, torch.Tensor):
+        return values.shape, digest(values.tolist())
+    return tuple(values.shape), int(hash_bits(values.to_dense()))

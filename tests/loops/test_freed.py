@@ -1,0 +1,84 @@
+"""What was prepared is freed with the user's objects: no cache of the process has a model, a loop or a graph."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from zerograph.loops.prepare import loop_of
+
+
+class Scaled(nn.Parameter):
+    """A class of parameters of the user's."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        self.scale = Scaled(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layers(x) * self.scale).square().mean()
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x)
+        loss.backward()
+        return loss
+
+
+def prepared_loop() -> list[Any]:
+    model: Any = Net()
+    model, optimizer = zg.prepare(model, torch.optim.Adam(model.parameters()), stage=3)
+    for _ in range(2):
+        model(torch.ones(4, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zg.full_parameters(model):
+        len(optimizer.state)
+    loop: Any = loop_of(model)
+    return [model, optimizer, loop, loop.graph(optimizer), loop.graph()]
+
+
+def graph() -> list[Any]:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = Step(model, optimizer)
+    step(torch.ones(4, 4))
+    step.state_dict()
+    return [model, optimizer, step, step._compiled().captured.graph, step._compiled().executor]
+
+
+def users_classes() -> list[Any]:
+    class Own(Net):
+        pass
+
+    class Parameter(nn.Parameter):
+        pass
+
+    model: Any = Own()
+    model.scale = Parameter(torch.ones(()))
+    zg.prepare(model, torch.optim.Adam(model.parameters()))
+    return [Own, Parameter]
+
+
+@pytest.mark.parametrize("make", [prepared_loop, graph, users_classes])
+def test_what_was_prepared_is_freed(make: Callable[[], list[Any]]) -> None:
+    references = [weakref.ref(one) for one in make()]
+    gc.collect()
+    alive = [reference() for reference in references]
+    assert alive == [None] * len(alive)
