@@ -1,4 +1,4 @@
-"""An optimizer whose ``step()`` was replaced or wrapped is refused, or its own code runs: never the class's in its place."""
+"""An optimizer whose ``step()`` was replaced or wrapped is refused, or that step runs: never the class's instead."""
 
 from __future__ import annotations
 

@@ -227,5 +227,5 @@ class BehindFrozen(zg.ZeroGraph):
 
 def test_group_norm_behind_a_frozen_layer_has_this_ranks_number_of_samples() -> None:
     prepared = BehindFrozen().prepare(line(2, 0, "ranks"), torch.ones(3, 3, 8, 8))
-    (node,) = prepared.graph().graph.find_nodes(op="call_function", target=aten.native_group_norm_backward.default)
+    (node,) = prepared.emitted.find_nodes(op="call_function", target=aten.native_group_norm_backward.default)
     assert node.args[0].meta["val"].shape[0] == node.args[5] == 3

@@ -214,8 +214,8 @@ __all__ = [
     "fake_mode_of",
     "forward_sequence_number",
     "functional_overload",
-    "functions_of_instance_step",
     "functional_trace",
+    "functions_of_instance_step",
     "gradient_hooks",
     "graph_module",
     "has_closed_form_rates",
@@ -296,6 +296,7 @@ __all__ = [
     "with_tensors",
     "without_onednn",
     "without_torch_function",
+    "wrapped_with_hooks",
     "written_arguments",
     "written_tensors",
 ]

@@ -74,7 +74,7 @@ def _is_torchs_wrapper(step: Any) -> bool:
 
 
 def functions_of_instance_step(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Return what was assigned to ``optimizer.step``, and what this wraps, outermost first; [] without an assignment."""
+    """Return what was assigned to ``optimizer.step``, and what this wraps, outermost first; [] if nothing was."""
     functions, step = [], vars(optimizer).get("step")
     while step is not None:
         step = getattr(step, "__func__", step)

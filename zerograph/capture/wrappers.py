@@ -7,7 +7,6 @@ inside. A wrapper that has split the parameters, or that changes the update, is 
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any

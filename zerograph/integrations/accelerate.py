@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -329,7 +330,10 @@ def save_loop(loop: Loop, folder: Path, *, write_counts: bool) -> None:
     """
     loop.graph(*loop.optimizers).save(folder)
     if write_counts:
-        folder.with_name(f"{folder.name}.json").write_text(json.dumps({"graphs_done": loop.graphs_done}))
+        counts = folder.with_name(f"{folder.name}.json")
+        beside = counts.with_name(f".{counts.name}.part")
+        beside.write_text(json.dumps({"graphs_done": loop.graphs_done}))
+        os.replace(beside, counts)
 
 
 def load_loop(loop: Loop, folder: Path) -> None:

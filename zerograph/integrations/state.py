@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zerograph.base.source import levels_to_user
 from zerograph.loops.loop import Loop
 from zerograph.runtime.state import gather_parts, store_of, stores_of
+
+
+def last_complete(folder: str | os.PathLike[str]) -> str | None:
+    """Return the last checkpoint of a trainer that was written to its end, or None. Warn of later ones.
+
+    A trainer writes ``trainer_state.json`` last.
+    """
+    numbered = {
+        int(match[1]): path for path in Path(folder).glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(path.name))
+    }
+    cut = []
+    for _, path in sorted(numbered.items(), reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_text())
+        except (OSError, ValueError):
+            cut.append(path.name)
+            continue
+        if cut:
+            warnings.warn(
+                f"training goes on from {path}: {', '.join(cut)} is not complete, its save was cut off",
+                stacklevel=levels_to_user(),
+            )
+        return str(path)
+    return None
+
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def whole_state(

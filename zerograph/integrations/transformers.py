@@ -87,10 +87,12 @@ class ZeroTrainerMixin(_Mixed):
         self._accelerator_arguments = super()._build_accelerator_args(**kwargs)
         return dict(self._accelerator_arguments)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the trainer does."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the trainer does. ``resume_from_checkpoint=True`` passes over a checkpoint that was cut off."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = state.last_complete(self.args.output_dir) or True
         with patch.object(neftune, "neftune_post_forward_hook", _add_noise):
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # --- the step ---
 

@@ -112,7 +112,7 @@ class SplitLoader:
 
 
 class _Batches:
-    """This rank's part of each batch. An error of the loader ends no pass, where the loader's own pass goes on.
+    """Iterate over this rank's part of each batch. After an error of the loader the pass goes on, if the loader's does.
 
     Args:
         job: the ranks.

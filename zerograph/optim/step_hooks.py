@@ -11,7 +11,6 @@ from zerograph import _torch
 from zerograph.errors import CaptureError, ConfigError, SplitParameterError
 from zerograph.runtime.state import holds_state_of
 
-
 # Their wrappers of step() count calls, or belong to frameworks whose integrations replace them.
 _KNOWN = ("torch", "zerograph", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "transformers")
 
