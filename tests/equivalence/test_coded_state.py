@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from zerograph.optim.program import trace_update
 from zerograph.passes.buckets.coded_updates import CodedUpdate
 from zerograph.passes.context import BucketUpdate
 from zerograph.runtime.backends import coded_kernels
+from zerograph.runtime.checkpoint.index import Entry
+from zerograph.state.checkpoint import load
+from zerograph.state.checkpoint import state as checkpoint_state
 
 STEPS, SAMPLES = 3, 8
 KEYS = ("exp_avg", "exp_avg_sq")
@@ -298,3 +302,42 @@ def test_a_compiled_step_with_codes_is_written_and_read(tmp_path: Path) -> None:
         loaded(x, y)
     for name, value in codes_of(compiled).items():
         assert torch.equal(codes_of(loaded)[name], value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float32"}, "has no codes of blocks"),
+        ({"shape": ()}, "has no codes of blocks"),
+        ({"shape": (3, 259)}, "has no codes of blocks"),
+        ({"shape": (9, 260)}, "has other blocks"),
+        ({"residual": (10**6, 600)}, "has no row for each of 1 ranks"),
+    ],
+)
+def test_codes_and_residuals_of_other_shapes_are_refused_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    module = model()
+    step = LossStep(module, adamw(module), 1, product, optimizer_state="int8")
+    step(*batches()[0])
+    step.save(tmp_path)
+    opened = load.open_checkpoint
+
+    def tampered(path: Path) -> Any:
+        reader = opened(path)
+        tensors = dict(reader.index.tensors)
+        name = next(name for name in tensors if name.endswith(".root"))
+        if "residual" in change:
+            tensors["residuals.0.model.weight"] = Entry("float32", change["residual"], ())
+        else:
+            tensors[name] = replace(tensors[name], **change)
+        object.__setattr__(reader.index, "tensors", tensors)
+        return reader
+
+    monkeypatch.setattr(checkpoint_state, "open_checkpoint", tampered)
+    other = model()
+    exact = LossStep(other, adamw(other), 0, product)
+    before = exact.state_dict()
+    with pytest.raises(zg.CheckpointError, match=message):
+        exact.load(tmp_path)
+    torch.testing.assert_close(exact.state_dict()["modules"], before["modules"], rtol=0, atol=0)

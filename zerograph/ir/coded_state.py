@@ -39,6 +39,11 @@ def plain_name(name: str) -> str:
     return next((name.removesuffix(suffix) for suffix in _CODECS if name.endswith(suffix)), name)
 
 
+def saved_codec(name: str) -> Codec | None:
+    """Return how the entry that is saved under ``name`` is coded, or None."""
+    return next((codec for suffix, codec in _CODECS.items() if name.endswith(suffix)), None)
+
+
 def decode_saved(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an entry of a checkpoint as a plain optimizer keeps it.
 
@@ -47,7 +52,7 @@ def decode_saved(name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
         value: its value there.
         shape: the parameter's shape.
     """
-    codec = next((codec for suffix, codec in _CODECS.items() if name.endswith(suffix)), None)
+    codec = saved_codec(name)
     return value if codec is None else decode_entry(value, torch.Size(shape), codec, torch.float32)
 
 

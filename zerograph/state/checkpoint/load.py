@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import CheckpointError, ConfigError
-from zerograph.ir.coded_state import decode_saved, plain_name, saved_name
+from zerograph.ir.coded_state import decode_saved, plain_name, saved_codec, saved_name
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
@@ -144,16 +144,27 @@ def _check_optimizers(checkpoint: Index, optimizers: Optimizers, groups: Sequenc
         except ConfigError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from error
         own = plain_shapes(optimizer, saved)
+        start = f"optimizers.{number}.state."
         shapes = {
             key: {
-                plain_name(name): own[key]
-                if plain_name(name) != name
-                else checkpoint.tensors[f"optimizers.{number}.state.{key}.{name}"].shape
+                plain_name(name): _plain_shape(name, checkpoint.tensors[f"{start}{key}.{name}"], own[key])
                 for name in sorted(names)
             }
             for key, names in _saved_states(checkpoint, number).items()
         }
         check_entries(optimizer, saved, shapes)
+
+
+def _plain_shape(name: str, entry: index.Entry, shape: torch.Size) -> Sequence[int]:
+    """Return the shape of an entry of a parameter's state as a plain optimizer keeps it; of a code the parameter's.
+
+    Raises:
+        CheckpointError: a code has another number of blocks than the parameter.
+    """
+    codec = saved_codec(name)
+    if codec is not None and entry.shape[0] != -(-shape.numel() // codec.block):
+        raise CheckpointError(f"the checkpoint is damaged: {name} of a parameter of {tuple(shape)} has other blocks")
+    return entry.shape if codec is None else shape
 
 
 def _saved_states(checkpoint: Index, number: int) -> dict[int, set[str]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerograph.errors import CheckpointError
+from zerograph.ir.coded_state import saved_codec
 from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.state.checkpoint.document import decode
@@ -134,6 +135,8 @@ def _aliases(reader: Reader, value: Any) -> Mapping[str, str]:
 
 def _check_tensors(reader: Reader, document: Written) -> None:
     """Check that every tensor belongs to a module, to a parameter's optimizer state or to a generator."""
+    # A checkpoint has a generator of each rank that wrote it.
+    ranks = sum(name.startswith("generators.") and name.endswith(".cpu") for name in reader.index.tensors)
     sizes = [sum(len(group["params"]) for group in groups) for groups in document.groups]
     for name, entry in reader.index.tensors.items():
         if not _NAMES.fullmatch(name):
@@ -141,6 +144,11 @@ def _check_tensors(reader: Reader, document: Written) -> None:
         kind, number, *rest = name.split(".")
         if kind == "optimizers" and not (int(number) < len(sizes) and int(rest[1]) < sizes[int(number)]):
             raise ValueError(f"{name!r:.60} belongs to no parameter")
+        codec = saved_codec(name) if kind == "optimizers" else None
+        if codec is not None and (entry.dtype != "uint8" or entry.shape[1:] != (codec.block_bytes,)):
+            raise ValueError(f"{name!r:.60} has no codes of blocks")
+        if kind == "residuals" and entry.shape[:1] != (min(ranks, document.ranks),):
+            raise ValueError(f"{name!r:.60} has no row for each of {document.ranks} ranks")
         if kind == "residuals" and (len(entry.shape) != 2 or not DTYPES[entry.dtype].is_floating_point):
             raise ValueError(f"{name!r:.60} has no row for each rank")
         if kind == "received" and not DTYPES[entry.dtype].is_floating_point:
