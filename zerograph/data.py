@@ -307,7 +307,12 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
     job = join(Config().timeout if timeout is None else timeout)
     leaves: list[Any] = []
     _mapped(outputs, leaves.append)
+    # Results of a prepared model that its step has yet to compute: the dimension of this rank's rows, None if whole.
+    rows = {number: leaf.meta.batch_dim for number, leaf in enumerate(leaves) if hasattr(leaf, "as_output")}
+    for number in rows:
+        leaves[number] = getattr(leaves[number], "as_output", leaves[number].detach)()
     layouts = {number: _layout(leaf, job.grid) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    layouts |= {number: ((broadcast if dim is None else Split(dim),), job.grid) for number, dim in rows.items()}
     split_numbers = [number for number, (sbp, _) in layouts.items() if any(isinstance(one, Split) for one in sbp)]
     facts = {f"output {number}": _described(leaves[number], *layouts[number]) for number in layouts}
     parts = [leaves[n] for n in split_numbers if not is_dtensor(leaves[n])]

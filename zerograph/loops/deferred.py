@@ -133,6 +133,10 @@ class Deferred(Tensor):
     def __init__(self, meta: Meta, tape: Recorder, result: Result) -> None:
         """Accept the arguments of ``__new__``, which torch's own ``__init__`` does not."""
 
+    def as_output(self) -> Tensor:
+        """Return the value. A collective; other results of the same calls may be ordinary tensors then."""
+        return self.tape.value(self).detach()
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
