@@ -191,6 +191,44 @@ def test_a_forward_without_gradients_beside_one_with_them_runs_in_the_step() -> 
     assert model.state_dict()["1.num_batches_tracked"] == 4
 
 
+def losses_of(between: Callable[[nn.Module], object]) -> tuple[list[float], list[object]]:
+    """Train with dropout, with other forward passes between the steps; return losses, and what these gave."""
+    model, optimizer = ready(nn.Dropout(0.5))
+    losses, given = [], []
+    for _ in range(4):
+        loss = F.cross_entropy(model(X), Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        given.append(between(model))
+    return losses, given
+
+
+def evaluated(model: nn.Module) -> object:
+    model.eval()
+    with torch.no_grad():
+        value = model(X).sum().item()
+    model.train()
+    return value
+
+
+def sampled(model: nn.Module) -> object:
+    with torch.no_grad():
+        return model(X).sum().item(), model(X).sum().item()
+
+
+@pytest.mark.parametrize("between", [evaluated, sampled])
+def test_forward_passes_between_steps_do_not_change_the_masks_of_the_training(
+    between: Callable[[nn.Module], object],
+) -> None:
+    losses, given = losses_of(between)
+    assert losses == losses_of(lambda _: None)[0]
+    if between is sampled:
+        # Each draws a mask of its own.
+        assert len({value for pair in given for value in pair}) == 8  # type: ignore[attr-defined]
+
+
 def test_an_evaluation_between_backward_and_step_changes_no_number() -> None:
     model, optimizer = ready(nn.BatchNorm1d(16))
     twin = network(nn.BatchNorm1d(16))

@@ -43,7 +43,7 @@ class Loop:
         optimizers: the prepared optimizers.
         config: the options of all graphs.
         tape: the calls since the last step.
-        graphs_done: number of graphs that were run so far.
+        graphs_done: number of graphs that were run so far, but for forward passes that no update follows.
         busy: state dicts are those of the plain modules now.
         parts: returns the number of parts of the batch of one call over the ranks.
         edits: makes the calls that edit gradients.
@@ -56,6 +56,8 @@ class Loop:
     ) -> None:
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
         self.graphs_done = 0
+        # The number of forward passes without an update since then, by the number of graphs.
+        self._extra: dict[int, int] = {}
         self.busy = False
         self._steps: dict[tuple[tuple[int, ...], GradientUse], LoopStep] = {}
         self._forward: LoopForward = self._new(LoopForward(self.modules, config, self.words))
@@ -424,9 +426,13 @@ class Loop:
         try:
             (outputs,) = agreed_outputs(self._forward, [tape])
             program = self._program(tape, outputs, [])
-            with tape.modes():
-                values = self._forward.run_loop(program)
-            self.graphs_done += 1
+            self._forward.extra = self._extra.get(self.graphs_done, 0)
+            try:
+                with tape.modes():
+                    values = self._forward.run_loop(program)
+            finally:
+                self._forward.extra = None
+            self._extra = {self.graphs_done: self._extra.get(self.graphs_done, 0) + 1}
             tape.finish(dict(zip(outputs, values, strict=True)))
         finally:
             tape.finished = True

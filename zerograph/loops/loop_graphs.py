@@ -29,17 +29,28 @@ class Owner(Protocol):
 
 
 class OfLoop(Recorded):
-    """A graph of a loop: all graphs of a loop draw one sequence of random numbers, and take parts of any size."""
+    """A graph of a loop: all graphs of a loop draw one sequence of random numbers, and take parts of any size.
+
+    Forward passes that no update follows draw numbers of their own, so that an evaluation or a logged value does not
+    change those of the training.
+
+    Attributes:
+        loop: the loop.
+        rows: the number of this rank's rows.
+        extra: the number of forward passes without an update since the last graph; None: an update follows.
+    """
 
     loop: Owner
     rows: int = 0
+    extra: int | None = None
 
     def _seed_of_step(self) -> int:
         seed = self._seed if self.config.seed is None else self.config.seed
-        return digest((seed, self.loop.graphs_done))
+        return digest((seed, self.loop.graphs_done, *(() if self.extra is None else ("forward", self.extra))))
 
     def _attributes(self) -> dict[str, Any]:
-        return {name: value for name, value in super()._attributes().items() if name not in ("loop", "rows")}
+        own = ("loop", "rows", "extra")
+        return {name: value for name, value in super()._attributes().items() if name not in own}
 
     def _part(self, value: Tensor, sbp: NdSbp, meta: Meta) -> Tensor:
         dim = meta.batch_dim
