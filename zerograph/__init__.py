@@ -58,15 +58,18 @@ if TYPE_CHECKING:
         SplitParameterError,
         VerificationError,
         ZeroGraphError,
+        ZeroGraphWarning,
     )
     from zerograph.graph import ZeroGraph
     from zerograph.inspection import Collective
     from zerograph.ir.annotate import annotate, replicated
     from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
+    from zerograph.ir.marks import mark_dynamic
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
     from zerograph.ir.wire import WireFormat, wire
     from zerograph.loops.prepare import full_parameters, prepare
+    from zerograph.passes.rules.check_rule import check_rule
     from zerograph.passes.rules.register_rule import register_rule
     from zerograph.passes.rules.registry import Operands
     from zerograph.planner.front.plan import plan
@@ -103,6 +106,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "SplitParameterError",
         "VerificationError",
         "ZeroGraphError",
+        "ZeroGraphWarning",
     ),
     "ir.grad_scaler": (
         "GradScaler",
@@ -115,6 +119,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "capture.local": ("local",),
     "ir.memory": ("Memory",),
     "passes.rules.registry": ("Operands",),
+    "passes.rules.check_rule": ("check_rule",),
     "passes.rules.register_rule": ("register_rule",),
     "compiler.placement": (
         "placement",
@@ -162,14 +167,17 @@ __all__ = [
     "WireFormat",
     "ZeroGraph",
     "ZeroGraphError",
+    "ZeroGraphWarning",
     "__version__",
     "annotate",
     "batches",
+    "check_rule",
     "from_deepspeed",
     "from_pretrained",
     "full_parameters",
     "gather",
     "local",
+    "mark_dynamic",
     "open_safetensors",
     "placement",
     "plan",

@@ -34,14 +34,14 @@ from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
 from zerograph.ir.sbp import Sbp, Split, broadcast
 from zerograph.ir.wire import WireFormat, block_of, wire_complaint
-from zerograph.ir.zero import MODES, STAGES, ZeroPolicy, policy
+from zerograph.ir.zero import MODES, STAGES, Mode, Stage, ZeroPolicy, policy
 
 
 @dataclass
 class Config:
     """Options of one graph. Set them before the first call, or between calls: the step is then compiled again."""
 
-    mode: str = option(
+    mode: Mode = option(
         "off",
         one_of(*MODES, advice=f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"),
         """``"distributed_split"`` (ZeRO with shards that cut through parameters), ``"non_distributed"`` (ZeRO with
@@ -50,7 +50,7 @@ class Config:
         shards of a bucket are as long as the longest one: with ``"non_distributed"``, a parameter larger than all
         others together takes as much memory on every rank as on its owner.""",
     )
-    stage: int | Literal["auto"] = option(
+    stage: Stage = option(
         1,
         Check(
             lambda value: (type(value) is int and value in STAGES) or is_one_of(value, "auto"),
@@ -266,7 +266,7 @@ class Config:
         along others its shards are broadcast. Default None: the last dimension along which inputs are split and no
         parameter is; else the last one along which inputs are split; with split sequences, the one of most ranks.""",
     )
-    recompute: str = option(
+    recompute: Literal["none", "blocks", "auto"] = option(
         "none",
         one_of("none", "blocks", "auto"),
         """Values that backward recomputes instead of keeping them; numbers and model stay the same. ``"none"``
@@ -331,9 +331,7 @@ class Config:
             # Python itself looks for private names.
             raise AttributeError(name) if name.startswith("_") else UnknownOptionError(_unknown(name))
 
-    def enable_zero(
-        self, mode: bool | str = True, *, stage: int | Literal["auto"] = 1, shard_min_size: int = 0
-    ) -> None:
+    def enable_zero(self, mode: bool | Mode = True, *, stage: Stage = 1, shard_min_size: int = 0) -> None:
         """Set ZeRO's ``mode``, ``stage`` and ``shard_min_size``.
 
         Args:
@@ -344,7 +342,7 @@ class Config:
         """
         if not isinstance(mode, (str, bool)):
             raise ConfigError(f"enable_zero({mode!r:.60}): give True, False or a mode, and the stage as stage=")
-        mode_name = mode if isinstance(mode, str) else MODES[0] if mode else "off"
+        mode_name: Mode = mode if isinstance(mode, str) else "distributed_split" if mode else "off"
         new = Config(mode=mode_name, stage=stage, shard_min_size=shard_min_size)
         self.mode, self.stage, self.shard_min_size = new.mode, new.stage, new.shard_min_size
 

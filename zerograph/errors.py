@@ -16,6 +16,10 @@ class ZeroGraphError(RuntimeError):
     """Base class of all errors raised by zerograph; the message says what happened, where, and what to do."""
 
 
+class ZeroGraphWarning(UserWarning):
+    """Category of all warnings of zerograph. They point at the user's line."""
+
+
 class ConfigError(ZeroGraphError):
     """An option, mode, stage, backend or argument does not exist or cannot have the value."""
 

@@ -44,7 +44,7 @@ def discover(
         inputs, outputs: tensors of the shapes and dtypes to try.
         folder: the cache; None: :func:`zerograph.base.cache.folder`.
     """
-    trial = _trial(node, ranks, inputs, outputs)
+    trial = trial_of(node, ranks, inputs, outputs)
     if trial is None:
         return None
     file = _file(node, inputs, ranks, folder or cache.folder("rules"))
@@ -58,15 +58,20 @@ def discover(
     return signatures
 
 
-class _Trial:
-    """An operator with several draws of random inputs, and its outputs for each."""
+class Trial:
+    """An operator with several draws of inputs, and its outputs for each.
+
+    Attributes:
+        draws: inputs and outputs of each draw.
+    """
 
     def __init__(self, node: fx.Node, ranks: int, draws: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
-        self._node, self._ranks, self._draws = node, ranks, draws
+        self.draws = draws
+        self._node, self._ranks = node, ranks
 
     def candidates(self) -> Iterator[Signature]:
         """Yield signatures that may hold. The SBPs of outputs are read off the first draw."""
-        inputs, _ = self._draws[0]
+        inputs, _ = self.draws[0]
         choices = sorted(self._splits(inputs), key=lambda sbps: sum(isinstance(sbp, Split) for sbp in sbps))
         for sbps in [*choices[:_MOST_CANDIDATES], *self._sums(inputs)]:
             outputs = self._outputs(sbps)
@@ -75,7 +80,7 @@ class _Trial:
 
     def allows(self, signature: Signature) -> bool:
         """Return whether :meth:`candidates` may yield the signature: its length fits, and its splits are possible."""
-        inputs, _ = self._draws[0]
+        inputs, _ = self.draws[0]
         if len(signature.inputs) != len(inputs):
             return False
         split = [
@@ -89,7 +94,7 @@ class _Trial:
 
     def holds(self, signature: Signature) -> bool:
         """Return whether the operator computes in pieces what it computes whole, on every draw."""
-        inputs, wholes = self._draws[0]
+        inputs, wholes = self.draws[0]
         if (len(signature.inputs), len(signature.outputs)) != (len(inputs), len(wholes)):
             return False
         return all(
@@ -98,7 +103,7 @@ class _Trial:
                 _matches(sbp, [part[index] for part in parts], whole)
                 for index, (sbp, whole) in enumerate(zip(signature.outputs, wholes, strict=True))
             )
-            for inputs, wholes in self._draws
+            for inputs, wholes in self.draws
         )
 
     def _splits(self, inputs: Sequence[Tensor]) -> Iterator[tuple[Sbp, ...]]:
@@ -121,7 +126,7 @@ class _Trial:
             yield tuple(partial_sum if index in group else broadcast for index in range(len(inputs)))
 
     def _outputs(self, sbps: tuple[Sbp, ...]) -> tuple[Sbp, ...] | None:
-        inputs, wholes = self._draws[0]
+        inputs, wholes = self.draws[0]
         parts = self._in_pieces(inputs, sbps)
         if parts is None:
             return None
@@ -147,7 +152,12 @@ class _Trial:
         return None if any(result is None for result in results) else [r for r in results if r is not None]
 
 
-def _trial(node: fx.Node, ranks: int, values: Sequence[Tensor], expected: Sequence[Tensor]) -> _Trial | None:
+def trial_of(node: fx.Node, ranks: int, values: Sequence[Tensor], expected: Sequence[Tensor]) -> Trial | None:
+    """Return the operator with random inputs of these shapes and dtypes, or None if it cannot be tried.
+
+    Args:
+        expected: outputs, for their shapes.
+    """
     target = node.target
     if not isinstance(target, OpOverload) or is_mutable(target) or torch.Tag.nondeterministic_seeded in target.tags:
         return None
@@ -168,7 +178,7 @@ def _trial(node: fx.Node, ranks: int, values: Sequence[Tensor], expected: Sequen
         if repeated is None or not all(map(_close, repeated, outputs)) or not all(map(_is_comparable, outputs)):
             return None
         draws.append((inputs, outputs))
-    return _Trial(node, ranks, draws)
+    return Trial(node, ranks, draws)
 
 
 def _is_comparable(output: Tensor) -> bool:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerograph import _torch
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.passes.rules.check_rule import check_rule
 from zerograph.passes.rules.factors import Linear
-from zerograph.passes.rules.registry import Linearity, Notation, Operands, register_user_rule, rule_of
+from zerograph.passes.rules.registry import (
+    Linearity,
+    Notation,
+    Operands,
+    register_user_rule,
+    restore_user_rule,
+    rule_of,
+)
 
 Rule = Callable[[Operands], str]
 
 
-def register_rule(operator: Any, notation: str | None = None, *, linear: Linearity = ()) -> Callable[[Rule], Rule]:
+def register_rule(
+    operator: Any, notation: str | None = None, *, linear: Linearity = (), check: Sequence[Any] | None = None
+) -> Callable[[Rule], Rule]:
     """Register how a custom operator may be split, so that its inputs need not be gathered.
 
     ``register_rule(scaled, "m k, k n -> m n", linear=(0, 1))`` names the index space of an operator. Without
@@ -28,10 +38,11 @@ def register_rule(operator: Any, notation: str | None = None, *, linear: Lineari
         linear: numbers of the inputs in which the operator is linear, the others held fixed. Such an input may be a
             partial sum, and the outputs then are partial sums. A tuple of numbers: linear in those together. ``"all"``:
             linear in all inputs together.
+        check: example arguments, for which :func:`zerograph.check_rule` compares the rule with the operator at once.
 
     Raises:
-        ConfigError: ``operator`` is no operator, has a built-in rule or writes to its arguments; or the notation fits
-            no shapes.
+        ConfigError: ``operator`` is no operator, has a built-in rule or writes to its arguments; the notation fits
+            no shapes; or the check finds that the rule is wrong, which is not registered then.
     """
     overloads = _torch.overloads(operator)
     if not overloads:
@@ -51,25 +62,37 @@ def register_rule(operator: Any, notation: str | None = None, *, linear: Lineari
             )
         for overload in overloads:
             _check(overload, notation, linear)
-            _register(overload, notation, linear)
+        _register(overloads, notation, linear, check)
 
     def decorate(function: Rule) -> Rule:
         if notation is not None:
             raise ConfigError("register_rule() with a notation is no decorator: give one or the other")
         if not callable(function):
             raise ConfigError(f"register_rule() decorates a function of the operands, not {function!r:.60}")
-        for overload in overloads:
-            _register(overload, function, linear)
+        _register(overloads, function, linear, check)
         return function
 
     return decorate
 
 
-def _register(operator: _torch.OpOverload, notation: Notation, linear: Linearity) -> None:
+def _register(
+    operators: Sequence[_torch.OpOverload], notation: Notation, linear: Linearity, examples: Sequence[Any] | None
+) -> None:
+    """Register the rule, and check it with these arguments; a wrong one is forgotten."""
+    previous = {operator: rule_of(operator) for operator in operators}
+    for operator in operators:
+        try:
+            register_user_rule(operator, notation, linear)
+        except ValueError:
+            raise ConfigError(f"{operator} has a rule already: {rule_of(operator)}") from None
+    if examples is None:
+        return
     try:
-        register_user_rule(operator, notation, linear)
-    except ValueError:
-        raise ConfigError(f"{operator} has a rule already: {rule_of(operator)}") from None
+        check_rule(operators[0], *examples)
+    except ZeroGraphError:
+        for operator, before in previous.items():
+            restore_user_rule(operator, before)
+        raise
 
 
 def _check(operator: _torch.OpOverload, notation: str, linear: Linearity) -> None:

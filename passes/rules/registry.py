@@ -95,6 +95,15 @@ def register_user_rule(operator: OpOverload, notation: Notation, linear: Lineari
     _USERS.add(operator)
 
 
+def restore_user_rule(operator: OpOverload, previous: Rule | None) -> None:
+    """Give a user's operator back the rule that it had before, or none."""
+    if previous is None:
+        del _RULES[operator]
+        _USERS.discard(operator)
+    else:
+        _RULES[operator] = previous
+
+
 def together(first: int, second: int) -> Callable[[Operands], Linear]:
     """Return a linearity: in two operands together, and in either one alone while the other is zero."""
 

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import update_bn
 import zerograph as zg
 from tests.harness import LossStep
 from zerograph.loops.loop import Loop
+from zerograph.loops.prepare import loop_of as loop_of_module
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(8) % 4
 
@@ -50,6 +51,13 @@ def test_objects_come_back_in_their_order() -> None:
     assert list(prepared[1]) == loader
     assert prepared[2:] == (model, optimizer)
     assert zg.prepare(network()).training
+
+
+def test_the_stage_does_not_change_the_callers_configuration() -> None:
+    config = zg.Config(shard_min_size=3)
+    model = zg.prepare(network(), stage=3, config=config)
+    assert (config.mode, config.stage) == ("off", 1)
+    assert (loop_of_module(model).config.stage, loop_of_module(model).config.mode) == (3, "distributed_split")
 
 
 MISTAKES: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {

@@ -60,7 +60,8 @@ def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Op
 
 def wrapped_with_hooks(kind: type[torch.optim.Optimizer]) -> Callable[..., Any] | None:
     """Return a function of another around torch's wrapper of ``step()``, or None."""
-    outer = step = unhooked_step(kind)
+    outer = unhooked_step(kind)
+    step: Any = outer
     while step is not None:
         step = getattr(step, "__wrapped__", None)
         if _is_torchs_wrapper(step) and step.__code__.co_name == "wrapper":

@@ -83,7 +83,8 @@ def prepare(
         if stage not in range(4):
             raise ConfigError(f"there is no stage {stage}: stages are 1, 2 and 3, and 0 is none")
         mode = "distributed_split" if step.config.mode == "off" else step.config.mode
-        step.config.enable_zero(mode if stage else "off", stage=stage or 1, shard_min_size=step.config.shard_min_size)
+        number: Any = stage or 1
+        step.config.enable_zero(mode if stage else "off", stage=number, shard_min_size=step.config.shard_min_size)
     with tracing(step):
         return step.prepare(mesh, *inputs, device=device, transport=transport)
 

@@ -74,7 +74,7 @@ class ZeroStrategy(DDPStrategy):
         release(*optimizers)
         called = [] if self._steps_are_graphs else list(_called_in(module))
         release(*called)
-        prepare(module, _Steps(module), *called, *optimizers, config=self.zero_config)
+        prepare(*(module, _Steps(module), *called, *optimizers), config=self.zero_config)
         for wrapped in self._lightning_optimizers:
             # Not that of the class, which sets each gradient.
             wrapped.zero_grad = wrapped.optimizer.zero_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ STAGES = {
     2: ZeroPolicy("stage 2", split=True, reshard_after_forward=False, reduce_early=True),
     3: ZeroPolicy("stage 3", split=True, reshard_after_forward=True, reduce_early=True),
 }
+Mode = Literal["distributed_split", "non_distributed", "off"]
+Stage = Literal[1, 2, 3, "auto"]
 MODES = ("distributed_split", "non_distributed", "off")
 
 

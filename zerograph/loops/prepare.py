@@ -8,7 +8,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,20 @@ from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
 from zerograph.runtime.state import holds_state_of
 
+One = TypeVar("One")
+Several = TypeVarTuple("Several")
+Stage = Literal[0, 1, 2, 3, "auto"]
 
-def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: Config | None = None) -> Any:
+
+@overload
+def prepare(one: One, /, *, stage: Stage | None = None, config: Config | None = None) -> One: ...
+
+
+@overload
+def prepare(*objects: *Several, stage: Stage | None = None, config: Config | None = None) -> tuple[*Several]: ...
+
+
+def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = None) -> Any:  # type: ignore[misc]
     """Prepare the objects of a training loop, and return them in the same order.
 
     Calls of prepared models are recorded, and ``optimizer.step()`` runs forward, backward and update as one graph over
@@ -39,7 +51,7 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
             batch.
         stage: the ZeRO stage, 1, 2, 3 or ``"auto"``, or 0 for no ZeRO. None: as ``config`` says; without ``config`` no
             ZeRO.
-        config: the options of the graphs.
+        config: the options of the graphs. With ``stage`` a copy of it is used.
 
     Returns:
         The one object, or a tuple. Modules, optimizers and schedulers are the same objects, changed in place. Modules
@@ -58,8 +70,12 @@ def prepare(*objects: Any, stage: int | Literal["auto"] | None = None, config: C
             "Call backward() several times before optimizer.step(), and compute in bf16."
         )
     if stage is not None:
-        off = type(stage) is int and stage == 0
-        config.enable_zero(not off, stage=1 if off else stage)
+        config = copy.copy(config)
+        # False is no stage.
+        if type(stage) is int and stage == 0:
+            config.enable_zero(False)
+        else:
+            config.enable_zero(stage=stage)  # type: ignore[arg-type]
     modules = [one for one in objects if isinstance(one, nn.Module)]
     optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
     _check(objects, modules, optimizers)

@@ -18,6 +18,7 @@ from zerograph.runtime.optimizer_state import StoredState, guarded_state, text_o
 from zerograph.runtime.state import Store, in_memory, reshard, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state import state_dict
+from zerograph.state.optimizer_checks import check_optimizer_state
 
 _END = "the end of full_parameters()"
 
@@ -78,7 +79,7 @@ class WholeValues:
                 agree(self._job, _END, digest(facts), lambda: facts, problem)
             changes = [(state, changed) for state in self._states if (changed := state.changes()) is not None]
             for state, changed in changes:
-                state_dict.check_optimizer_state(state.optimizer, _with_groups(state, changed))
+                check_optimizer_state(state.optimizer, _with_groups(state, changed))
             keeps = True
         finally:
             if not keeps:

@@ -155,7 +155,7 @@ def _check_optimizers(checkpoint: Index, optimizers: Optimizers, groups: Sequenc
         check_entries(optimizer, saved, shapes)
 
 
-def _plain_shape(name: str, entry: index.Entry, shape: torch.Size) -> Sequence[int]:
+def _plain_shape(name: str, entry: index.Entry, shape: torch.Size) -> tuple[int, ...]:
     """Return the shape of an entry of a parameter's state as a plain optimizer keeps it; of a code the parameter's.
 
     Raises:

@@ -83,7 +83,7 @@ class GraphConfig(Config):
                 )
 
     def _follow_switches(self) -> None:
-        self.stage = 1 if self._switched is None else self._switched
+        self.stage = 1 if self._switched is None else self._switched  # type: ignore[assignment]
         object.__setattr__(self, "_by_switches", True)
 
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
@@ -95,7 +95,7 @@ class GraphConfig(Config):
         Raises:
             ConfigError: the mode does not exist.
         """
-        self.mode = mode
+        self.mode = mode  # type: ignore[assignment]
         if not self.shard_min_size:
             self.set_zero_redundancy_optimizer_min_size_after_split(_MIN_SHARD)
         self._follow_switches()
@@ -135,7 +135,7 @@ class GraphConfig(Config):
         if shard_restore_level != 1:
             call_without_effect("enable_zero(shard_restore_level=)", "the stage decides when parameters are resharded")
         least = _whole_number(shard_min_size if min_shard_size is None else min_shard_size, "shard_min_size")
-        super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())
+        super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())  # type: ignore[arg-type]
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
         """Enable mixed precision in fp16 (OneFlow's default) or bf16, with fp32 masters.

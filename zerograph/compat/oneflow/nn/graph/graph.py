@@ -143,7 +143,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
         """Call :meth:`zerograph.ZeroGraph.set_zero_mode`."""
-        Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)
+        Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)  # type: ignore[arg-type]
 
     def debug(
         self,

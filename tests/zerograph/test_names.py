@@ -1,0 +1,28 @@
+"""The public names: the same for ``import *``, for ``dir()``, for type checkers and at run time."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import zerograph as zg
+
+
+def names_for_type_checkers() -> set[str]:
+    (block,) = [
+        node
+        for node in ast.parse(inspect.getsource(zg)).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    return {
+        alias.asname or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
+def test_all_lists_have_the_same_names() -> None:
+    names = set(zg.__all__) - {"__version__"}
+    assert names_for_type_checkers() == names
+    # A submodule has no home.
+    assert {*zg._HOMES, "sbp"} == names
+    assert names <= set(dir(zg))
+    assert all(hasattr(zg, name) for name in names)
