@@ -183,9 +183,13 @@ def _update_scale(graph: fx.Graph, overflow: fx.Node, scaler: GradScaler, not_fi
         restarts = op(aten.logical_or.default, overflow, grows)
         full = op(aten.full.default, [], scaler.hysteresis, dtype=torch.int32, device=device)
         new_hysteresis = op(aten.where.self, grows, full, hysteresis)
+        counted = op(aten.where.self, restarts, zero, incremented)
+        if scaler.growth_delay:
+            delayed = op(aten.full.default, [], -scaler.growth_delay, dtype=torch.int32, device=device)
+            counted = op(aten.where.self, overflow, delayed, counted)
         for target, value in (
             (scale, op(aten.where.self, overflow, lowered, raised)),
-            (steps, op(aten.where.self, restarts, zero, incremented)),
+            (steps, counted),
             (hysteresis, op(aten.where.self, overflow, decremented, new_hysteresis)),
         ):
             new = value if not_finite is None else op(aten.where.self, not_finite, target, value)

@@ -325,6 +325,28 @@ def test_scale_waits_for_hysteresis_and_has_a_minimum() -> None:
     assert scales(zg.StaticGradScaler(8.0), [True, False, True]) == [8, 8, 8]
 
 
+def as_deepspeed(overflows: list[bool], scale: float, window: int, hysteresis: int) -> list[float]:
+    """Return the scale after each step by the rule of DeepSpeed's ``DynamicLossScaler.update_scale``."""
+    last, left, found = -1, hysteresis, []
+    for step, overflow in enumerate(overflows):
+        stable = step - last - 1
+        if overflow:
+            scale, left, last = (scale / 2, left, step) if left == 1 else (scale, left - 1, step)
+        elif stable > 0 and stable % window == 0:
+            scale, left = scale * 2, hysteresis
+        found.append(scale)
+    return found
+
+
+@pytest.mark.parametrize("hysteresis", [1, 2])
+def test_the_scale_of_a_deepspeed_configuration_grows_as_deepspeeds(hysteresis: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": hysteresis}
+    scaler = zg.from_deepspeed({"fp16": fp16}).options["grad_scaler"]
+    steps = [bool(number in (5, 6, 12)) for number in range(18)]
+    assert scales(scaler, steps) == as_deepspeed(steps, 256.0, 2, hysteresis)
+    assert as_deepspeed(steps[:5], 256.0, 2, hysteresis) == [256, 256, 512, 512, 1024]
+
+
 def test_bf16_after_fp16_scales_no_loss_unless_a_scaler_was_set() -> None:
     config = zg.Config()
     config.enable_amp(dtype=torch.float16)

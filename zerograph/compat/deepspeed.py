@@ -344,7 +344,7 @@ def _scaler(fp16: Mapping[str, Any]) -> GradScaler:
         "min_scale": "min_loss_scale",
         "hysteresis": "hysteresis",
     }
-    return loss_scaler(values, "fp16", keys)
+    return loss_scaler(values, "fp16", keys, growth_delay=1)
 
 
 def _dtype(value: Any, name: str) -> torch.dtype:

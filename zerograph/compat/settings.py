@@ -179,12 +179,13 @@ def offload(section: Mapping[str, Any], name: str, choices: str, max_in_cpu: int
     )
 
 
-def loss_scaler(section: Mapping[str, Any], name: str, keys: Mapping[str, str]) -> GradScaler:
+def loss_scaler(section: Mapping[str, Any], name: str, keys: Mapping[str, str], growth_delay: int = 0) -> GradScaler:
     """Translate a section that describes dynamic loss scaling.
 
     Args:
         section: values under the other system's keys.
         name: the section's name, for messages.
+        growth_delay: see :class:`zerograph.GradScaler`.
         keys: the section's key of each argument of :class:`zerograph.GradScaler`; arguments without a key keep their
             defaults.
 
@@ -197,4 +198,4 @@ def loss_scaler(section: Mapping[str, Any], name: str, keys: Mapping[str, str]) 
         else number(section[key], f"{name}.{key}")
         for argument, key in keys.items()
     }
-    return GradScaler(**values)
+    return GradScaler(**values, growth_delay=growth_delay)

@@ -32,6 +32,8 @@ class GradScaler:
         min_scale: lower bound of the scale.
         hysteresis: number of overflows since the last growth from which on each one lowers the scale: 1 as in
             ``torch.amp.GradScaler``, 2 to tolerate one as in Megatron-LM.
+        growth_delay: number of steps, at the beginning and after an overflow, that do not count for
+            ``growth_interval``: 1 as DeepSpeed counts.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -49,6 +51,7 @@ class GradScaler:
         *,
         min_scale: float = 0.0,
         hysteresis: int = 1,
+        growth_delay: int = 0,
     ) -> None:
         for name, value in (
             *(("init_scale", init_scale), ("growth_factor", growth_factor), ("backoff_factor", backoff_factor)),
@@ -56,7 +59,9 @@ class GradScaler:
         ):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ConfigError(f"{name} = {value!r:.60}: give a number")
-        for name, count in (("growth_interval", growth_interval), ("hysteresis", hysteresis)):
+        for name, count in (
+            *(("growth_interval", growth_interval), ("hysteresis", hysteresis), ("growth_delay", growth_delay)),
+        ):
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"{name} = {count!r:.60}: give a whole number")
         if not isinstance(enabled, bool):
@@ -68,12 +73,13 @@ class GradScaler:
             (growth_interval >= 1, f"growth_interval = {growth_interval}: give a number of steps, 1 or more"),
             (0 <= min_scale <= init_scale, f"min_scale = {min_scale}: give a number from 0 to init_scale"),
             (hysteresis >= 1, f"hysteresis = {hysteresis}: give a number of overflows, 1 or more"),
+            (growth_delay >= 0, f"growth_delay = {growth_delay}: give a number of steps"),
         ):
             if not good:
                 raise ConfigError(complaint)
         self.init_scale, self.enabled = float(init_scale), enabled
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        self.min_scale, self.hysteresis = min_scale, hysteresis
+        self.min_scale, self.hysteresis, self.growth_delay = min_scale, hysteresis, growth_delay
         self._tensors: dict[str, Tensor] = {}
 
     def get_scale(self) -> float:
@@ -83,7 +89,7 @@ class GradScaler:
     def tensors(self, device: torch.device) -> Mapping[str, Tensor]:
         """Return the 0-d tensors that the step reads and writes, by name, on ``device``."""
         if not self._tensors:
-            values = (self.init_scale, 0, self.hysteresis)
+            values = (self.init_scale, -self.growth_delay, self.hysteresis)
             self._tensors = {
                 name: torch.tensor(value, dtype=dtype, device=device)
                 for (name, dtype), value in zip(_TRACKERS.items(), values, strict=True)
@@ -95,7 +101,8 @@ class GradScaler:
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its trackers, under the names of ``torch.amp.GradScaler``."""
         trackers = {f"_{name}": int(tensor) for name, tensor in self._tensors.items() if name != "scale"}
-        return {"scale": self.get_scale(), "_growth_tracker": 0, "_hysteresis_tracker": self.hysteresis} | trackers
+        fresh = {"_growth_tracker": -self.growth_delay, "_hysteresis_tracker": self.hysteresis}
+        return {"scale": self.get_scale(), **fresh, **trackers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the state from :meth:`state_dict` of this class or of ``torch.amp.GradScaler``.
@@ -133,7 +140,7 @@ class GradScaler:
         return (
             f"{type(self).__name__}(init_scale={self.init_scale}, growth_factor={self.growth_factor}, "
             f"backoff_factor={self.backoff_factor}, growth_interval={self.growth_interval}, enabled={self.enabled}, "
-            f"min_scale={self.min_scale}, hysteresis={self.hysteresis})"
+            f"min_scale={self.min_scale}, hysteresis={self.hysteresis}, growth_delay={self.growth_delay})"
         )
 
 
