@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from zerograph.base import source
 from zerograph.base.recording import followed, unfollowed
 from zerograph.capture.random_operators import known_truth, note_comparison
 from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, InputError
 from zerograph.ir.metadata import Origin
 from zerograph.passes.rules.registry import rule_of
 
@@ -165,17 +168,64 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-class FunctionMode(TorchFunctionMode):
-    """A mode that refuses ``parameter.data = ...``, which no tracer sees, and unfuses attention with dropout.
+class NoReads(TorchFunctionMode):
+    """A mode that refuses what reads a tensor's value by another way than an operator: texts and arrays.
 
-    Fused kernels of accelerators draw the mask from a generator of their own. Those of the CPU have no dropout.
+    Args:
+        error: returns the error for the function of a name.
     """
+
+    def __init__(self, error: Callable[[str], CaptureError]) -> None:
+        super().__init__()
+        self._error = error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function.
 
         Raises:
-            CaptureError: it assigns to ``data``.
+            CaptureError: it reads a value.
+        """
+        if func in _READS and (func not in _TEXTS or _is_asked_by_user()):
+            raise self._error(_READS[func])
+        return func(*args, **(kwargs or {}))
+
+
+# The text of a traced tensor, or what is made of its memory.
+_TEXTS = {Tensor.__repr__: "its text", Tensor.__format__: "its text"}
+_READS = {
+    **_TEXTS,
+    Tensor.numpy: "numpy()",
+    Tensor.__array__: "numpy",
+    Tensor.__dlpack__: "__dlpack__()",
+    Tensor.__reduce_ex__: "pickle",
+}
+_OF_TEXTS = (__file__, *(sys.modules[name].__file__ for name in ("torch._tensor", "torch.overrides")))
+
+
+def _is_asked_by_user() -> bool:
+    """Return whether the user's own code asks for a text; libraries put tensors into messages that nobody reads."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename in _OF_TEXTS:
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return source.is_users(file) and not source.is_installed(file)
+
+
+class FunctionMode(NoReads):
+    """A mode of ``build()`` that also refuses ``parameter.data = ...``, and unfuses attention with dropout.
+
+    No tracer sees the assignment. Fused kernels of accelerators draw a mask of dropout from a generator of their own;
+    those of the CPU have no dropout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_read_in_build)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function.
+
+        Raises:
+            CaptureError: it assigns to ``data``, or reads a value.
         """
         if func == _SET_DATA:
             line, code = source.running_line()
@@ -186,7 +236,12 @@ class FunctionMode(TorchFunctionMode):
         if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _read_in_build(what: str) -> CaptureError:
+    line, code = source.running_line()
+    return CaptureError(f"{_READS_VALUES[aten._local_scalar_dense.default]}: {what}\n  {line}   {code}\n{ONE_GRAPH}")
 
 
 _ATTEND = F.scaled_dot_product_attention
@@ -261,6 +316,9 @@ def module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | No
             hook.remove()
 
 
+_WRONG_CALL = re.compile(r"build\(\) (missing|takes|got)")
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Translate torch's errors about what cannot be traced into the user's terms."""
@@ -269,6 +327,15 @@ def explained() -> Iterator[None]:
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
         line, code = source.raising_line(error.__traceback__)
         raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
+    except TypeError as error:
+        # Python names the function; a call inside of the user's build() has a line of its own.
+        if _WRONG_CALL.search(str(error)) is None or source.raising_line(error.__traceback__)[0]:
+            raise
+        line, code = source.running_line()
+        raise InputError(
+            f"the graph is called with other arguments than its build() takes: {error}\n  {line}   {code}\n"
+            "A graph is called as its build() would be, without self."
+        ) from None
     except RuntimeError as error:
         if "torch.distributed" in str(error) and "not supported under torch.compile" in str(error):
             # From torch.distributed.nn, under names that a user's module has imported.

@@ -327,7 +327,7 @@ def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) ->
     if error_if_nonfinite:
         raise CaptureError(
             f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
-            "Return the norm from build() and look at it outside."
+            'Leave it out, and set config.on_nonfinite = "raise": an error before any state changes.'
         )
     # Torch has special cases for other orders.
     return TOTAL_NORM(list(tensors), p) if p > 0 else None

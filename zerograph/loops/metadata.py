@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.capture.modes import ADVICE_BY_OPERATOR
+from zerograph.capture.modes import ADVICE_BY_OPERATOR, NoReads
 from zerograph.capture.random_operators import known_truth, note_comparison
 from zerograph.capture.substitutes import substituted
 from zerograph.compiler.members import Members, check_devices
@@ -260,6 +260,7 @@ class _Run:
             torch.set_grad_enabled(self.with_gradients),
             contextlib.nullcontext() if self.amp_dtype is None else torch.autocast(device, self.amp_dtype),
             watch,
+            NoReads(_read),
             replaying(),
         ):
             result = patched(self.function)(*args, **kwargs)
@@ -317,20 +318,26 @@ class _Watch(_torch.TorchDispatchMode):
         if (truth := known_truth(func, args)) is not None:
             return truth
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
-        result = None if func in _READS else func(*args, **(kwargs or {}))
+        try:
+            result = None if func in _READS else func(*args, **(kwargs or {}))
+        except _torch.DataDependentOutputException:
+            raise _read(str(func)) from None
         tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if func in _READS or not all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
             what = "indexing by a mask" if func is torch.ops.aten.index.Tensor else str(func)
-            advice = ADVICE_BY_OPERATOR.get(
-                func, f"Use torch.where, multiply by a mask, or look at the values after {words().step}."
-            )
-            raise CaptureError(
-                f"{what} needs values that {words().step} has yet to compute{batchwise.here()}\n"
-                f"A step is one graph for all values. {advice}"
-            )
+            advice = ADVICE_BY_OPERATOR.get(func)
+            raise _read(what, advice)
         note_comparison(func, args, result)
         counts.note_reduction(func, args, kwargs or {}, result)
         return result
+
+
+def _read(what: str, advice: str | None = None) -> CaptureError:
+    advice = advice or f"Use torch.where, multiply by a mask, or look at the values after {words().step}."
+    return CaptureError(
+        f"{what} needs values that {words().step} has yet to compute{batchwise.here()}\n"
+        f"A step is one graph for all values. {advice}"
+    )
 
 
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, TypeVarTuple, overload
@@ -389,6 +391,17 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         if len(loops) > 1 or others:
             raise ConfigError(f"{original.__name__}() of parameters that one zg.prepare() has prepared, and of others")
         (loop,) = loops.values()
-        return loop.edit(original, parameters, args, kwargs)
+        call = inspect.signature(original).bind(parameters, *args, **kwargs)
+        raises = call.arguments.pop("error_if_nonfinite", False)
+        norm = loop.edit(original, parameters, (), dict(list(call.arguments.items())[1:]))
+        # Read here, before the update: the graph cannot raise in the middle.
+        if raises and not math.isfinite(norm):
+            order = float(call.arguments.get("norm_type", 2.0))
+            raise RuntimeError(
+                f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
+                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
+                "`error_if_nonfinite=False`"
+            )
+        return norm
 
     return clip

@@ -1,0 +1,105 @@
+"""Every way of reading a value while ``build()``, or a prepared model, is traced is an error that names the line."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+
+READS: dict[str, Callable[[Tensor], object]] = {
+    "format": lambda loss: f"{loss:.3f}",
+    "str.format": lambda loss: "{:.3f}".format(loss),  # noqa: UP032
+    "percent": lambda loss: "%.3f" % loss,  # noqa: UP031
+    "text": lambda loss: f"loss: {loss}",
+    "print": lambda loss: print(loss),
+    "numpy": lambda loss: loss.detach().numpy(),
+    "asarray": lambda loss: numpy.asarray(loss.detach()),
+    "dlpack": lambda loss: numpy.from_dlpack(loss.detach()),
+    "pickle": lambda loss: pickle.dumps(loss.detach()),
+    "tolist": lambda loss: loss.expand(2).tolist(),
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "comparison": lambda loss: 1 if loss > 3 else 2,
+    "item": lambda loss: loss.item(),
+    "index": lambda loss: [1, 2][loss.long()],
+    "equal": lambda loss: torch.equal(loss, loss + 1),
+    "allclose": lambda loss: torch.allclose(loss, loss + 1),
+    "contains": lambda loss: 3 in loss.expand(2),
+}
+
+
+class Net(nn.Linear):
+    read: Callable[[Tensor], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x).square().mean()
+        if self.read is not None:
+            self.read(loss)
+        return loss
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, read: Any = None) -> None:
+        super().__init__()
+        self.model = Net(3, 3)
+        self.model.read = read
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor, scale: float) -> Tensor:
+        loss: Tensor = self.model(x) * scale
+        loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_in_build_is_an_error_with_the_line(name: str) -> None:
+    with pytest.raises(zg.CaptureError, match=r"(?s)build\(\).*test_reads.py:\d+"):
+        Step(READS[name])(torch.ones(2, 3), 1.0)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_in_a_prepared_model_is_an_error_with_the_line(name: str) -> None:
+    model = zg.prepare(Net(3, 3))
+    model.read = READS[name]
+    with pytest.raises(zg.CaptureError, match=r"(?s)needs values that .* has yet to compute.*test_reads.py:\d+"):
+        model(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("arguments", [(torch.ones(2, 3),), (torch.ones(2, 3), 1.0, 2.0)])
+def test_a_wrong_number_of_arguments_names_the_call(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(zg.InputError, match=r"(?s)other arguments than its build\(\) takes: .*test_reads.py:\d+"):
+        Step()(*arguments)
+
+
+def clipped(poison: bool, prepare: Any) -> list[float]:
+    torch.manual_seed(0)
+    model: nn.Module = Net(3, 3)
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for number in range(3):
+        x = torch.randn(2, 3)
+        if poison and number == 1:
+            x[0, 0] = torch.inf
+        model(x).backward()
+        try:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1, error_if_nonfinite=True)))
+            optimizer.step()
+        except RuntimeError as error:
+            norms.append(-1.0 if "The total norm of order 2.0" in str(error) else -2.0)
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_clipping_raises_for_a_norm_that_is_not_finite_before_the_update(poison: bool) -> None:
+    expected = clipped(poison, lambda *objects: objects)
+    assert clipped(poison, zg.prepare) == pytest.approx(expected)
+    assert (-1.0 in expected) == poison
