@@ -308,8 +308,11 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
                     "of the graph has\nAssign the module to an attribute of the graph in __init__, or build the "
                     "optimizer from the graph's module, after zg.to_global() if you make that global."
                 )
-            if owner.setdefault(id(parameter), number) != number:
-                raise ConfigError(f"{names[id(parameter)]} is in two optimizers: put each parameter into one only")
+            if (other := owner.setdefault(id(parameter), number)) != number:
+                raise ConfigError(
+                    f"{names[id(parameter)]} is in two optimizers, {_title(optimizers, other)} and "
+                    f"{_title(optimizers, number)}: put each parameter into one only"
+                )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,57 @@ aten = torch.ops.aten
 def both(sample: Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tensor]]:
     """Trace the first update and a later one, and return them with the state after the first."""
     first, state = sample.trace(None)
+    try:
+        return _steady(sample, first, state)
+    except _CountsError as error:
+        # Now as tensors.
+        sample.counters |= error.names
+        first, state = sample.trace(None)
+        return _steady(sample, first, state)
+
+
+def _steady(
+    sample: Sample, first: fx.GraphModule, state: dict[str, Tensor]
+) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tensor]]:
     spec = {key: StateTensor(tuple(value.shape), width(value)) for key, value in state.items()}
     steady, _ = sample.trace(spec)
     return first, steady, state
+
+
+class _CountsError(CaptureError):
+    """Numbers in a parameter's state change from step to step.
+
+    Attributes:
+        names: their names in the state.
+    """
+
+    def __init__(self, message: str, names: set[str]) -> None:
+        super().__init__(message)
+        self.names = names
+
+
+class _State(dict[str, Any]):
+    """The state of one parameter, in which numbers that change from step to step are 0-d fp64 tensors."""
+
+    def __init__(self, counters: set[str], entries: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._counters = counters
+        self.update(entries)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        is_count = name in self._counters and isinstance(value, (int, float)) and not isinstance(value, bool)
+        super().__setitem__(name, torch.full((), value, dtype=torch.float64) if is_count else value)
+
+    def update(self, entries: Mapping[str, Any] = {}, **named: Any) -> None:  # type: ignore[override]
+        """Set entries."""
+        for name, value in {**entries, **named}.items():
+            self[name] = value
+
+    def setdefault(self, name: str, value: Any = None) -> Any:
+        """Return an entry, set first if it is missing."""
+        if name not in self:
+            self[name] = value
+        return self[name]
 
 
 @dataclass(frozen=True)
@@ -45,6 +94,7 @@ class Sample:
 
     Attributes:
         shape, dtype, device: of the parameter.
+        counters: names of numbers in its state that change from step to step, and are traced as tensors.
         asks_sizes: while it was traced, the optimizer read a property of a tensor that may depend on its shape.
     """
 
@@ -62,6 +112,7 @@ class Sample:
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
+        self.counters: set[str] = set()
         self.asks_sizes = False
 
     def of_shape(self, shape: torch.Size) -> Sample:
@@ -96,10 +147,13 @@ class Sample:
             function(twin)
             mode.watching = False
             if state is not None and (changed := _changed(numbers, _numbers(twin))):
-                raise CaptureError(
-                    f"{type(twin).__name__} keeps a number that changes from step to step: {changed}\n"
-                    "Keep it as a 0-d tensor in the parameter's state, so that it is an input of the graph."
+                message = (
+                    f"{type(twin).__name__} keeps a number that changes from step to step: {', '.join(changed)}\n"
+                    "Keep it as a number or a 0-d tensor in the parameter's state, so that it is an input of the graph."
                 )
+                counters = {name for name in self._kept if f"state[{name!r}]" in changed}
+                is_new = len(counters) == len(changed) and not counters <= self.counters
+                raise _CountsError(message, counters) if is_new else CaptureError(message)
             entries = twin.state.get(leaves[0], {})
             after.update({key: value for key, value in entries.items() if isinstance(value, Tensor)})
             self._kept = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
@@ -138,14 +192,14 @@ class Sample:
         group.update({key: value for key, value in self._loops.items() if key in group})
         twin.param_groups = [group]
         _torch.mark_devices_checked(twin)
-        twin.state = defaultdict(dict)
+        twin.state = defaultdict(lambda: _State(self.counters, {}))
         states = [
             {**kept, **{name: value for name, value in tensors.items() if name not in ("param", "grad")}}
             for tensors in each
         ]
         for leaf, state in zip(leaves, states, strict=True):
             if entries := state or _torch.initial_state(twin, leaf):
-                twin.state[leaf] = entries
+                twin.state[leaf] = _State(self.counters, entries)
         return leaves, twin
 
     def _fake(self) -> Tensor:
@@ -190,12 +244,16 @@ class _ValuesAsTensors(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         self._builtins = builtins.max, builtins.min
+        self._math = {name: getattr(math, name) for name in _OF_MATH}
+        for name, function in self._math.items():
+            setattr(math, name, _of_tensor(function, getattr(torch, name)))
         builtins.max = _with_tensors(builtins.max, torch.maximum, torch.clamp_min)
         builtins.min = _with_tensors(builtins.min, torch.minimum, torch.clamp_max)
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         builtins.max, builtins.min = self._builtins
+        vars(math).update(self._math)
         super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,12 +270,28 @@ class _ValuesAsTensors(TorchFunctionMode):
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
             if func is Tensor.item:
                 return args[0].detach().reshape(()).to(torch.float64, copy=True)
+            if func in _SUBS and isinstance((kwargs or {}).get("alpha", 1), (Tensor, torch.SymFloat)):
+                # Torch asks whether alpha is 1.
+                return _SUBS[func](*args, **{**kwargs, "alpha": -kwargs["alpha"]})
             if func in _LERPS and len(args) == 3 and isinstance(args[2], Tensor):
                 end, weight = args[1], args[2]
                 # The plain optimizer passes a number to lerp, for any dtype.
                 if weight.dim() == 0 and weight.dtype is not end.dtype:
                     return func(args[0], end, weight.item())
             return func(*args, **kwargs)
+
+
+# Functions of step counts.
+_OF_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "pow")
+
+
+def _of_tensor(function: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function of ``math`` that also takes 0-d tensors."""
+
+    def applied(*values: Any) -> Any:
+        return of_tensors(*values) if any(isinstance(value, Tensor) for value in values) else function(*values)
+
+    return applied
 
 
 def _what(func: Any) -> str:
@@ -241,6 +315,7 @@ _OF_ANY_SIZE = {
 }
 
 
+_SUBS = {Tensor.sub: Tensor.add, Tensor.sub_: Tensor.add_, torch.sub: torch.add}
 _LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
 
 
@@ -369,5 +444,5 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
     return constants
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    return ", ".join(key for key in after if key not in before or before[key] != after[key])
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [key for key in after if key not in before or before[key] != after[key]]
