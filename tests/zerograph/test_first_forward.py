@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerograph as zg
@@ -168,3 +169,47 @@ def test_the_notice_of_many_compilations_names_a_first_update_of_its_own() -> No
     step(x)
     with pytest.warns(UserWarning, match="the first update of Rprop, which is computed in another way"):
         in_turn()
+
+
+class Observed(nn.Module):
+    """A layer whose weight is quantized per channel, or whose buffer gets its shape in the first forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.linear = kind, nn.Linear(3, 4)
+        self.quantized = quantization.get_default_qat_qconfig("fbgemm").weight()
+        self.register_buffer("largest", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.quantized(self.linear.weight) if self.kind == "quantized" else self.linear.weight
+        if self.kind == "resized":
+            with torch.no_grad():
+                largest = x.amax(0)
+                self.largest.resize_(largest.shape).copy_(largest)
+        return nn.functional.linear(x, weight, self.linear.bias)
+
+
+def observed(kind: str, prepare: Any, first: bool) -> list[float]:
+    model: nn.Module = Observed(kind)
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+    if first:
+        with torch.no_grad():
+            model(x)
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["quantized", "resized"])
+def test_a_first_forward_that_reshapes_a_buffer_is_an_error_whose_advice_works(kind: str) -> None:
+    with pytest.raises(zg.CaptureError, match=r"another shape\n.*\nCall the model once on a batch before"):
+        observed(kind, zg.prepare, False)
+    if kind == "quantized":
+        assert observed(kind, zg.prepare, True) == pytest.approx(observed(kind, lambda *one: one, True))

@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -84,6 +84,12 @@ class Recorder(_torch.PlainMode):
         with _torch.annotated(self._annotations(func)):
             result = func(*args, **(kwargs or {}))
         note_comparison(func, args, result)
+        if (
+            func in _OBSERVERS
+            and args[_PER_CHANNEL] == (True,)
+            and args[_RUNNING].shape != args[0].shape[args[_AXIS] :][:1]
+        ):
+            raise _reshaped(f"of shape {tuple(args[_RUNNING].shape)}")
         if any(isinstance(leaf, Tensor) and not _is_static(leaf) for leaf in pytree.tree_leaves(result)):
             line, code = source.running_line()
             raise CaptureError(
@@ -279,6 +285,30 @@ ADVICE_BY_OPERATOR = {
         "batch outside build().",
     ),
 }
+
+
+# Quantization per channel: the first call gives the running minimum and maximum one entry for each channel.
+_OBSERVERS = (aten._fused_moving_avg_obs_fq_helper.default, aten._fused_moving_avg_obs_fq_helper_functional.default)
+_RUNNING, _AXIS, _PER_CHANNEL = 3, 10, slice(11, 12)
+
+
+def check_shapes(specs: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+    """Refuse a forward that has given a buffer another shape than ``specs`` has.
+
+    Raises:
+        CaptureError: names the buffer.
+    """
+    for name, spec in specs.items():
+        if tuple(buffers[name].shape) != tuple(spec.shape):
+            raise _reshaped(name)
+
+
+def _reshaped(buffer: str) -> CaptureError:
+    line, code = source.running_line()
+    return CaptureError(
+        f"the first forward gives the buffer {buffer} another shape\n  {line}   {code}\n"
+        "Call the model once on a batch before zg.prepare(), or before the graph: with torch.no_grad(): model(x)"
+    )
 
 
 def _is_static(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
 from zerograph.capture.guards import build_guards
 from zerograph.capture.hints import other_hints
 from zerograph.capture.local import Capturing, inside
-from zerograph.capture.modes import FunctionMode, Recorder, explained, module_paths
+from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths
 from zerograph.capture.python_state import Place, PythonState
 from zerograph.capture.refused_calls import refused_calls
 from zerograph.capture.state_changes import StateComparison
@@ -380,6 +380,7 @@ class _Tracer:
             if capture.clip_grad_norm is not None and any(tensor.grad is not None for tensor in parameters.values()):
                 nn.utils.clip_grad_norm_(list(parameters.values()), capture.clip_grad_norm)
             module_attributes.keep_assigned(capture.root, capture.parameters, capture.buffers, capture.aliases, state)
+        check_shapes(capture.buffers, state)
         # Recurrent layers list their parameters in an attribute.
         own = set(map(id, tensors))
         trace.attributes = {path: x for path, x in self.attributes.traced_tensors().items() if id(x) not in own}
