@@ -107,6 +107,11 @@ class StoredState(MutableMapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._entries(reads=True))
 
+    def __bool__(self) -> bool:
+        """Return whether there is state, in stores or not; torch's checkpoints ask before they call state_dict()."""
+        stores = stores_of(_parameters(self.optimizer))
+        return bool(self.plain) or any(store.optimizer is self.optimizer and not store.fresh for store in stores)
+
     def __repr__(self) -> str:
         return f"<state of {type(self.optimizer).__name__} in a graph>"
 

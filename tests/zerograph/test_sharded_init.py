@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -310,9 +311,25 @@ def test_ranks_that_make_different_models_are_told(pool: Pool) -> None:
     assert "first in line" in pool.run(2, different_models)[0]
 
 
-def nested() -> None:
-    with zg.sharded_init():
-        split(lambda: nn.Linear(3, 3))
+def nested() -> list[dict[str, Tensor]]:
+    """Return the state of a model of which a function constructs a part in a block of its own, and of a plain one."""
+    states = []
+    for outer, inner in ((zg.sharded_init, zg.sharded_init), (contextlib.nullcontext, contextlib.nullcontext)):
+        torch.manual_seed(0)
+        with outer():
+            first = nn.Linear(3, 3)
+            with inner():
+                second = nn.Linear(3, 3)
+            model = nn.Sequential(first, second, nn.Linear(3, 3))
+        step: Any = InBuild()
+        step.model = model
+        states.append(step.state_dict()["modules"]["model"])
+    return states
+
+
+def test_a_block_inside_of_another_is_a_part_of_it(pool: Pool) -> None:
+    for sharded, plain in pool.run(2, nested):
+        torch.testing.assert_close(sharded, plain, rtol=0, atol=0)
 
 
 def no_placement() -> None:
@@ -370,7 +387,6 @@ def view_used() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no placement": (no_placement, zg.PlacementError, "takes a placement"),
-    "nested": (nested, zg.ConfigError, "inside of sharded_init"),
     "lazy": (lazy, zg.ConfigError, "lazy module"),
     "in build()": (lambda: InBuild()(torch.ones(2, 3)), zg.ConfigError, "inside of build"),
     "a graph called": (called_inside, zg.InputError, "no values there yet"),

@@ -26,6 +26,7 @@ from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop import Loop
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
+from zerograph.runtime.parameters import has_stored_gradient
 from zerograph.runtime.state import holds_state_of
 
 One = TypeVar("One")
@@ -320,6 +321,9 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     def step(closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
             raise ConfigError("optimizer.step(closure) evaluates the loss several times, which no graph does")
+        if _only_creates_state(optimizer, loop):
+            plain.step(optimizer)
+            return
         step_scaled(loop, optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -342,12 +346,13 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         state: dict[str, Any] = graph.state_dict()["optimizers"][0]
         return state
 
-    def load_state_dict(state: dict[str, Any]) -> None:
+    # The parameter has torch's name.
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
         graph = loop.graph(optimizer)
         if not holds_state_of(optimizer):
-            plain.load_state_dict(optimizer, state)
+            plain.load_state_dict(optimizer, state_dict)
         else:
-            graph.load_state_dict({"optimizers": [state]})
+            graph.load_state_dict({"optimizers": [state_dict]})
 
     def reduce_plain(protocol: Any) -> Any:
         """Copy or pickle the optimizer while it holds its own state; later only ``state_dict()`` has the state."""
@@ -366,6 +371,17 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         vars(optimizer)[method.__name__] = method
     vars(optimizer)["__reduce_ex__"] = reduce_plain
     _adopt(optimizer, loop)
+
+
+def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
+    """Return whether a step on zero gradients at rate 0 creates the optimizer's state, as torch's checkpoints do."""
+    if any(group.get("lr") != 0 for group in optimizer.param_groups) or loop.waits_for_step():
+        return False
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    with_gradient = [one for one in parameters if has_stored_gradient(one)]
+    if not with_gradient or len(with_gradient) < len(parameters) or holds_state_of(optimizer):
+        return False
+    return not any(bool(one.grad.any()) for one in with_gradient)
 
 
 def _adopt(optimizer: Any, loop: Loop) -> None:

@@ -29,8 +29,8 @@ from zerograph.state.construction.replay import replay
 
 _DOING = "running the construction that sharded_init() has recorded"
 
-# The active recorder, if any.
-_recording: list[Recorder] = []
+# The active recorder, if any, and its ranks.
+_recording: list[tuple[Recorder, Job]] = []
 
 # A parameter, the layout of its bucket, and this rank's part of the bucket.
 _Part = tuple[nn.Parameter, Bucket, Tensor]
@@ -50,21 +50,26 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     with them is an error, optimizers can be built on them, and a graph takes them over when it compiles. Buffers and
     other tensors are whole on all ranks. Weights that the construction reads from files are whole until its end.
 
+    A block inside of another one, as in a function that constructs a part, is a part of the outer block.
+
     Args:
         placement: a mesh of all ranks. Parameters are split along its last dimension and replicated along the others.
             The default is one dimension, which splits most. A graph may use another placement.
 
     Raises:
         PlacementError: ``placement`` is not a placement, or leaves ranks out.
-        ConfigError: it is used inside itself or inside ``build()``, a module is lazy, or a parameter has a gradient.
+        ConfigError: it is used inside ``build()``, a module is lazy, or a parameter has a gradient.
         CaptureError: the construction does something that cannot be recorded.
         RankMismatchError: ranks construct different models, or another rank has failed.
         CommunicationError: another rank does not answer.
     """
     if _recording:
-        raise ConfigError(
-            "sharded_init() inside of sharded_init(): use one block around everything that is to be sharded"
-        )
+        # The outer block does all. Another placement is not what it would give.
+        with _torch.plain_tensors():
+            if placement is not None and join_for("sharded_init()", placement) is not _recording[0][1]:
+                raise PlacementError("sharded_init() inside of sharded_init() has another placement: leave it out")
+        yield
+        return
     if torch.compiler.is_compiling():
         raise ConfigError("sharded_init() inside of build(): construct the model before, and give it to the graph")
     job = join_for("sharded_init()", placement)
@@ -72,7 +77,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
         # Parameters that exist already are not sharded.
         before = {id(tensor): tensor for tensor in live_tensors(collect=False) if isinstance(tensor, nn.Parameter)}
     recorder = Recorder(_first_ranks_generators(job))
-    _recording.append(recorder)
+    _recording.append((recorder, job))
     try:
         with recorder, Guard(recorder):
             yield
