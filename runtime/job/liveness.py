@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zerograph.errors import CommunicationError, ZeroGraphError
-from zerograph.runtime.job.reports import Answers, Report, decode, encode, name_ranks
+from zerograph.runtime.job.reports import ENDED, Answers, Report, decode, encode, name_ranks
 
 # Seconds between two checks of few ranks. More check less often: one store answers all, in one operation for each if
 # nothing has happened.
@@ -40,8 +40,6 @@ _PATIENCE = 4 * _INTERVAL
 
 # Attribute of an interrupt that has been reported to the other ranks.
 _REPORTED = "_zerograph_reported"
-
-_ENDED = "its process has ended, without an error"
 
 # Inquiries between two checks that are answered.
 _MAX_INQUIRIES = 32
@@ -220,7 +218,7 @@ class Liveness:
         if error is not None and self._failure is None:
             self.report_failure(error)
         if self._failure is None:
-            self._post(Report(self._now(), _ENDED))
+            self._post(Report(self._now(), ENDED))
             self._in_time(self._say_goodbye, 3 * self._interval)
         # A store in a file is removed when the last process closes it.
         self.store = None
@@ -367,7 +365,7 @@ class Liveness:
             if self.store_rank not in (None, self.rank) and store.check([f"last/{self.store_rank}"]):
                 self._store_host_report = decode(store.get(f"last/{self.store_rank}"))
         if self.store_rank not in (None, self.rank) and store.check(["over"]):
-            self._store_host_report = Report("the end of its process", _ENDED)
+            self._store_host_report = Report("the end of its process", ENDED)
             self._over.set()
             store.add("left", 1)
 

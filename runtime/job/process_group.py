@@ -467,6 +467,8 @@ def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseExc
     liveness.report_failure(CommunicationError(head), lost)
     lines = [head, f"  {first}", *(f"  {line}" for line in answers.lines(liveness.name))]
     if own is None:
+        if lost and answers.has_ended(lost):
+            return "\n".join([*lines, _ALL_RANKS])
         return "\n".join([*lines, _advice(lost, timeout)])
     return "\n".join(
         [
@@ -475,6 +477,12 @@ def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseExc
             "anew, from the last checkpoint.",
         ]
     )
+
+
+_ALL_RANKS = (
+    "Steps, full_parameters(), state_dict(), save() and load() are calls of all ranks: they belong under no "
+    "'if rank == 0', and before the end of the script on every rank."
+)
 
 
 def _advice(lost: Sequence[int], timeout: float) -> str:

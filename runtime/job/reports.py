@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+# The failure of a rank whose script is over.
+ENDED = "its script has ended, without an error"
 # Lines of a message for the other ranks' answers.
 _MAX_LINES = 8
 
@@ -60,6 +62,10 @@ class Answers:
         diverged = {rank for rank, report in reports.items() if report.failed is None and report.doing != self.doing}
         return tuple(sorted(failed | set(self.silent) | set(self.ended) or lost_by_others or store_host or diverged))
 
+    def has_ended(self, ranks: Iterable[int]) -> bool:
+        """Return whether the scripts of all these ranks have ended in order."""
+        return all(rank in self.reports and self.reports[rank].failed == ENDED for rank in ranks)
+
     def lines(self, name: Callable[[Iterable[int]], str]) -> list[str]:
         """Return the answers as lines of a message: ended and silent ranks first, equal reports together.
 
@@ -83,6 +89,7 @@ class Answers:
         ranks_by_text: dict[str, list[int]] = {}
         for rank, report in self.reports.items():
             text = f"alive, {report.doing}" if report.failed is None else f"failed, {report.doing}: {report.failed}"
+            text = f"{report.doing}: {ENDED}" if report.failed == ENDED else text
             ranks_by_text.setdefault(text, []).append(rank)
         lines += [f"{name(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
         return lines if len(lines) <= _MAX_LINES else [*lines[:_MAX_LINES], f"... and {len(lines) - _MAX_LINES} more"]

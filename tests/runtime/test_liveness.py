@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zerograph.runtime.job.liveness import Liveness
+from zerograph.runtime.job.reports import ENDED, Answers, Report, name_ranks
 
 SIZE, CLIENTS = 16_384, 64
 
@@ -129,3 +130,13 @@ def test_a_store_that_answers_while_the_process_ends_does_not_abort_it() -> None
             process.kill()
             process.communicate()
         wire.close()
+
+
+def test_a_rank_whose_script_has_ended_is_named_as_that() -> None:
+    ended, failed = Report("outside of the graph, after step 3", ENDED), Report("step 4", "ValueError: no")
+    answers = Answers(0, "state_dict()", {1: ended, 2: failed})
+    assert answers.has_ended([1])
+    assert not answers.has_ended([1, 2])
+    first, second = answers.lines(name_ranks)
+    assert first == "rank 1: outside of the graph, after step 3: its script has ended, without an error"
+    assert second == "rank 2: failed, step 4: ValueError: no"

@@ -315,7 +315,7 @@ _OF_ANY_SIZE = {
 }
 
 
-_SUBS = {Tensor.sub: Tensor.add, Tensor.sub_: Tensor.add_, torch.sub: torch.add}
+_SUBS: dict[Any, Any] = {Tensor.sub: Tensor.add, Tensor.sub_: Tensor.add_, torch.sub: torch.add}
 _LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
 
 
