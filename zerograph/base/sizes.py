@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-}
+_UNITS = {"": 1, "b": 1} | {f"{unit}{end}": 1000**power for power, unit in enumerate("kmgt", 1) for end in ("", "b")}
+_UNITS |= {f"{unit}i{end}": 1024**power for power, unit in enumerate("kmgt", 1) for end in ("", "b")}
 
 
 def in_bytes(size: int | str) -> int | None:
-    """Return the bytes of a text like ``"40GiB"`` or of a number; None if it is not a size."""
+    """Return the bytes of a text like ``"40GiB"`` or ``"80gb"``, or of a number; None if it is not a size."""
     if isinstance(size, int) and not isinstance(size, bool):
         return size if size > 0 else None
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)?\s*", size) if isinstance(size, str) else None
-    count = float(matched[1]) * _UNITS[matched[2] or ""] if matched else 0.0
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", size.lower()) if isinstance(size, str) else None
+    count = float(matched[1]) * _UNITS.get(matched[2], 0) if matched else 0.0
     return int(count) or None if count < 2.0**63 else None
 
 

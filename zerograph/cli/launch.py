@@ -39,10 +39,21 @@ def launch(
     """
     if not script.exists():
         raise typer.BadParameter(f"there is no script {script}")
+    arguments = arguments or []
+    is_marked = arguments[:1] == ["--"]
+    arguments = arguments[is_marked:]
+    if "--dry-run" in arguments and not is_marked:
+        raise typer.BadParameter(
+            "--dry-run after the script is an argument of the script, and starts it: put options of launch before the "
+            "script, or those of the script after --"
+        )
+    own = {"--ranks", "--hosts", "--host", "--slurm", "--nodes", "--port", "--max-restarts"} & {*arguments}
+    if own and not is_marked:
+        typer.echo(f"zerograph: {', '.join(sorted(own))} after the script: an argument of the script", err=True)
     slurm = slurm or (hosts is None and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ)
     if (slurm and hosts is not None) or (host is not None and hosts is None) or (nodes is not None and not slurm):
         raise typer.BadParameter("give --hosts (and --host), or --slurm (and --nodes), not both")
-    started = [str(script), *(arguments or [])]
+    started = [str(script), *arguments]
     each = ranks or _gpus()
     if slurm:
         if max_restarts:

@@ -29,6 +29,17 @@ _HEADROOM = (
     "part of it that stays free for context, NCCL and fragmentation, such as 4GiB  [default: 8 %, >= 2 GiB; CPU: 0]"
 )
 
+_THOUSANDS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def _count(text: str) -> float:
+    """Return the number of a text such as ``7.5e9``, ``8B`` or ``350m``."""
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmbt]?)\s*", str(text).lower())
+    if matched is None:
+        raise typer.BadParameter(f"{text!r} is no number of parameters: give 7.5e9 or 8B")
+    return float(matched[1]) * _THOUSANDS[matched[2]]
+
+
 Draw = Callable[[Sequence["Plan"]], "Figure"]
 
 
@@ -38,7 +49,8 @@ def plan(
         typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs), or a ZeroGraph"),
     ] = None,
     params: Annotated[
-        float | None, typer.Option(help="plan from a parameter count only (ZeRO, Table 1); no script")
+        float | None,
+        typer.Option(help="plan from a parameter count only, such as 8B (ZeRO, Table 1); no script", parser=_count),
     ] = None,
     inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
     precision: Annotated[str | None, typer.Option(help=_PRECISION, callback=precision_checked)] = None,
@@ -60,6 +72,9 @@ def plan(
         str | None, typer.Option(help="positions of the sequences, instead of the inputs' own: 8192, or 4096,8192")
     ] = None,
     longest: Annotated[bool, typer.Option("--longest", help="plan the longest sequences that fit")] = False,
+    recompute: Annotated[str | None, typer.Option(help="none, blocks or auto: what backward recomputes")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="micro-batches that the inputs make")] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="optimizer state in the CPU's memory")] = False,
     compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="draw curves over numbers of ranks, or over --length, into this PNG or SVG")
@@ -123,6 +138,16 @@ def plan(
             options["nvme_path"] = nvme_path
         if sequence_parallel is not None:
             options["sequence_parallel"] = sequence_parallel
+        if recompute is not None:
+            options["recompute"] = recompute
+        if micro_batches is not None:
+            options["gradient_accumulation_steps"] = micro_batches
+        if offload:
+            from zerograph.config import Config
+
+            offloading = Config()
+            offloading.offload_optimizer("cpu")
+            options["optimizer_offload"] = offloading.optimizer_offload
         choices = list(itertools.product(meshes, stage.split(","), lengths))
         plans = _plans(step, inputs, precision, choices, options, compress)
         for number, (draw, path) in enumerate(drawings):
@@ -192,6 +217,8 @@ def _bytes(option: str, text: str | None) -> int | None:
     size = None if text is None else in_bytes(text)
     if text is not None and size is None:
         raise typer.BadParameter(f"{option} {text!r}: give bytes, or a size like 80GB or 40GiB")
+    if text is not None and size is not None and size < 2**20 and text.strip().isdigit():
+        raise typer.BadParameter(f"{option} {text!r} is {text} bytes: give a unit, {text}GB")
     return size
 
 

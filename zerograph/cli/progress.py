@@ -80,7 +80,8 @@ def _lines(doing: str) -> Iterator[None]:
 
     def line() -> str:
         running = (each for each in current.values() if each.doing and each.done <= each.total)
-        return "; ".join(map(_line, running)) or doing
+        # Once something was reported, the first text is over.
+        return "; ".join(map(_line, running)) or ("working" if current else doing)
 
     def write() -> None:
         last, written = "", began

@@ -50,7 +50,7 @@ def _memory(plan: PlanData) -> RenderableType:
     place = ", ".join(filter(None, (where.phase, where.module)))
     room = show_bytes(plan.capacity)
     if plan.headroom:
-        room = f"{show_bytes(plan.usable)} ({room} without a headroom of {show_bytes(plan.headroom)})"
+        room = f"{show_bytes(plan.usable)} ({room} less a headroom of {show_bytes(plan.headroom)})"
     verdict = f"{fits} into {room}; the peak is in {place}"
     lines: list[RenderableType] = [table, Text(verdict, style="green" if plan.fits else "bold red")]
     if plan.host is not None and plan.host.peak >= _WORTH_A_LINE:

@@ -9,13 +9,14 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
 import zerograph as zg
 from tests.pool import Pool
 from zerograph.__main__ import app
-from zerograph.base.sizes import show_seconds
+from zerograph.base.sizes import in_bytes, show_seconds
 
 SCRIPT = """
 import torch
@@ -149,17 +150,15 @@ def test_a_plan_leaves_headroom_and_says_so(script: str) -> None:
     for fit, left in (("80GiB", 80 * 0.08), ("10GiB", 2)):
         plan = numbers(f"{script}:planned", "--fit", fit)
         assert plan["headroom"] == pytest.approx(left * 2**30, abs=1)
-    assert (
-        "fits into 73.6 GiB (80.0 GiB without a headroom of 6.4 GiB)" in run(f"{script}:planned", "--fit", "80GiB")[1]
-    )
+    assert "fits into 73.6 GiB (80.0 GiB less a headroom of 6.4 GiB)" in run(f"{script}:planned", "--fit", "80GiB")[1]
     assert numbers(f"{script}:planned", "--device", "cpu")["headroom"] == 0
     peak = numbers(f"{script}:planned")["peak"]["bytes"]
     needed = peak + 2 * 2**30
     options = (f"{script}:planned", "--world-size", "2", "--stage", "2", "--fit")
     assert run(*options, str(needed))[0] == 0
     assert run(*options, str(needed - 1))[0] == 1
-    assert run(*options, str(peak), "--headroom", "0")[0] == 0
-    assert run(*options, str(peak - 1), "--headroom", "0")[0] == 1
+    assert run(*options, f"{peak}B", "--headroom", "0")[0] == 0
+    assert run(*options, f"{peak - 1}B", "--headroom", "0")[0] == 1
 
 
 def test_a_plan_says_how_fast_a_device_is(script: str) -> None:
@@ -257,3 +256,33 @@ def test_the_closed_form() -> None:
     row = next(line for line in shown.splitlines() if line.split()[:1] == ["64"])
     assert row.split() == ["64", "120", "31.4", "16.6", "1.88"]
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80Gb", 80 * 10**9), ("80g", 80 * 10**9), ("40GiB", 40 * 2**30), ("40gi", 40 * 2**30), ("7", 7), ("80XB", None)],
+)
+def test_sizes_are_read_in_any_case(text: str, size: int | None) -> None:
+    assert in_bytes(text) == size
+
+
+def test_a_limit_without_a_unit_is_refused_and_counts_have_units() -> None:
+    result = CliRunner().invoke(app, ["plan", "--params", "8b", "--fit", "80"])
+    assert result.exit_code == 2
+    assert "is 80 bytes: give a unit, 80GB" in " ".join(result.output.replace("│", "").split())
+    result = CliRunner().invoke(app, ["plan", "--params", "8B", "--fit", "80gb", "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.output)[0]["bytes"]["off"] == 128e9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"machine": "h100"}, r"plan\(machine=\): the machine is device="),
+        ({"recomputed": "auto"}, "there is no option 'recomputed'; did you mean 'recompute'"),
+        ({"stage": 2, "mode": "off"}, r"plan\(stage=2, mode=\): give one of them"),
+    ],
+)
+def test_unknown_and_colliding_options_of_a_plan_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(zg.ConfigError, match=message):
+        zg.plan(torch.nn.Linear(2, 2), torch.ones(2, 2), world_size=2, **options)

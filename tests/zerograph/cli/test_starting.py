@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import zerograph as zg
+from zerograph.__main__ import app
 
 ROOT = Path(zg.__file__).parent
 # Of torchrun, srun and sbatch, and of a script in an example.
@@ -107,3 +109,14 @@ def test_options_that_messages_name_exist() -> None:
     for command in ("plan", "inspect", "diff"):
         names = {name for one in commands[command].params for name in one.opts}
         assert {"--inputs", "--precision"} <= names, command
+
+
+def test_a_dry_run_that_stands_after_the_script_starts_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    result = CliRunner().invoke(app, ["launch", str(script), "--dry-run"])
+    assert result.exit_code == 2
+    assert "put options of launch before" in " ".join(result.output.replace("│", "").split())
+    result = CliRunner().invoke(app, ["launch", "--dry-run", str(script), "--", "--dry-run"])
+    assert result.exit_code == 0
+    assert not (tmp_path / "ran").exists()

@@ -11,6 +11,7 @@ import torch
 
 from zerograph.base.sizes import in_bytes
 from zerograph.compiler.input_layout import ranks_of_row, with_rows
+from zerograph.config import check_name
 from zerograph.errors import ConfigError
 from zerograph.planner.front.lengths import longest, own_length, with_length
 from zerograph.planner.front.subject import Loss, Optimizer, graph_of
@@ -74,6 +75,12 @@ def plan(
         ConfigError: an argument has another type or value, or an option does not exist.
         ZeroGraphError: as compiling the step does.
     """
+    for name in options:
+        if name == "machine":
+            raise ConfigError("plan(machine=): the machine is device=")
+        check_name(name)
+    if stage is not None and (both := options.keys() & {"mode", "stage"}):
+        raise ConfigError(f"plan(stage={stage!r}, {both.pop()}=): give one of them")
     described = machine(device)
     memory = described.device.memory if fit is None else _size("fit", fit)
     free = default_headroom(memory, accelerator=described.device.accelerator)
