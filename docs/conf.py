@@ -48,7 +48,9 @@ def _outside_link(link: re.Match[str]) -> str:
     picture, text, target = link.groups()
     if picture:
         return link[0]
-    return text if (ROOT / target).is_dir() else f"[{text}](path:../{target})"
+    # A downloaded file is opened at its beginning.
+    file = target.partition("#")[0]
+    return text if (ROOT / file).is_dir() else f"[{text}](path:../{file})"
 
 
 def _help_of_commands(app: Sphinx, page: str, source: list[str]) -> None:
@@ -57,5 +59,5 @@ def _help_of_commands(app: Sphinx, page: str, source: list[str]) -> None:
     for command in commands.registered_commands:
         assert command.callback is not None
         name = command.callback.__name__
-        shown = CliRunner().invoke(commands, [name, "--help"], prog_name="zerograph", env={"COLUMNS": "110"}).stdout
+        shown = CliRunner().invoke(commands, [name, "--help"], prog_name="zerograph", env={"COLUMNS": "84"}).stdout
         source[0] += f"\n{name}\n{'-' * len(name)}\n\n.. code-block:: text\n\n{textwrap.indent(shown, '   ')}\n"

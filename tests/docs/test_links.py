@@ -1,0 +1,44 @@
+"""Every link of the pages leads to a file that exists, and to a heading that the file has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the book make them."""
+    headings = re.findall(r"^#+ (.*)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_has_a_target(page: Path) -> None:
+    missing = []
+    for link in _LINK.findall(_FENCED.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            missing.append(link)
+    assert missing == []
+
+
+def test_links_out_of_the_book_are_files_without_their_headings() -> None:
+    text = (ROOT / "docs" / "conf.py").read_text()
+    function = text[text.index("def _outside_link") : text.index("def _help_of_commands")]
+    scope: dict[str, object] = {"re": re, "ROOT": ROOT}
+    exec(function, scope)
+    outside = scope["_outside_link"]
+    assert callable(outside)
+    shown = re.sub(r"(!?)\[([^\]]*)\]\(\.\./([^)]*)\)", outside, "[here](../runtime/wire/README.md#several-ranks)")
+    assert shown == "[here](path:../runtime/wire/README.md)"
