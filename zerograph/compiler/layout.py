@@ -18,7 +18,7 @@ from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, lay
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.metadata import role
+from zerograph.ir.metadata import meta
 from zerograph.ir.offload import offload_device
 from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, dims_split, show
@@ -162,9 +162,7 @@ def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
     last = len(position)
     first_use = {}
     for node in placeholders(captured.graph.graph, "parameter"):
-        parameter = role(node)
-        assert parameter is not None
-        first_use[parameter.name] = min((position[user] for user in node.users), default=last)
+        first_use[meta(node)["role"].name] = min((position[user] for user in node.users), default=last)
     ordered = sorted(members.parameters, key=lambda name: first_use.get(name, last))
     return {name: number for number, name in enumerate(ordered)}
 
