@@ -15,6 +15,7 @@ class Contender:
         stage: the ZeRO stage whose split of state it has; 0: plain PyTorch, on one rank only.
         ours: zerograph.
         backend: zerograph's, or "inductor" where blocks are compiled.
+        offload: the optimizer's state is offloaded to the CPU.
     """
 
     name: str
@@ -22,6 +23,12 @@ class Contender:
     stage: int
     ours: bool
     backend: str
+    offload: bool = False
+
+    @property
+    def planned(self) -> bool:
+        """Return whether the page holds a prediction against it: of what the device computes."""
+        return self.ours and not self.offload
 
 
 def _make(stage: int) -> tuple[Contender, ...]:
@@ -29,6 +36,7 @@ def _make(stage: int) -> tuple[Contender, ...]:
         Contender(f"zerograph-{stage}-{backend}", f"zerograph {stage}, {backend}", stage, True, backend)
         for backend in ("eager", "inductor", "cudagraph")
     ]
+    ours.append(Contender(f"zerograph-{stage}-offload", f"zerograph {stage}, offloaded", stage, True, "inductor", True))
     what = "fsdp2-kept" if stage == 2 else "fsdp2"
     title = "FSDP2, no reshard" if stage == 2 else "FSDP2"
     return (

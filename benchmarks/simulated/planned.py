@@ -43,7 +43,7 @@ def predicted(rows: Iterable[Mapping[str, Any]]) -> dict[Key, Mapping[str, Any]]
 
 def missing(rows: list[dict[str, Any]]) -> list[Key]:
     """Return what was measured of zerograph and has no prediction in the rows."""
-    measured = [row for row in rows if row["kind"] == "step" and "ms" in row and CONTENDERS[row["contender"]].ours]
+    measured = [row for row in rows if row["kind"] == "step" and "ms" in row and CONTENDERS[row["contender"]].planned]
     return sorted({key_of(row) for row in measured} - set(predicted(rows)))
 
 

@@ -22,7 +22,8 @@ and with more than one rank the numbers that are trained on are not those of a r
 
 Zerograph and plain PyTorch: fp32 parameters, `torch.autocast` in bf16 around forward and loss. FSDP2: fp32 parameters,
 `MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`, loss in fp32; its gathers move bf16. All: fused
-AdamW. FSDP2 and plain PyTorch are compiled block by block.
+AdamW. FSDP2 and plain PyTorch are compiled block by block. **offloaded**: zerograph with Inductor and
+`config.offload_optimizer("cpu")`.
 
 **step**: median of 10 steps in a row, by CUDA events, with nothing else on the card; **host**: the host's
 milliseconds of a step, which it runs ahead by where nothing waits for the card. **planned**: the time in which the
@@ -91,7 +92,7 @@ def _within(steps: Iterable[Row], predictions: Mapping[planned.Key, Row]) -> lis
     ratios = [
         plan["ms"] / row["ms"]
         for row in steps
-        if "ms" in row and CONTENDERS[row["contender"]].ours and (plan := predictions.get(planned.key_of(row)))
+        if "ms" in row and CONTENDERS[row["contender"]].planned and (plan := predictions.get(planned.key_of(row)))
     ]
     near = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
     text = f"Planned steps within {NEAR:.0%} of the measured ones: {near} of {len(ratios)}, "
@@ -121,7 +122,7 @@ def _plain(text: str) -> str:
 
 
 def _cells(row: Row, rival: Row, predictions: Mapping[planned.Key, Row]) -> Sequence[str]:
-    plan = predictions.get(planned.key_of(row)) if CONTENDERS[row["contender"]].ours else None
+    plan = predictions.get(planned.key_of(row)) if CONTENDERS[row["contender"]].planned else None
     share = lambda name: f"{row[name] / rival[name]:.3f}" if rival.get(name) and row.get(name) else ""  # noqa: E731
     return (
         _title(row),

@@ -44,6 +44,8 @@ def _ours(contender: Contender, task: Task, model: nn.Module, device: str) -> St
     step = TrainStep(task, model, device)
     step.config.enable_zero(True, stage=contender.stage)
     step.config.backend = contender.backend
+    if contender.offload:
+        step.config.offload_optimizer("cpu")
     return step
 
 

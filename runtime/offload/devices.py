@@ -1,4 +1,4 @@
-"""Copy tensors between an accelerator and the memory of the CPU, on a stream of their own.
+"""Copy tensors between an accelerator and the memory of the CPU, on a stream of their own for each direction.
 
 A copy begins after the work that was queued on the accelerator when it was started: its source has been computed by
 then, and no running kernel uses its destination. It then overlaps later work. For a copy to the accelerator, the
@@ -16,7 +16,8 @@ from torch import Tensor
 from zerograph.ir import offload_operators
 from zerograph.runtime.offload.transfers import note_transfer
 
-_streams: dict[torch.device, torch.Stream] = {}
+# By the accelerator, and whether the copies go to it: the link carries both directions at a time.
+_streams: dict[tuple[torch.device, bool], torch.Stream] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +50,13 @@ def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
         copy = value.to(dtype, copy=True)
         note_transfer(copy, _Copy(None, None))
         return copy
-    # Cast before the copy: the narrower dtype travels. Only pinned memory is copied without the CPU.
-    staged = value.to(dtype)
-    staged = staged.pin_memory() if to_accelerator and not staged.is_pinned() else staged
+    # Cast before the copy, as the CPU would be busy after it. Only pinned memory is copied without the CPU; torch keeps
+    # what is freed of it, so later steps pin none.
+    staged = value
+    if value.dtype is not dtype or (to_accelerator and not value.is_pinned()):
+        staged = torch.empty(value.shape, dtype=dtype, device=value.device, pin_memory=to_accelerator).copy_(value)
     copy = torch.empty(value.shape, dtype=dtype, device=device, pin_memory=not to_accelerator)
-    stream = _stream(accelerator)
+    stream = _stream(accelerator, to_accelerator)
     stream.wait_stream(torch.accelerator.current_stream(accelerator))
     with stream:
         copy.copy_(staged, non_blocking=True)
@@ -65,10 +68,11 @@ def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
     return copy
 
 
-def _stream(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.Stream(device)
-    return _streams[device]
+def _stream(device: torch.device, to_accelerator: bool) -> Any:
+    key = device, to_accelerator
+    if key not in _streams:
+        _streams[key] = torch.Stream(device)
+    return _streams[key]
 
 
 offload_operators.library.impl("transfer", _transfer, "CompositeExplicitAutograd")
