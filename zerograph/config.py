@@ -388,10 +388,10 @@ class Config:
     ) -> None:
         """Offload the optimizer's state. Numbers stay the same.
 
-        For a model on an accelerator, split parameters and their update are offloaded to the CPU too: a separate stream
-        copies shards to the accelerator for each gather, in the compute dtype, and reduced gradients to the CPU. An
-        optimizer with ``fused=True`` uses its CPU kernel. This needs a ZeRO stage, on one rank too. Parameters below
-        ``shard_min_size`` stay on the accelerator. For a model on the CPU only ``"nvme"`` has an effect.
+        For a model on an accelerator, split parameters and their update are offloaded to the CPU too: separate streams
+        copy shards to the accelerator for each gather, in the compute dtype, and reduced gradients to the CPU. A fused
+        optimizer uses its CPU kernel, on the rank's share of the cores. This needs a ZeRO stage, on one rank too. Below
+        ``shard_min_size`` parameters stay on the accelerator. For a model on the CPU only ``"nvme"`` has an effect.
 
         Args:
             device: ``"cpu"``: CPU memory. ``"nvme"``: one file for each rank, read and written while other buckets are

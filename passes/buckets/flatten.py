@@ -285,15 +285,16 @@ def _bucket_gradient(
 def _moved_home(graph: fx.Graph, gradient: fx.Node, bucket: Bucket) -> fx.Node:
     """Emit the gradient on the device that stores its bucket, where it is updated.
 
-    It is copied in the dtype of the reduction if nothing reads it wider.
+    A cast from the dtype of the reduction is part of the copy: the accelerator casts. The link has time for the wider
+    dtype, as the update takes longer; the CPU has not.
     """
     if bucket.storage_device == bucket.device:
         return gradient
-    wide = gradient
+    options = {"device": bucket.storage_device}
     if gradient.target is aten._to_copy.default and not gradient.users:
-        wide = gradient.all_input_nodes[0]
-    down = emit(graph, aten._to_copy.default, (wide,), _UPDATE, device=bucket.storage_device)
-    return down if wide is gradient else emit(graph, aten._to_copy.default, (down,), _UPDATE, **keywords(gradient))
+        options |= keywords(gradient)
+        gradient = gradient.all_input_nodes[0]
+    return emit(graph, aten._to_copy.default, (gradient,), _UPDATE, **options)
 
 
 def _emit_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.Node, update: BucketUpdate) -> None:

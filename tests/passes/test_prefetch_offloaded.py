@@ -18,7 +18,7 @@ from zerograph.errors import ConfigError
 from zerograph.inspection.step import Prepared
 from zerograph.ir.alias import WAIT
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.memory import profile
+from zerograph.ir.memory import profile, temporary_bytes
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
 from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER
@@ -117,6 +117,19 @@ def test_shards_go_up_one_ahead_and_gradients_come_down_during_backward() -> Non
     assert sum(order[node] < last for node in downs) >= len(downs) // 2
     # The CPU waits for the first only when everything is on its way that may be.
     assert min(landed[node] for node in downs) > last
+
+
+def test_the_accelerator_casts_gradients_and_the_cpu_only_updates() -> None:
+    step = Step(layers("meta"), adamw, 2)
+    step.config.offload_optimizer("cpu")
+    step.config.enable_amp(dtype=torch.bfloat16)
+    prepared = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
+    downs = carried(prepared.graph.graph, CPU)
+    assert {node.all_input_nodes[0].meta["val"].dtype for node in downs} == {torch.bfloat16}
+    assert {node.meta["val"].dtype for node in downs} == {torch.float32}
+    assert all(temporary_bytes(node) == nbytes(node.meta["val"]) for node in downs)
+    readers = {str(user.target) for node in downs for user in node.users}
+    assert readers == {"zerograph.wait_transfer.default", "aten._fused_adamw_.tensor_lr"}
 
 
 def test_the_forecast_counts_the_accelerators_memory_only() -> None:

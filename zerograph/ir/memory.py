@@ -390,7 +390,15 @@ _COPIES = {aten._to_copy.default, aten.clone.default, TRANSFER, *_CODES}
 
 def temporary_bytes(node: fx.Node) -> int:
     """Return the bytes that the node allocates and frees while it runs."""
-    return int(meta(node).get("temporary", 0)) + workspace_bytes(node)
+    return int(meta(node).get("temporary", 0)) + workspace_bytes(node) + _cast_bytes(node)
+
+
+def _cast_bytes(node: fx.Node) -> int:
+    """Return the accelerator's memory of the values that a transfer casts before it copies them to the CPU."""
+    if node.target is not TRANSFER:
+        return 0
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return nbytes(value) if source.device.type != "cpu" and source.dtype != value.dtype else 0
 
 
 # ---- workspaces ----
