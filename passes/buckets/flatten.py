@@ -290,7 +290,7 @@ def _moved_home(graph: fx.Graph, gradient: fx.Node, bucket: Bucket) -> fx.Node:
     """
     if bucket.storage_device == bucket.device:
         return gradient
-    options = {"device": bucket.storage_device}
+    options: dict[str, Any] = {"device": bucket.storage_device}
     if gradient.target is aten._to_copy.default and not gradient.users:
         options |= keywords(gradient)
         gradient = gradient.all_input_nodes[0]
