@@ -45,7 +45,7 @@ NAMES = (
     *(f"gpt/{each}/1" for each in ("zerograph-2-inductor", _FSDP)),
     *(f"gpt/{each}/8" for each in ("zerograph-3-inductor", _FSDP)),
     *(f"gpt/{_PLAIN}/1", "small/zerograph-2-inductor/1", f"small/{_PLAIN}/1", "small/zerograph-2-cudagraph/1"),
-    "gpt/zerograph-2-offload/1",
+    *(f"gpt/zerograph-2-{each}-offload/1" for each in ("eager", "inductor")),
     *("llama/zerograph-2-eager/1", "gpt/zerograph-2-eager/1", "small/zerograph-2-eager/1", f"small/{_FSDP}/1"),
     *("llama/zerograph-3-eager/8", "gpt/zerograph-3-eager/8"),
     *("llama/zerograph-3-inductor/1", "gpt/zerograph-3-inductor/1"),

@@ -36,7 +36,17 @@ def _make(stage: int) -> tuple[Contender, ...]:
         Contender(f"zerograph-{stage}-{backend}", f"zerograph {stage}, {backend}", stage, True, backend)
         for backend in ("eager", "inductor", "cudagraph")
     ]
-    ours.append(Contender(f"zerograph-{stage}-offload", f"zerograph {stage}, offloaded", stage, True, "inductor", True))
+    ours += [
+        Contender(
+            f"zerograph-{stage}-{backend}-offload",
+            f"zerograph {stage}, {backend}, offloaded",
+            stage,
+            True,
+            backend,
+            True,
+        )
+        for backend in ("eager", "inductor")
+    ]
     what = "fsdp2-kept" if stage == 2 else "fsdp2"
     title = "FSDP2, no reshard" if stage == 2 else "FSDP2"
     return (
