@@ -26,9 +26,8 @@ from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.pause import pause_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.backends import Compiled
-from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
-from zerograph.runtime.offload.threads import threads, update_threads
+from zerograph.runtime.offload.threads import offloads, threads, update_threads
 from zerograph.runtime.reduce_overhead import reduce_overhead
 from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory, received, residual
 
@@ -188,12 +187,12 @@ class Executor:
         """Return a block in which the CPU has the threads for updates of offloaded shards, if there are any."""
         if not self.offloads:
             return contextlib.nullcontext()
-        return threads(update_threads(number_of("LOCAL_WORLD_SIZE", self.job.size, least=1)))
+        return threads(update_threads())
 
     @functools.cached_property
     def offloads(self) -> bool:
         """True if the graph copies tensors between an accelerator and the CPU."""
-        return any(node.target is TRANSFER for node in self.graph.graph.nodes)
+        return offloads(self.graph.graph)
 
     @functools.cached_property
     def draws(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import warnings
@@ -20,6 +21,7 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.compile_cache import share
 from zerograph.runtime.backends.pieces import Piece, Program, by_tensors, cut
 from zerograph.runtime.backends.regions import cut_regions
+from zerograph.runtime.offload.threads import offloads, threads, update_threads
 
 # Takes one list of inputs, and clears it to free what nothing else holds.
 Function = Callable[[list[Any]], Sequence[Any]]
@@ -45,7 +47,9 @@ def compile_pieces(graph: fx.GraphModule, cutter: Cut | None = None) -> fx.Graph
     keys = {step: signature(step) for program in programs for step in program if isinstance(step, Piece)}
     distinct = {key: piece for piece, key in reversed(keys.items())}
     tasks = {key: lambda piece=piece: _compile(piece) for key, piece in reversed(distinct.items())}
-    functions = share(tasks)
+    # Loops for the CPU have the number of threads in their code.
+    with threads(update_threads()) if offloads(graph.graph) else contextlib.nullcontext():
+        functions = share(tasks)
     by_piece = {piece: functions[key] for piece, key in keys.items()}
     compiled, *bodies = [emit(source, program, by_piece) for source, program in zip(graphs, programs, strict=True)]
     for node, body in zip(loop_nodes, bodies, strict=True):

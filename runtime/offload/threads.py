@@ -13,6 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import fx
+
+from zerograph.ir.offload_operators import TRANSFER
+from zerograph.runtime.job.launchers import number_of
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -31,13 +36,15 @@ def usable_cores() -> int:
     return cores
 
 
-def update_threads(ranks: int) -> int:
-    """Return the threads for a rank's updates: its share of the cores, and at least those that torch uses now.
+def update_threads() -> int:
+    """Return the threads for this rank's updates: its share of the cores, and at least those that torch uses now."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return max(torch.get_num_threads(), usable_cores() // number_of("LOCAL_WORLD_SIZE", ranks, least=1))
 
-    Args:
-        ranks: ranks on this machine.
-    """
-    return max(torch.get_num_threads(), usable_cores() // ranks)
+
+def offloads(graph: fx.Graph) -> bool:
+    """Return whether the graph copies tensors between an accelerator and the CPU."""
+    return any(node.target is TRANSFER for node in graph.nodes)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,11 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from zerograph.ir.offload_operators import TRANSFER, WAIT_TRANSFER
+from zerograph.runtime.backends import inductor
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.offload import threads
 
@@ -59,9 +61,7 @@ def step(*, offloads: bool) -> tuple[Executor, list[int]]:
         seen.append(torch.get_num_threads())
         return []
 
-    job = MagicMock()
-    job.size = 4
-    return Executor(job, module, run, (), (), {}, torch.zeros((), dtype=torch.int64)), seen
+    return Executor(MagicMock(), module, run, (), (), {}, torch.zeros((), dtype=torch.int64)), seen
 
 
 @pytest.mark.parametrize(("ranks", "wanted"), [(None, 6), ("2", 12), ("24", 2)])
@@ -70,6 +70,8 @@ def test_a_step_with_offloaded_shards_uses_the_cores_of_its_rank(
     monkeypatch: pytest.MonkeyPatch, ranks: str | None, wanted: int
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     if ranks is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     with threads.threads(2):
@@ -78,3 +80,17 @@ def test_a_step_with_offloaded_shards_uses_the_cores_of_its_rank(
             executor([], {}, 0, "step 1", {})
             assert seen == [wanted if offloads else 2]
             assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("cores")
+def test_pieces_of_its_updates_are_compiled_for_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor writes the number of threads into loops for the CPU."""
+    seen: list[int] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(inductor, "share", lambda tasks: seen.append(torch.get_num_threads()) or {})
+    for offloads in (True, False):
+        executor, _ = step(offloads=offloads)
+        with threads.threads(2):
+            inductor.compile_pieces(executor.graph, lambda graph: list(graph.nodes)[:-1])
+    assert seen == [24, 2]
