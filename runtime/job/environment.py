@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from zerograph import _torch
 from zerograph.errors import CommunicationError
 from zerograph.runtime.job.launchers import Launch, number_of
 
@@ -42,8 +43,9 @@ def init_from_environment(backend: str, launch: Launch) -> None:
     # torch reads them there, and so do other libraries.
     os.environ.update(launch.variables)
     # Ranks may outnumber GPUs: a job may train on the CPU.
-    if local_rank() < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank())
+    gpu = local_rank() if local_rank() in range(torch.cuda.device_count()) else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     if number_of("RANK") == 0 and number_of("WORLD_SIZE") > 1:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         print(launch.describe(device), file=sys.stderr, flush=True)
@@ -54,7 +56,8 @@ def init_from_environment(backend: str, launch: Launch) -> None:
             store = dist.PrefixStore(keys, store)  # type: ignore[attr-defined]
         if number_of("LOCAL_WORLD_SIZE", 0) == size:
             _wait_for_all(store, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        lazy = _torch.lazy_nccl(backend, device=gpu)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, **lazy)
     except (RuntimeError, ValueError) as error:
         address = f"{launch.variables['MASTER_ADDR']}:{launch.variables['MASTER_PORT']}"
         raise CommunicationError(did_not_meet(number_of("RANK"), number_of("WORLD_SIZE"), address, error)) from error

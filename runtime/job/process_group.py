@@ -139,9 +139,9 @@ def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, li
     """
     limit = timedelta(seconds=timeout)
     try:
-        data = dist.new_group(timeout=limit)
+        data = _group(None, limit, world)
         control = dist.new_group(timeout=limit, backend=_control_backend(data))
-        groups = (data,) if grid.dim() == 1 else _groups(grid, limit)
+        groups = (data,) if grid.dim() == 1 else _groups(grid, limit, world)
     except RuntimeError as error:
         raise CommunicationError(_lost_message(liveness, "creating process groups", timeout, error)) from error
     notes = Notes(control)
@@ -200,12 +200,19 @@ def _position(grid: torch.Tensor) -> tuple[int, ...]:
     return tuple(position)
 
 
-def _groups(grid: torch.Tensor, limit: timedelta) -> tuple[dist.ProcessGroup, ...]:
+def _group(ranks: list[int] | None, limit: timedelta, world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Create a group of these ranks, or of all, with the backends of the default group."""
+    lazy = _torch.lazy_nccl(dist.get_backend_config(world), limit)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, **lazy)
+    return group
+
+
+def _groups(grid: torch.Tensor, limit: timedelta, world: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
     """Create the groups of all ranks along each mesh dimension, in the same order on each, and return this rank's."""
     own = []
     for dim in range(grid.dim()):
         for ranks in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist():
-            group = dist.new_group(ranks, timeout=limit)
+            group = _group(ranks, limit, world)
             if dist.get_rank() in ranks:
                 own.append(group)
     return tuple(own)
@@ -224,7 +231,9 @@ def initialise() -> None:
     if launch is None:
         if line := unused_allocation():
             print(line, file=sys.stderr, flush=True)
-        dist.init_process_group(backend, store=_torch.single_process_store(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend, store=_torch.single_process_store(), rank=0, world_size=1, **_torch.lazy_nccl(backend)
+        )
     else:
         init_from_environment(backend, launch)
     atexit.register(_leave)
@@ -253,11 +262,14 @@ def connect(rank: int, world_size: int, address: str, backend: str | None, local
     gpus = torch.cuda.device_count()
     if backend == "nccl" and not (gpus and dist.is_nccl_available()):
         raise CommunicationError("backend='nccl' needs a GPU, and there is none: leave it out, or give backend='gloo'")
+    device = None
     if gpus:
-        torch.cuda.set_device(rank % gpus if local_rank is None else local_rank)
-    default = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+        device = rank % gpus if local_rank is None else local_rank
+        torch.cuda.set_device(device)
+    backend = backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo")
+    lazy = _torch.lazy_nccl(backend, device=device)
     try:
-        dist.init_process_group(backend or default, init_method=address, rank=rank, world_size=world_size)
+        dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, **lazy)
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(did_not_meet(rank, world_size, address, error)) from error
     atexit.register(_leave)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.compat import colossalai, oneflow
-from zerograph.runtime.job.process_group import initialise
+from zerograph.runtime.job.process_group import connect, initialise
 
 THREADS = Path("/proc/self/task")
 
@@ -82,3 +85,20 @@ def test_other_readers_of_the_environment_name_the_variable(monkeypatch: pytest.
         monkeypatch.setenv(key, text)
     with pytest.raises(zg.CommunicationError, match="MASTER_PORT is 'none'"):
         colossalai.launch_from_torch({})
+
+
+NCCL_CONNECTS_AT_ONCE = hasattr(dist, "ProcessGroupNCCL") and hasattr(dist.ProcessGroupNCCL.Options(), "lazy_init")
+
+
+@pytest.mark.skipif(not NCCL_CONNECTS_AT_ONCE, reason="before torch 2.15 NCCL connects at the first collective")
+def test_nccl_connects_at_the_first_collective_on_the_gpu_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: groups.append(options))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    for backend in (None, "gloo"):
+        connect(1, 2, "tcp://127.0.0.1:29500", backend, 3)
+    assert groups[0]["device_id"] == torch.device("cuda", 3)
+    assert groups[0]["pg_options"].lazy_init
+    assert "pg_options" not in groups[1]

@@ -49,6 +49,7 @@ from zerograph._torch.autograd import (
 )
 from zerograph._torch.distributed import (
     all_gather,
+    lazy_nccl,
     process_group,
     register_works,
     replaced_object_collectives,
@@ -233,6 +234,7 @@ __all__ = [
     "is_mutable",
     "is_positive",
     "is_symbol",
+    "lazy_nccl",
     "mark_devices_checked",
     "mark_step_called",
     "mask_of_blocks",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,31 @@ def all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup, *, async_
     """
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     return gather(whole, shard, group=group, async_op=async_op)
+
+
+def lazy_nccl(backend: str, timeout: timedelta | None = None, device: int | None = None) -> dict[str, Any]:
+    """Return arguments for a new group, with which NCCL connects at the first collective, as before torch 2.15.
+
+    By default it connects when the group is created, on the GPU of LOCAL_RANK. Ranks that train on CPUs may outnumber
+    GPUs, and NCCL refuses two ranks on one GPU. The option is not in torch's documentation.
+
+    Args:
+        backend: of the group, such as ``"cpu:gloo,cuda:nccl"``.
+        timeout: of the group; None: torch's.
+        device: index of the GPU, for the default group; None: torch's choice.
+    """
+    # With this variable "nccl" is the implementation of older versions.
+    if "nccl" not in backend or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return {}
+    # Missing in builds without CUDA.
+    options: Any = dist.ProcessGroupNCCL.Options() if hasattr(dist, "ProcessGroupNCCL") else None
+    if not hasattr(options, "lazy_init"):
+        return {}
+    options.lazy_init = True
+    if timeout is not None:
+        options._timeout = timeout
+    place = {} if device is None else {"device_id": torch.device("cuda", device)}
+    return {"pg_options": options, **place}
 
 
 def replaced_object_collectives(refuse: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
