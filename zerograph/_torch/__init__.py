@@ -1,6 +1,6 @@
 """The private torch API that zerograph uses: one wrapper each, with the reason.
 
-Supported: torch 2.11 to 2.13. When torch moves, this is the only package to change.
+Supported: torch 2.11 to 2.15. When torch moves, this is the only package to change.
 
 ``tracing``      fake tensors, ``make_fx``, metadata of nodes, Inductor
 ``attention``    FlexAttention
