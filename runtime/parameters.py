@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph import _torch
 from zerograph.base import source
-from zerograph.errors import SplitParameterError
+from zerograph.errors import SplitParameterError, ZeroGraphWarning
 
 
 class GradientReader(Protocol):
@@ -156,6 +156,7 @@ def _stays(func: Any, args: Any, kwargs: Any) -> bool:
     warnings.warn(
         f"a split parameter cannot move to {moved.device}: it stays on {sample.device}, where the graph keeps it\n"
         "step.full_parameters() and step.state_dict() give its values. Move the model before the graph is called.",
+        ZeroGraphWarning,
         stacklevel=source.levels_to_user(),
     )
     return True

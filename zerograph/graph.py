@@ -27,7 +27,7 @@ from zerograph.compiler.members import Members
 from zerograph.compiler.preparation import Target
 from zerograph.compiler.steps import Steps
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError
+from zerograph.errors import CaptureError, ConfigError, InputError, ZeroGraphWarning
 from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.environment import EnvironmentObserver
@@ -418,6 +418,7 @@ class ZeroGraph(Inspected, Stateful):
                 f"{self._doing()} was skipped: its loss or a gradient is not finite, and nothing was changed\n"
                 "step.steps_skipped counts such steps from here on, without a further warning. "
                 "config.on_nonfinite = 'raise' names the operator that computes the first such number.",
+                ZeroGraphWarning,
                 stacklevel=3,
             )
 

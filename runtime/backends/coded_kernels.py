@@ -15,6 +15,7 @@ from torch import fx
 
 from zerograph import _torch
 from zerograph.base.source import levels_to_user
+from zerograph.errors import ZeroGraphWarning
 from zerograph.passes.buckets.coded_updates import CodedUpdate
 from zerograph.runtime.backends.compile_cache import share
 
@@ -59,6 +60,7 @@ def compile_update(module: CodedUpdate) -> Callable[..., Any] | None:
             f"Inductor could not compile the update of coded optimizer state; its operators run one by one, with "
             f"equal results: {type(error).__name__}: {str(error)[:300]}\n"
             "Check the C++ compiler, or name another one in the variable CXX.",
+            ZeroGraphWarning,
             stacklevel=levels_to_user(),
         )
         return None

@@ -14,7 +14,7 @@ from torch import SymInt, Tensor, fx
 
 from zerograph import _torch
 from zerograph.base.source import levels_to_user
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, ZeroGraphWarning
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
@@ -112,6 +112,7 @@ def _compile(piece: Piece) -> Function:
         warnings.warn(
             f"Inductor could not compile a piece of the step for all sizes; it runs operator by operator: {reason}\n"
             "config.dynamic_shapes = False compiles each size by itself, for ranks with equally many rows.",
+            ZeroGraphWarning,
             stacklevel=levels_to_user(),
         )
         return _operators(module)
@@ -157,6 +158,7 @@ def _guarded(
             warnings.warn(
                 f"code that Inductor compiled for {' and '.join(conditions)} does not serve ({names}) = {sizes}: for "
                 f"such sizes its operators run one by one\nThe piece is {piece.where()}",
+                ZeroGraphWarning,
                 stacklevel=levels_to_user(),
             )
         return operators(inputs)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from zerograph.base import source
-from zerograph.errors import CheckpointError
+from zerograph.errors import CheckpointError, ZeroGraphWarning
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 NAME = ".saving.lock"
@@ -189,6 +189,7 @@ def lock(folder: Folder, timeout: float) -> FolderLock | ObjectLock:
                 raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
             warnings.warn(
                 f"the file system of {folder} has no locks ({error.strerror}): let no two jobs save into it",
+                ZeroGraphWarning,
                 stacklevel=source.levels_to_user(),
             )
             return FolderLock(path, None)

@@ -1,4 +1,4 @@
-"""What was prepared is freed with the user's objects: no cache of the process has a model, a loop or a graph."""
+"""Models, loops and graphs are freed with the user's objects: no cache of the process keeps them."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from pathlib import Path
 
 import zerograph as zg
 
@@ -26,3 +27,16 @@ def test_all_lists_have_the_same_names() -> None:
     assert {*zg._HOMES, "sbp"} == names
     assert names <= set(dir(zg))
     assert all(hasattr(zg, name) for name in names)
+
+
+def test_every_warning_has_the_category_of_zerograph() -> None:
+    package = Path(zg.__file__).parent
+    without = []
+    for file in [*package.rglob("*.py"), *(package / "passes").rglob("*.py"), *(package / "runtime").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                categories = [ast.unparse(one) for one in (*node.args[1:2], *(k.value for k in node.keywords))]
+                known = ("ZeroGraphWarning", "DeprecationWarning", "FutureWarning")
+                without += [] if any(name in categories for name in known) else [f"{file}:{node.lineno}"]
+    assert without == []
+    assert issubclass(zg.ZeroGraphWarning, UserWarning)

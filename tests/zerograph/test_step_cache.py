@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import datetime
-import decimal
 import functools
 import importlib
 import os
@@ -13,7 +12,6 @@ import sys
 import tempfile
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,15 +28,11 @@ from tests.models import part
 from tests.pool import Pool
 from tests.zerograph.changes_of_a_step import CHANGES, Step, cached_factor
 from tests.zerograph.test_artifacts import damaged
-from zerograph.artifact.file import file_content, read_file
-from zerograph.artifact.process import process_texts
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
 from zerograph.compiler.fingerprint import graph_lines
 
 X = torch.linspace(-1, 1, 24).view(6, 4)
-# The package hides the module behind a name of its own.
-ADAM = sys.modules["torch.optim.adam"]
 
 
 class TracedError(Exception):
@@ -300,49 +294,6 @@ def test_a_step_that_reads_what_cannot_be_compared_is_not_kept(pool: Pool, tmp_p
         assert any(expected in line for line in said), (expected, said)
 
 
-def slowed(by: float) -> Callable[..., object]:
-    """Return a function in the place of ``torch.optim.adam.adam``, with a smaller rate."""
-    original = ADAM.adam
-
-    @functools.wraps(original)
-    def adam(*args: object, **options: object) -> object:
-        return original(*args, **{**options, "lr": options["lr"] * by})  # type: ignore[operator]
-
-    return adam
-
-
-def patched_updates(folder: str) -> None:
-    with cache_in(folder) as cache:
-        assert not cache.is_used(Step(), X)
-        (file,) = cache.files()
-        content = file.read_bytes()
-        for by in (0.5, 0.25):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ADAM, "adam", slowed(by))
-                assert not cache.is_used(Step(), X), cache.said
-            assert "torch.optim.adam.adam of" in cache.said[-1]
-        assert file.read_bytes() == content
-        assert cache.is_used(Step(), X)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.optim.Optimizer.__init__, "__defaults__", (1,))
-            assert not cache.is_used(Step(), X)
-
-
-def test_a_step_is_neither_used_nor_kept_where_a_function_of_torch_optim_was_replaced(
-    pool: Pool, tmp_path: Path
-) -> None:
-    pool.run(1, patched_updates, str(tmp_path))
-
-
-def test_settings_of_pythons_modules_are_compared() -> None:
-    before = process_texts()
-    with decimal.localcontext(prec=7):
-        assert process_texts() != before
-    with warnings.catch_warnings(action="error"):
-        assert process_texts() != before
-    assert process_texts() == before
-
-
 def train(folder: str, on: bool, apart: bool = False) -> tuple[list[Tensor], list[str], int]:
     """Run three steps on a rank; return losses and parameters, what the cache says, and the number of traces.
 
@@ -471,25 +422,6 @@ def harmed(folder: str, count: int) -> int:
         file.chmod(0o666)
         used += cache.is_used(Doubtful(float), X)
     return used
-
-
-def odd(folder: str) -> None:
-    with cache_in(folder) as cache:
-        cache.is_used(Doubtful(float), X)
-        (file,) = cache.files()
-        document, tensors = read_file(file)
-        for name, value in (("candidate", [1]), ("candidate", ["a", 0, False]), ("emitted", [{}]), ("warnings", 3)):
-            file.write_bytes(file_content({**document, name: value}, tensors))
-            step = Doubtful(float)
-            step.compile(X)
-            assert lines_of(step) == fresh_lines(step)
-        file.unlink()
-        os.mkfifo(file, 0o600)
-        assert not cache.is_used(Doubtful(float), X)
-
-
-def test_a_file_with_odd_parts_and_a_pipe_are_as_no_file(pool: Pool, tmp_path: Path) -> None:
-    pool.run(1, odd, str(tmp_path))
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])

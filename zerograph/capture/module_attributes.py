@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, ZeroGraphWarning
 from zerograph.ir.rewrite import ancestors
 
 _CONTAINERS = (dict, list, set, deque)
@@ -221,5 +221,6 @@ def warn_of_lost(stored: Mapping[str, Tensor]) -> None:
         warnings.warn(
             f"build() stores tensors in {', '.join(stored)}: after the step they are not there\n"
             "Return from build() what is to be read outside.",
+            ZeroGraphWarning,
             stacklevel=2,
         )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base import source
-from zerograph.errors import CaptureError, ConfigError
+from zerograph.errors import CaptureError, ConfigError, ZeroGraphWarning
 
 # By package and class, so that no library is imported.
 _REFUSED = (
@@ -118,7 +118,7 @@ def _batch_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=source.levels_to_user())
+    warnings.warn(message, ZeroGraphWarning, stacklevel=source.levels_to_user())
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -47,7 +47,7 @@ from zerograph.compiler.step_cache import StepSource
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
-from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError
+from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError, ZeroGraphWarning
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.mesh import Mesh, piece_count
@@ -455,7 +455,7 @@ class Compiler:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message, ZeroGraphWarning, stacklevel=2)
 
     def _apply(
         self, job: Job, members: Members, layout: Sequence[PlannedBucket], places: Mapping[str, Extents]

@@ -14,6 +14,7 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.dimensions import Kind, Mode
 from zerograph.compiler.members import Members, first_updates
 from zerograph.compiler.size_variants import SizeChange
+from zerograph.errors import ZeroGraphWarning
 
 # torch.compile compiles a function at most this often.
 RECOMPILE_LIMIT = 8
@@ -157,6 +158,7 @@ class Recompiles:
                 f"{doing} is compiled for the {RECOMPILE_LIMIT}th time for inputs of one kind; since the last time "
                 f"this has changed: {what}\nPass a value that changes in every step as a tensor, or keep it in a "
                 "buffer. Keep a value that build() does not need in an object that is not a module.",
+                ZeroGraphWarning,
                 stacklevel=2,
             )
 
@@ -184,5 +186,6 @@ class Recompiles:
             f"{problem}: {change.dims} cannot be symbolic, because {change.reason}{place}\n"
             "Use operators on whole tensors for a loop over a dimension, torch.where for a branch on a size, "
             "x.shape[0] for len(x); or pad to few different sizes.",
+            ZeroGraphWarning,
             stacklevel=levels_to_user(),
         )

@@ -36,7 +36,7 @@ from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.compiler.dependencies import RECORDED, Dependencies
 from zerograph.compiler.members import Members
-from zerograph.errors import ArtifactError, CommunicationError, ConfigError
+from zerograph.errors import ArtifactError, CommunicationError, ConfigError, ZeroGraphWarning
 from zerograph.runtime.job.exchange import broadcast_number, broadcast_small, broadcast_when_ready
 from zerograph.runtime.job.process_group import Job, agree, digest
 
@@ -75,7 +75,7 @@ def _is_on() -> bool:
         return limit() > 0 and bool(folder("steps"))
     except (ConfigError, RuntimeError) as error:
         # The other ranks wait for an answer.
-        warnings.warn(f"{error}\nNo step is cached.", stacklevel=levels_to_user())
+        warnings.warn(f"{error}\nNo step is cached.", ZeroGraphWarning, stacklevel=levels_to_user())
         return False
 
 

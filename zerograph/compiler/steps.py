@@ -32,7 +32,7 @@ from zerograph.compiler.plain_inputs import check_whole, digests_of_whole
 from zerograph.compiler.preparation import check_target
 from zerograph.compiler.selection import CacheEntry, LastCall, Recompiles, Selection, Situation, show_facts
 from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
-from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
+from zerograph.errors import CommunicationError, InputError, MemoryBudgetError, ZeroGraphWarning
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
 from zerograph.runtime.job.process_group import Job, agree, digest
@@ -280,6 +280,7 @@ class Steps:
             f"{doing} could not be compiled for inputs whose sizes differ between calls, so each size is "
             f"compiled by itself:\n  {reason}\nconfig.dynamic_shapes = False does so from the start, without this "
             "warning.",
+            ZeroGraphWarning,
             stacklevel=levels_to_user(),
         )
 
@@ -344,6 +345,7 @@ def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
         f"{doing} is compiled again: with inputs of these sizes ({sizes}) the step would exceed "
         "config.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
         "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it.",
+        ZeroGraphWarning,
         stacklevel=levels_to_user(),
     )
 

@@ -25,7 +25,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.capture.selected import is_mask_of, selected
-from zerograph.errors import CaptureError, InputError
+from zerograph.errors import CaptureError, InputError, ZeroGraphWarning
 from zerograph.graph import building
 from zerograph.integrations.checks import is_checked
 from zerograph.integrations.replay import (
@@ -140,7 +140,9 @@ class Readings:
         kind.inputs = found.inputs
         kind.places.append(tuple(found.inputs))
         if kind.now == _MANY:
-            warnings.warn(_CHANGES.format(self._method.__name__, _MANY), stacklevel=source.levels_to_user())
+            warnings.warn(
+                _CHANGES.format(self._method.__name__, _MANY), ZeroGraphWarning, stacklevel=source.levels_to_user()
+            )
         return replace(found, number=kind.now)
 
     def _tried(self, log: Log, args: tuple[Any, ...], kwargs: dict[str, Any], match: Match) -> Variant | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.base.source import levels_to_user
+from zerograph.errors import ZeroGraphWarning
 from zerograph.loops.loop import Loop
 from zerograph.runtime.state import gather_parts, store_of, stores_of
 
@@ -36,6 +37,7 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
         if cut:
             warnings.warn(
                 f"training goes on from {path}: {', '.join(cut)} is not complete, its save was cut off",
+                ZeroGraphWarning,
                 stacklevel=levels_to_user(),
             )
         return str(path)

@@ -14,7 +14,7 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.compiler.members import Members
 from zerograph.config import Config
-from zerograph.errors import InputError
+from zerograph.errors import InputError, ZeroGraphWarning
 from zerograph.loops import hyperparameters
 from zerograph.loops.accumulation import Accumulation
 from zerograph.loops.clearing import Clearing
@@ -488,7 +488,7 @@ class Loop:
     def _warn(self, message: str) -> None:
         if message not in self._warned and self._forward._join().rank == 0:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=source.levels_to_user())
+            warnings.warn(message, ZeroGraphWarning, stacklevel=source.levels_to_user())
 
 
 def _value_of(result: Tensor) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError
+from zerograph.errors import CaptureError, ConfigError, InputError, ZeroGraphWarning
 from zerograph.loops.deferred import Deferred, Result, deferred_in
 from zerograph.loops.gradients import Reader, refuse_clearing_some, refuse_writing
 from zerograph.loops.graphs import Forward, Gradients, Preview, Recorded, Step
@@ -376,7 +376,7 @@ class Engine:
     def _warn(self, message: str) -> None:
         if message not in self._warned and self.graph._join().rank == 0:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=source.levels_to_user())
+            warnings.warn(message, ZeroGraphWarning, stacklevel=source.levels_to_user())
 
 
 def _refuse_by_hand(optimizer: torch.optim.Optimizer) -> None:

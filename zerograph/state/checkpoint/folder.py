@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zerograph.base import source
-from zerograph.errors import CheckpointError
+from zerograph.errors import CheckpointError, ZeroGraphWarning
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import Owner, owner_of, this_process
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
@@ -223,6 +223,7 @@ def latest(folder: Folder) -> Folder:
         warnings.warn(
             f"{reason}: the newest whole checkpoint is loaded instead, {checkpoint.path.name} with "
             f"{checkpoint.steps} steps done",
+            ZeroGraphWarning,
             stacklevel=source.levels_to_user(),
         )
         return checkpoint.path

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.base.source import running_line
 from zerograph.compat.notices import call_without_effect
-from zerograph.errors import CaptureError, ConfigError
+from zerograph.errors import CaptureError, ConfigError, ZeroGraphWarning
 from zerograph.graph import building
 
 _NORM, _TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
@@ -68,6 +68,7 @@ class Optimizer(torch.optim.Optimizer):
             if group.get(_NORM) is None or group.get(_TYPE) is None:
                 warnings.warn(
                     f"clip_grad() clips groups that have {_NORM} and {_TYPE}: give both to {type(self).__name__}",
+                    ZeroGraphWarning,
                     stacklevel=2,
                 )
             else:

@@ -13,7 +13,7 @@ from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
-from zerograph.errors import ConfigError, did_you_mean
+from zerograph.errors import ConfigError, ZeroGraphWarning, did_you_mean
 from zerograph.runtime.job.process_group import world_size
 
 # OneFlow's own: elements of a shard.
@@ -79,6 +79,7 @@ class GraphConfig(Config):
                 warnings.warn(
                     "flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True) means ZeRO stage 3 only together with "
                     "enable_use_compute_stream(True): this graph gets stage 1",
+                    ZeroGraphWarning,
                     stacklevel=4,
                 )
 
