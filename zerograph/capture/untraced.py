@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.base import source
+from zerograph.errors import ZeroGraphWarning
 from zerograph.ir.alias import is_view, is_view_or_copy
 
 aten = torch.ops.aten
@@ -162,6 +163,7 @@ def _warning_of_caches(plain: Any) -> Any:
                 "transformers ignores position_ids that restart within a row while the model has a cache of keys and "
                 "values: documents packed into a row would attend to each other\n"
                 "Call the model with use_cache=False, or set model.config.use_cache = False.",
+                ZeroGraphWarning,
                 stacklevel=source.levels_to_user(),
             )
         return plain(*args, **kwargs)
