@@ -351,3 +351,17 @@ def test_a_template_of_a_kernel_is_compiled_once_when_it_is_read() -> None:
     assert compiled == []
     assert [template.upper(), template.title()] == ["A KERNEL", "A Kernel"]
     assert compiled == ["a kernel"]
+
+
+def test_an_output_in_another_layout_is_copied_to_the_strides_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 returned a transposed copy as a view on an H200; a region that read it refused its strides."""
+    compile_fx = pytest.importorskip("torch._inductor.compile_fx")
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda *_, **__: lambda inputs: [inputs[0] * 2])
+    graph = _torch.trace(lambda x: (x.contiguous() * 2,), (torch.ones(2, 3, 4).transpose(1, 2),))
+    graph.graph.output_node().meta["strides"] = [(12, 3, 1)]
+    x = torch.randn(2, 3, 4).transpose(1, 2)
+    run = _torch.inductor(graph, [x])
+    for _ in range(2):
+        (doubled,) = run([x])
+        assert doubled.stride() == (12, 3, 1)
+        assert torch.equal(doubled, x * 2)

@@ -263,7 +263,8 @@ def inductor(
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     function: Callable[..., Any] = fx.Interpreter(graph).run if isinstance(graph, fx.GraphModule) else graph
-    if isinstance(graph, fx.GraphModule) and (strides := graph.graph.output_node().meta.get("strides")):
+    strides = graph.graph.output_node().meta.get("strides", ()) if isinstance(graph, fx.GraphModule) else ()
+    if strides:
         function = _with_strides(function, strides)
     with mode:
         fakes = [fake(value) for value in values]
@@ -278,8 +279,18 @@ def inductor(
         with tracing, V.set_fake_mode(mode), torch.no_grad(), remembered_vector_units():
             compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
 
+    # Outputs in another layout than asked for: Inductor of torch 2.11 returns a transposed copy of a view as the view.
+    others: list[int] | None = None
+
     def run(inputs: list[Any]) -> Sequence[Any]:
+        nonlocal others
         outputs: Sequence[Any] = compiled(inputs)
+        if others is None:
+            others = [number for number, stride in enumerate(strides) if not _has_stride(outputs[number], stride)]
+        if others:
+            outputs = list(outputs)
+            for number in others:
+                outputs[number] = _strided(outputs[number], strides[number])
         return outputs
 
     return run
@@ -291,14 +302,20 @@ def _with_strides(
     """Return the function with outputs of given strides: those of decomposed operators may differ."""
 
     def strided(*inputs: Any) -> list[Tensor]:
-        return [
-            output
-            if output.stride() == stride
-            else torch.empty_strided(output.shape, stride, dtype=output.dtype, device=output.device).copy_(output)
-            for output, stride in zip(function(*inputs), strides, strict=True)
-        ]
+        outputs = zip(function(*inputs), strides, strict=True)
+        return [output if output.stride() == stride else _strided(output, stride) for output, stride in outputs]
 
     return strided
+
+
+def _strided(value: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a copy with these strides."""
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _has_stride(value: Tensor, stride: tuple[int, ...]) -> bool:
+    """Return whether the strides of dimensions longer than 1 are these."""
+    return all(size == 1 or own == other for size, own, other in zip(value.shape, value.stride(), stride, strict=True))
 
 
 def _size_oblivious() -> contextlib.AbstractContextManager[Any]:
