@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import sys
 import time
@@ -137,3 +138,12 @@ def _listen_on_loopback() -> None:
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that change numbers, or the order of the user's batches, if ranks differ in them."""
+    return {
+        "the version of zerograph": sys.modules["zerograph"].__version__,
+        "the version of torch": torch.__version__,
+        "the version of Python": platform.python_version().rpartition(".")[0],
+    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
-import platform
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from zerograph.errors import CommunicationError, PlacementError, RankMismatchErr
 from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
-from zerograph.runtime.job.environment import did_not_meet, init_from_environment
+from zerograph.runtime.job.environment import did_not_meet, init_from_environment, versions
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
 from zerograph.runtime.job.liveness import Liveness, mark_reported, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
@@ -101,7 +100,7 @@ def join(timeout: float, placement: DeviceMesh | None = None, row: int = 1) -> J
         earlier = next(iter(_jobs.values()), None)
         job = _create_job(timeout, grid, world, start_liveness(world) if earlier is None else earlier.liveness)
         if earlier is None:
-            facts = _versions()
+            facts = versions()
             agree(job, "working together", digest(facts), lambda: facts)
         _jobs[key] = job
     return _jobs[key]
@@ -161,15 +160,6 @@ def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, li
     return Job(
         liveness.rank, liveness.size, grid.tolist(), mesh, groups, data, control, notes, world, timeout, liveness
     )
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions that change numbers, or the order of the user's batches, if ranks differ in them."""
-    return {
-        "the version of zerograph": sys.modules["zerograph"].__version__,
-        "the version of torch": torch.__version__,
-        "the version of Python": platform.python_version().rpartition(".")[0],
-    }
 
 
 def _control_backend(data: dist.ProcessGroup) -> str:

@@ -28,11 +28,11 @@ def _flex() -> tuple[Any, ...]:
     score = (
         "def mod(score, b, h, q, k, t0, t1, t2): slope = ops.aten.index.Tensor(t1, [h]); "
         "shift = ops.aten.index.Tensor(t2, [b, h]); scaled = ops.aten.mul.Tensor(score, slope); "
-        "shifted = ops.aten.mul.Tensor(shift, k); return ops.aten.add.Tensor(scaled, shifted)"
+        "shifted = ops.aten.mul.Tensor(shift, k); total = ops.aten.add.Tensor(scaled, shifted); return total"
     )
     mask = (
         "def mod(b, h, q, k, t0, t1, t2): i = ops.aten.index.Tensor(t0, [b, q]); "
-        "j = ops.aten.index.Tensor(t0, [b, k]); return ops.aten.eq.Tensor(i, j)"
+        "j = ops.aten.index.Tensor(t0, [b, k]); same = ops.aten.eq.Tensor(i, j); return same"
     )
     captured = [ints(3, 4, 6), x(8), x(4, 8)]
     return x(4, 8, 6, 4), x(4, 4, 6, 4), x(4, 4, 6, 2), captured, ["b-", "h", "bh"], score, mask, 0.5

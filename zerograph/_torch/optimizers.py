@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -75,8 +76,18 @@ def _is_torchs_wrapper(step: Any) -> bool:
 
 
 def functions_of_instance_step(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """Return what was assigned to ``optimizer.step``, and what this wraps, outermost first; [] if nothing was."""
-    functions, step = [], vars(optimizer).get("step")
+    """Return what was assigned to ``optimizer.step``, and what this wraps, outermost first; [] if nothing was.
+
+    The ``step()`` of its class, which learning rate schedulers wrap, and what that wraps, do not count.
+    """
+    own = set(_with_wrapped(type(optimizer).step))
+    functions = _with_wrapped(vars(optimizer).get("step"))
+    return list(itertools.takewhile(lambda function: function not in own, functions))
+
+
+def _with_wrapped(step: Any) -> list[Callable[..., Any]]:
+    """Return a function and what it wraps, outermost first."""
+    functions = []
     while step is not None:
         step = getattr(step, "__func__", step)
         functions.append(step)

@@ -149,7 +149,8 @@ def test_launch_prints_the_command_of_one_host_a_host_list_and_slurm(monkeypatch
     def printed(*arguments: str) -> list[str]:
         return run(*dry, *arguments).stderr.splitlines()
 
-    (one,) = printed(script, "--ranks", "9")
+    note, one = printed(script, "--ranks", "9")
+    assert "--ranks after the script: an argument of the script" in note
     assert one.endswith(f"-m torch.distributed.run --standalone --nproc-per-node 2 {script} --ranks 9")
     first, second = printed("--hosts", "a,b", script)
     assert first.startswith("ssh -tt a 'cd ")

@@ -182,7 +182,7 @@ def test_plans_of_several_lengths_are_drawn_and_the_longest_one_is_said(script: 
     plans = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
     assert (code, [plan["length"] for plan in plans]) == (0, [32, 64])
     assert picture.exists()
-    code, shown = run(*options, "--longest", "--fit", str(plans[1]["peak"]["bytes"]))
+    code, shown = run(*options, "--longest", "--fit", f"{plans[1]['peak']['bytes']}B")
     assert code == 0
     assert "sequences of 64 positions; 66 do not fit" in shown
     assert run(*options, "--longest", "--length", "32")[0] == 2
