@@ -100,8 +100,10 @@ def _compile(piece: Piece) -> Function:
     module, values = _module(piece), [node.meta["val"] for node in piece.inputs]
     symbols = [value for value in values if _torch.is_symbol(value)]
     environment = _torch.separate_env(symbols) if symbols else None
+    # What reads them outside was traced with these strides.
+    strides = [] if symbols else [node.meta["val"].stride() for node in piece.outputs]
     try:
-        compiled = _torch.inductor(module, values, environment)
+        compiled = _torch.inductor(module, values, environment, strides)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}\nThe piece is {piece.where()}"
         if environment is None:
@@ -173,10 +175,7 @@ def _module(piece: Piece) -> fx.GraphModule:
         target, args, kwargs = by_tensors(node)
         args, kwargs = fx.map_arg((args, kwargs), nodes.__getitem__)
         nodes[node] = graph.call_function(target, args, kwargs)
-    output = graph.output(tuple(nodes[node] for node in piece.outputs))
-    if not any(map(_torch.is_symbol, (node.meta["val"] for node in piece.inputs))):
-        # What reads them outside was traced with these strides.
-        output.meta["strides"] = [node.meta["val"].stride() for node in piece.outputs]
+    graph.output(tuple(nodes[node] for node in piece.outputs))
     return fx.GraphModule({}, graph)
 
 

@@ -104,7 +104,7 @@ def test_symbolic_sizes_cut_the_graph_where_static_ones_do() -> None:
 
 
 def test_code_runs_for_sizes_that_it_is_valid_for_and_operators_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def for_some_lengths(graph: fx.GraphModule, values: Any, environment: Any) -> Any:
+    def for_some_lengths(graph: fx.GraphModule, values: Any, environment: Any, *_: Any) -> Any:
         (length,) = (_torch.sizes.in_env(environment, value) for value in values if str(value) == "s1")
         assert sym_or(length < 100, length > 200)
         return lambda *inputs: "compiled"
@@ -134,7 +134,7 @@ def test_code_runs_for_sizes_that_it_is_valid_for_and_operators_for_others(monke
     assert "models.py:" in str(caught[0].message)
 
 
-def refusing_log_softmax(graph: fx.GraphModule, values: Any, environment: Any) -> Any:
+def refusing_log_softmax(graph: fx.GraphModule, values: Any, environment: Any, *_: Any) -> Any:
     """Compile nothing; refuse graphs with symbolic sizes and a log_softmax."""
     if environment is not None and has_log_softmax(graph):
         raise NotImplementedError("no such loop")

@@ -228,7 +228,10 @@ def decompositions(operators: tuple[Any, ...]) -> Mapping[Any, Callable[..., Any
 
 
 def inductor(
-    graph: fx.GraphModule | Callable[..., tuple[Any, ...]], values: Sequence[Any], environment: SizeEnv | None = None
+    graph: fx.GraphModule | Callable[..., tuple[Any, ...]],
+    values: Sequence[Any],
+    environment: SizeEnv | None = None,
+    strides: Sequence[tuple[int, ...]] = (),
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a graph or function of plain operators, which may write to its inputs, with Inductor.
 
@@ -236,11 +239,12 @@ def inductor(
     private. Inductor caches compiled code on disk by the graph and all relevant settings.
 
     Args:
-        graph: the strides of its outputs are those of the trace, or ``meta["strides"]`` of its output node.
+        graph: the graph or function.
         values: inputs of the graph; only shape, strides, dtype and device of tensors count. Symbolic sizes are inputs
             too: every symbol that occurs in a shape or in another size is one of them.
         environment: from :func:`zerograph._torch.sizes.separate_env` where there are symbolic sizes. It then has the
             conditions under which the compiled code is valid.
+        strides: those of the outputs; (): as the trace has them.
 
     Returns:
         A function from a list of inputs, which it clears, to outputs. A symbolic size is an int at run time.
@@ -263,7 +267,6 @@ def inductor(
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     function: Callable[..., Any] = fx.Interpreter(graph).run if isinstance(graph, fx.GraphModule) else graph
-    strides = graph.graph.output_node().meta.get("strides", ()) if isinstance(graph, fx.GraphModule) else ()
     if strides:
         function = _with_strides(function, strides)
     with mode:
