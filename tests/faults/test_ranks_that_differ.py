@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import re
 from pathlib import Path
@@ -24,7 +23,7 @@ def with_other(what: str) -> tuple[str, str]:
     (x, y), *_ = batches("mlp", 1)
     other = {
         "torch": patch.object(torch, "__version__", "2.11.0"),
-        "zerograph": patch.object(importlib.metadata, "version", lambda name: "0.0.9"),
+        "zerograph": patch.object(zg, "__version__", "0.0.9"),
         "Python": patch.object(platform, "python_version", lambda: "3.99.1"),
     }[what]
     rank, ranks = dist.get_rank(), dist.get_world_size()

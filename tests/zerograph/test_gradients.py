@@ -439,7 +439,7 @@ def rounds_on_the_way_back(model: Any, _: Any, x: Tensor, y: Tensor) -> Loss:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (reads_the_norm, ["error_if_nonfinite=True", "test_gradients.py", "Return the norm"]),
+        (reads_the_norm, ["error_if_nonfinite=True", "test_gradients.py", "config.on_nonfinite"]),
         (clips_what_it_kept, ["no gradient", "KEPT, 1.0", "self.model.parameters()"]),
         (assigns_data, [".data", "model.first.bias.data * 2", "copy_"]),
         (rounds_on_the_way_back, ["model.first.bias in place", "p.copy_(old)"]),
