@@ -72,7 +72,7 @@ def _emit_fused(
             _count_steps(graph, before, [copies[step] for step in node.all_input_nodes], found_inf, increments)
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-            if found_inf is not None and node.target in _SKIPPING:
+            if found_inf is not None and node.target in FUSED_UPDATES:
                 kwargs = {**kwargs, "found_inf": found_inf}
             with graph.inserting_before(before):
                 sources: list[fx.Node] = []
@@ -81,8 +81,8 @@ def _emit_fused(
                 copies[node] = emit(graph, node.target, args, Origin("update"), like=sources[0], **kwargs)
 
 
-# The fused operators that take ``found_inf`` and skip the update if it is set.
-_SKIPPING = {
+# The fused operators, which take ``found_inf`` and skip the update if it is set.
+FUSED_UPDATES = {
     overload
     for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
     for overload in overloads(packet)

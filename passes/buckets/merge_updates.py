@@ -12,20 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph._torch import overloads, written_arguments
+from zerograph._torch import written_arguments
 from zerograph.ir.alias import WAIT, base_of
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import Origin
 from zerograph.ir.rewrite import emit, keywords
+from zerograph.passes.buckets.fuse import FUSED_UPDATES
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
 _COUNT = aten._foreach_add_.Scalar
-_UPDATES = {
-    overload
-    for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
-    for overload in overloads(packet)
-}
 
 
 def merge_updates(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -55,7 +51,7 @@ def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         if node.target is WAIT:
             for key in [key for key, calls in runs.items() if calls[0].target is not _COUNT]:
                 yield runs.pop(key)
-        kind = _kind(node) if node.target is _COUNT or node.target in _UPDATES else None
+        kind = _kind(node) if node.target is _COUNT or node.target in FUSED_UPDATES else None
         owners = set(map(base_of, node.all_input_nodes))
         for key, calls in list(runs.items()):
             moved = owners if key == kind and node.target is _COUNT else None

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, is_mutable
 from zerograph.ir.alias import base_of, is_view
 from zerograph.ir.metadata import meta, origin
+from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -31,25 +32,6 @@ _EXPRESSIONS = {
     aten.slice_scatter.default,
     aten.zeros.default,
     aten.zeros_like.default,
-}
-# Further operators whose loops compute what they read.
-_LOOPS = {
-    aten.amax.default,
-    aten.amin.default,
-    aten.copy_.default,
-    aten.gather.default,
-    aten.linalg_vector_norm.default,
-    aten.mean.default,
-    aten.mean.dim,
-    aten.native_group_norm.default,
-    aten.native_group_norm_backward.default,
-    aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.sum.default,
-    aten.sum.dim_IntList,
-    aten.var_mean.correction,
 }
 # Operators of the longest chain: Inductor stores the values of larger expressions.
 _DEEPEST = 32
@@ -80,7 +62,7 @@ def _fuses(node: fx.Node, reader: fx.Node) -> bool:
     """Return whether the reader is a loop that may compute the node's value: not one of another phase."""
     target = reader.target
     is_loop = isinstance(target, OpOverload) and (
-        torch.Tag.pointwise in target.tags or target in _EXPRESSIONS or target in _LOOPS
+        torch.Tag.pointwise in target.tags or target in _EXPRESSIONS or target in LOOPS_OF_SEVERAL
     )
     return is_loop and origin(reader).phase == origin(node).phase
 

@@ -19,38 +19,20 @@ from zerograph import _torch
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
-from zerograph.ir.operator_parts import PARTS, is_number
+from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL, PARTS, is_number
 from zerograph.ir.sizes import elements
 from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
 
 # Operators that Inductor turns into loops of its own, beside those that torch tags as pointwise.
-_LOOPS = frozenset(
-    {
-        aten._log_softmax.default,
-        aten._log_softmax_backward_data.default,
-        aten._softmax.default,
-        aten._softmax_backward_data.default,
-        aten._to_copy.default,
-        aten.amax.default,
-        aten.amin.default,
-        aten.copy_.default,
-        aten.gather.default,
-        aten.linalg_vector_norm.default,
-        aten.mean.default,
-        aten.mean.dim,
-        aten.native_group_norm.default,
-        aten.native_group_norm_backward.default,
-        aten.native_layer_norm.default,
-        aten.native_layer_norm_backward.default,
-        aten.scatter.src,
-        aten.scatter.value,
-        aten.sum.default,
-        aten.sum.dim_IntList,
-        aten.var_mean.correction,
-    }
-)
+_LOOPS = LOOPS_OF_SEVERAL | {
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._to_copy.default,
+}
 # Factories: they cost nothing by themselves, and belong to the loop that reads them.
 FACTORIES = frozenset(
     {

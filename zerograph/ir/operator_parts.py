@@ -78,3 +78,24 @@ PARTS |= {
     for operator, part in PARTS.items()
     if (in_place := in_place_overload(operator)) is not None
 }
+
+# Operators that Inductor turns into loops, beside pointwise ones: a loop reads several elements for each result, or
+# writes to other memory.
+LOOPS_OF_SEVERAL = {
+    aten.amax.default,
+    aten.amin.default,
+    aten.copy_.default,
+    aten.gather.default,
+    aten.linalg_vector_norm.default,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.var_mean.correction,
+}
