@@ -68,6 +68,8 @@ class BatchLayout:
         early_outputs: number of outputs, the first ones, that a loop reads before backward.
         attention: the form of attention where ranks split the sequence; see ``config.attention``.
         expert_capacity: capacity of an exchange of tokens for experts; see ``config.expert_capacity``.
+        outputs: the SBP in which each output is returned, None for the one in which it is computed. None for all: as
+            a user of graphs receives them, never partial, and split only along what splits the batch.
     """
 
     inputs: tuple[NdSbp, ...]
@@ -77,6 +79,7 @@ class BatchLayout:
     early_outputs: int = 0
     attention: str = "auto"
     expert_capacity: float | None = None
+    outputs: tuple[NdSbp | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ LAYERS = (
     ("zerograph.passes",),
     ("zerograph.runtime",),
     ("zerograph.capture",),
+    ("zerograph.eager",),
     ("zerograph.optim",),
     ("zerograph.artifact",),
     ("zerograph.compiler",),

@@ -12,6 +12,7 @@ The packages, lowest layer first (``tests/test_layers.py`` holds the order):
 ``passes``       the pipeline, its passes and rules
 ``runtime``      process groups, transports, backends, sharded state, executor
 ``capture``      ``build()`` to one graph
+``eager``        global tensors outside of graphs
 ``optim``        optimizer updates as graphs
 ``compiler``     the driver
 ``state``        state dicts, checkpoints, sharded construction
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from zerograph.compiler.placement import placement, to_global, to_local
     from zerograph.config import Config
     from zerograph.data import batches, gather
+    from zerograph.eager.tensor import GlobalTensor, global_tensor
     from zerograph.errors import (
         ArtifactError,
         CaptureError,
@@ -89,6 +91,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "compat.settings": ("Settings",),
     "config": ("Config",),
     "data": ("batches", "gather"),
+    "eager.tensor": ("GlobalTensor", "global_tensor"),
     "errors": (
         "ArtifactError",
         "CaptureError",
@@ -147,6 +150,7 @@ __all__ = [
     "CommunicationError",
     "Config",
     "ConfigError",
+    "GlobalTensor",
     "GradScaler",
     "InputError",
     "Memory",
@@ -176,6 +180,7 @@ __all__ = [
     "from_pretrained",
     "full_parameters",
     "gather",
+    "global_tensor",
     "local",
     "mark_dynamic",
     "open_safetensors",

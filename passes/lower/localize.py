@@ -30,7 +30,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.lower.coded import lower_coded
 from zerograph.passes.lower.dispatch import lower_dispatch
 from zerograph.passes.lower.inline import inline_region
-from zerograph.passes.lower.lowering import Lowering, is_symbolic, lower_symbolic, split_dim
+from zerograph.passes.lower.lowering import Lowering, lower_unequal, split_dim
 from zerograph.passes.lower.ring import is_ring, lower_ring
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
@@ -265,8 +265,8 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
             split = [sbp.dim for sbp in (before, after) if isinstance(sbp, Split)]
             if change.format:
                 result = lower_coded(lowering, source, before, after)
-            elif any(is_symbolic(meta(node)["global"][dim]) for dim in split):
-                result = lower_symbolic(lowering, source, before, after)
+            elif not all(map(lowering.is_equal, split)):
+                result = lower_unequal(lowering, source, before, after)
             else:
                 result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
     node.replace_all_uses_with(result)

@@ -75,14 +75,20 @@ class Lowering:
     def part(self, dim: int) -> Size:
         """Return the size of this rank's part of a dimension."""
         size = self.together[dim]
-        return size // self.ranks if isinstance(size, int) else sizes_of(size).part(size, self.ranks, self.change.dim)
+        if isinstance(size, int):
+            return self.context.mesh.parts(size, self.change.dim)[self.context.mesh.position[self.change.dim]]
+        return sizes_of(size).part(size, self.ranks, self.change.dim)
 
     def parts(self, dim: int) -> list[Size]:
         """Return the size of each rank's part of a dimension."""
         size = self.together[dim]
         if isinstance(size, int):
-            return [size // self.ranks] * self.ranks
+            return list(self.context.mesh.parts(size, self.change.dim))
         return sizes_of(size).parts(size, self.ranks, self.change.dim)
+
+    def is_equal(self, dim: int) -> bool:
+        """Return whether all ranks' parts of a dimension are equal, and their size is a number."""
+        return isinstance(self.together[dim], int) and self.context.mesh.rows is None
 
     def rearranged(self, source: fx.Node, cut: int, join: int) -> fx.Node:
         """Cut ``source`` along ``cut`` into one equal part per rank; concatenate the parts along ``join``."""
@@ -116,13 +122,8 @@ class Lowering:
         return self.contiguous(part)
 
 
-def is_symbolic(size: Size) -> bool:
-    """Return whether ranks may hold unequal parts of a dimension of this global size, or parts of symbolic size."""
-    return not isinstance(size, int)
-
-
-def lower_symbolic(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    """Return the tensor in the SBP ``after``, where either SBP splits a dimension of symbolic size."""
+def lower_unequal(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    """Return the tensor in the SBP ``after``, where parts may be unequal along a dimension that either SBP splits."""
     if isinstance(before, Broadcast):
         return _own_rows(lower, source, split_dim(after))
     if isinstance(after, Broadcast):
@@ -170,7 +171,7 @@ def _sent(
 def _gather_rows(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
     """Gather a tensor that is split along ``dim``, maybe in unequal parts."""
     size = lower.together[dim]
-    if isinstance(size, int):
+    if lower.is_equal(dim):
         return lower.gathered(source, dim)
     first = lower.contiguous(lower.first(source, dim))
     whole = lower.collective(gather_rows, first, lower.parts(dim), size)
@@ -180,9 +181,12 @@ def _gather_rows(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
 def _own_rows(lower: Lowering, whole: fx.Node, dim: int) -> fx.Node:
     """Take this rank's part along ``dim``; parts may be unequal."""
     size = lower.together[dim]
-    if isinstance(size, int):
+    if lower.is_equal(dim):
         return lower.own_part(whole, dim)
-    start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
+    if isinstance(size, int):
+        start: Size = sum(lower.parts(dim)[: lower.context.mesh.position[lower.change.dim]])
+    else:
+        start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
     return lower.cut(aten.narrow.default, whole, dim, start, lower.part(dim), rank_arguments={2: None})
 
 

@@ -14,7 +14,7 @@ from zerograph._torch import FakeTensor
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Signature, Split, broadcast
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.step_graph import nbytes, output_nodes
 from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import batch_only_nodes
 from zerograph.passes.context import Context
@@ -43,9 +43,12 @@ class PlacementProblem:
         batch_is_split: whether the batch is split along this dimension.
         is_sequence: the sequence is split along this dimension.
         ranks: number of ranks along this dimension.
+        divisor: what must divide the size of a dimension that is split.
         values: the tensors that each node yields, in the shape that the ranks along this dimension hold together.
         is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
         batch_only: along time, the nodes that can be computed from the whole batch before the first micro-batch.
+        wanted: SBP in which some outputs are returned; the others keep the one in which they are computed. None: as
+            :meth:`output_sbp` says.
         output_sbps: SBP of graph outputs if no parameter were split along this dimension. Empty unless the user splits
             parameters along it.
         sbp: SBP along this dimension of every tensor that a node yields.
@@ -57,10 +60,12 @@ class PlacementProblem:
     zero_dims: tuple[int, ...]
     batch_is_split: bool
     ranks: int
+    divisor: int
     values: dict[fx.Node, tuple[Tensor, ...]]
     is_sequence: bool = False
     is_time: bool = False
     batch_only: frozenset[fx.Node] = frozenset()
+    wanted: Mapping[TensorId, Sbp] | None = None
     output_sbps: Mapping[TensorId, Sbp] = field(default_factory=dict)
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
@@ -100,6 +105,8 @@ class PlacementProblem:
         """
         if self.is_time:
             return have
+        if self.wanted is not None:
+            return self.wanted.get(tensor, have)
         have = self.output_sbps.get(tensor, have)
         return have if isinstance(have, Split) and self.batch_is_split else broadcast
 
@@ -118,7 +125,7 @@ class PlacementProblem:
     def signatures(self, node: fx.Node) -> tuple[Signature, ...] | None:
         """Return the signatures that the operator's rule allows along this dimension; None without a rule."""
         inputs = tuple(self.values[source][index] for source, index in self.inputs(node))
-        return rules.signatures_of(node, self.ranks, inputs, self.values[node], self.dim)
+        return rules.signatures_of(node, self.divisor, inputs, self.values[node], self.dim)
 
     def readers(self, tensor: TensorId) -> list[fx.Node]:
         """Return the nodes that read a tensor, also through ``getitem``."""
@@ -227,12 +234,18 @@ def placement_problem(graph: fx.Graph, context: Context, placed: Sequence[Placem
         )
     dim = len(placed)
     splits = {sbp[dim] for sbp in context.batch.inputs if isinstance(sbp[dim], Split)}
-    batch_is_split, is_sequence = bool(splits), bool(splits - {Split(0)})
+    # Outside of graphs a tensor may be split along any dimension.
+    batch_is_split, is_sequence = bool(splits), context.batch.outputs is None and bool(splits - {Split(0)})
     is_time = dim == context.time_dim
     batch_only = batch_only_nodes(graph) if is_time else frozenset()
     ranks = context.mesh.shape[dim]
     zero_dims = context.policy.dims
-    return PlacementProblem(graph, dim, zero_dims, batch_is_split, ranks, values, is_sequence, is_time, batch_only)
+    sizes = ranks, context.mesh.divisor(dim)
+    problem = PlacementProblem(graph, dim, zero_dims, batch_is_split, *sizes, values, is_sequence, is_time, batch_only)
+    if context.batch.outputs is not None:
+        pairs = zip(output_nodes(graph), context.batch.outputs, strict=True)
+        problem.wanted = {problem.tensor_of(node): sbp[dim] for node, sbp in pairs if sbp is not None}
+    return problem
 
 
 def _local_part(value: Any, sbp: NdSbp, mesh: Mesh) -> Tensor:

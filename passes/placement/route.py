@@ -74,9 +74,9 @@ def held_bytes(sbp: NdSbp, dim: int, shape: tuple[int, ...], itemsize: int, mesh
 def _is_even(sbp: NdSbp, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Return whether every split cuts its dimension into equal parts."""
     pieces = list(shape)
-    for placement, ranks in zip(sbp, mesh.shape, strict=True):
+    for mesh_dim, placement in enumerate(sbp):
         if isinstance(placement, Split):
-            if pieces[placement.dim] % ranks:
+            if pieces[placement.dim] % mesh.divisor(mesh_dim):
                 return False
-            pieces[placement.dim] //= ranks
+            pieces[placement.dim] //= mesh.shape[mesh_dim]
     return True

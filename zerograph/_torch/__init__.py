@@ -131,10 +131,13 @@ from zerograph._torch.sizes import (
 from zerograph._torch.tensors import (
     COMPATIBLE_TYPES,
     negative_view,
+    no_torch_function,
     plain_tensors,
+    share_memory,
     storage_key,
     tensor_without_data,
     version,
+    without_dispatch,
     without_torch_function,
 )
 from zerograph._torch.tracing import (
@@ -245,6 +248,7 @@ __all__ = [
     "new_size",
     "nn_kernels",
     "no_modes",
+    "no_torch_function",
     "node_of",
     "not_compiled",
     "operator_functions",
@@ -271,6 +275,7 @@ __all__ = [
     "schema_arguments",
     "separate_env",
     "set_arguments",
+    "share_memory",
     "single_process_store",
     "size_env",
     "size_hint",
@@ -296,6 +301,7 @@ __all__ = [
     "version",
     "viewed_arguments",
     "with_tensors",
+    "without_dispatch",
     "without_onednn",
     "without_torch_function",
     "wrapped_with_hooks",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 # ``Module._apply`` calls this for each parameter; it compares types only.
 COMPATIBLE_TYPES = torch._has_compatible_shallow_copy_type
@@ -30,6 +31,12 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are in one storage."""
+    share: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+    return share(first, second)
+
+
 def negative_view(tensor: Tensor) -> Tensor:
     """Return a view with the negative bit set, as the imaginary part of a conjugate has it."""
     view: Tensor = torch._neg_view(tensor)
@@ -41,9 +48,25 @@ def version(tensor: Tensor) -> int:
     return int(tensor._version)
 
 
+def without_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Run operators on the metadata of a subclass alone, past its ``__torch_dispatch__``."""
+    context: contextlib.AbstractContextManager[None] = no_dispatch()
+    return context
+
+
+# As ``__torch_function__`` of a subclass: its functions cost nothing more, and return what they return.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
 def tensor_without_data(
-    cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, requires_grad: bool
+    cls: type[Tensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    requires_grad: bool,
+    stride: Sequence[int] | None = None,
 ) -> Any:
     """Return a tensor of the subclass ``cls`` that has a shape, a dtype and a device, but no data."""
     make: Callable[..., Any] = Tensor._make_wrapper_subclass
-    return make(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+    return make(cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad)

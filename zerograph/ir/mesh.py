@@ -22,11 +22,14 @@ class Mesh:
         shape: number of ranks along each dimension.
         position: index of this rank along each dimension.
         groups: name of the process group along each dimension: the ranks that differ from this one there only.
+        rows: number of rows of each rank of a line, where they differ. A dimension can then be split if the number of
+            all rows divides it, and each rank has as large a part of it as of the rows. None: parts are equal.
     """
 
     shape: tuple[int, ...]
     position: tuple[int, ...]
     groups: tuple[str, ...]
+    rows: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -37,6 +40,16 @@ class Mesh:
     def dims(self) -> int:
         """Number of mesh dimensions."""
         return len(self.shape)
+
+    def divisor(self, dim: int) -> int:
+        """Return what must divide the size of a dimension that is split along a mesh dimension."""
+        return self.shape[dim] if self.rows is None else sum(self.rows)
+
+    def parts(self, size: int, dim: int) -> list[int]:
+        """Return the size of each rank's part of a dimension of this size, split along a mesh dimension."""
+        if self.rows is None:
+            return [size // self.shape[dim]] * self.shape[dim]
+        return [size // sum(self.rows) * rows for rows in self.rows]
 
     @property
     def rank(self) -> int:
@@ -87,7 +100,7 @@ def local_shape(shape: Sequence[int], sbp: Sequence[Sbp], mesh: Mesh) -> tuple[i
     local = list(shape)
     for mesh_dim, (dim_sbp, ranks) in enumerate(zip(sbp, mesh.shape, strict=False)):
         if isinstance(dim_sbp, Split):
-            local[dim_sbp.dim] = _local_size(local[dim_sbp.dim], ranks, mesh_dim)
+            local[dim_sbp.dim] = _local_size(local[dim_sbp.dim], ranks, mesh_dim, mesh)
     return tuple(local)
 
 
@@ -100,9 +113,11 @@ def global_shape(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...
     return tuple(whole)
 
 
-def _local_size(size: int, ranks: int, mesh_dim: int) -> int:
+def _local_size(size: int, ranks: int, mesh_dim: int, mesh: Mesh) -> int:
     """Return the size of a shard along a dimension of size ``size``, which may be symbolic."""
-    return size // ranks if isinstance(size, int) else sizes_of(size).part(size, ranks, mesh_dim)
+    if not isinstance(size, int):
+        return sizes_of(size).part(size, ranks, mesh_dim)
+    return size // ranks if mesh.rows is None else mesh.parts(size, mesh_dim)[mesh.position[mesh_dim]]
 
 
 def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]:
@@ -115,8 +130,10 @@ def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]
     for mesh_dim, (dim_sbp, ranks, position) in enumerate(zip(sbp, mesh.shape, mesh.position, strict=True)):
         if isinstance(dim_sbp, Split):
             whole = size[dim_sbp.dim]
-            size[dim_sbp.dim] = _local_size(whole, ranks, mesh_dim)
-            if isinstance(whole, int):
+            size[dim_sbp.dim] = _local_size(whole, ranks, mesh_dim, mesh)
+            if mesh.rows is not None:
+                start[dim_sbp.dim] += sum(mesh.parts(whole, mesh_dim)[:position])
+            elif isinstance(whole, int):
                 start[dim_sbp.dim] += position * size[dim_sbp.dim]
             elif sizes_of(whole).is_rows(whole) or mesh.groups[mesh_dim] != TIME:
                 start[dim_sbp.dim] += sizes_of(whole).start(whole, ranks, mesh_dim)
@@ -125,6 +142,9 @@ def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]
 
 def local_start_numbers(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[RankNumber | None, ...]:
     """Return :func:`local_start` as a function of the position; None for an index that is symbolic."""
+    if mesh.rows is not None:
+        # They are no multiples of the position.
+        return (None,) * len(shape)
     at_zero = local_start(shape, sbp, replace(mesh, position=(0,) * mesh.dims))
     units = [tuple(int(one == dim) for one in range(mesh.dims)) for dim in range(mesh.dims)]
     at_units = [local_start(shape, sbp, replace(mesh, position=unit)) for unit in units]

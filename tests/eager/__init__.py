@@ -1,0 +1,1 @@
+"""Global tensors outside of graphs."""

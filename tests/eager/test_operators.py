@@ -1,0 +1,220 @@
+"""Operators on global tensors compute what plain PyTorch computes on the whole tensor, on equal and unequal parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.pool import Pool
+
+ROWS = {"equal parts": (4, 4), "unequal parts": (5, 3)}
+
+
+def whole(seed: int = 0) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def part(x: Tensor, rows: tuple[int, ...]) -> Tensor:
+    return x.split(list(rows))[zg.rank()]
+
+
+def distributed(x: Tensor, rows: tuple[int, ...]) -> zg.GlobalTensor:
+    return zg.global_tensor(part(x, rows), zg.sbp.split(0))
+
+
+def changed(change: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns a copy of its argument after a change in place."""
+
+    def run(x: Tensor) -> Tensor:
+        copy = x.clone()
+        change(copy)
+        return copy
+
+    return run
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return make().double()
+
+
+def columns(x: Tensor) -> Tensor:
+    """Return an index for each element of a row."""
+    return x.abs().long() % 16
+
+
+OPERATORS: dict[str, Callable[[Tensor], Any]] = {
+    "topk": lambda x: x.topk(3, dim=0),
+    "sort": lambda x: x.sort(dim=0),
+    "kthvalue": lambda x: x.kthvalue(3, 0),
+    "cumsum": lambda x: x.cumsum(0),
+    "cat": lambda x: torch.cat([x, x * 2]),
+    "stack": lambda x: torch.stack([x, x]),
+    "chunk": lambda x: torch.cat(x.chunk(2)[::-1]),
+    "split": lambda x: x.split(3),
+    "unbind": lambda x: x.unbind(0),
+    "row": lambda x: x[3],
+    "rows": lambda x: x[2:6],
+    "every second row": lambda x: x[::2],
+    "mask of rows": lambda x: x[x[:, 0] > 0],
+    "mask of elements": lambda x: x[x > 0],
+    "indices": lambda x: x[torch.tensor([7, 0, 3])],
+    "nonzero": lambda x: (x > 1).nonzero(),
+    "where": lambda x: torch.where(x > 0, x, 0),
+    "share of the batch": lambda x: x.sum(1).topk(int(0.7 * len(x))).values,
+    "iteration": lambda x: sum(row.sum() for row in x),
+    "mean": lambda x: x.mean(),
+    "divided by len": lambda x: x.sum(0) / len(x),
+    "std": lambda x: x.std(0),
+    "var": lambda x: x.var(),
+    "norm": lambda x: x.norm(),
+    "max": lambda x: x.max(0),
+    "median": lambda x: x.median(),
+    "quantile": lambda x: x.quantile(0.3),
+    "prod": lambda x: x.prod(0),
+    "logsumexp": lambda x: x.logsumexp((0, 1)),
+    "softmax over the batch": lambda x: x.softmax(0),
+    "square of a sum": lambda x: x.sum(0) ** 2,
+    "a sum and a number": lambda x: x.sum(0) + 1,
+    "a sum in place": lambda x: x.sum(0).add_(1).relu_().mul_(2),
+    "less its mean": lambda x: x - x.mean(0),
+    "matmul": lambda x: x @ x.t(),
+    "einsum": lambda x: torch.einsum("bi,bj->ij", x, x),
+    "outer": lambda x: x[:, None] * x[None],
+    "triu": lambda x: (x @ x.t()).triu(1),
+    "cdist": lambda x: torch.cdist(x, x),
+    "svdvals": lambda x: torch.linalg.svdvals(x),
+    "view": lambda x: x.view(8, 4, 4).permute(2, 0, 1).reshape(4, -1),
+    "flatten": lambda x: x.flatten(),
+    "expand": lambda x: x[:1].expand(8, 16) * x,
+    "repeat": lambda x: x.repeat(2, 1),
+    "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+    "flip": lambda x: x.flip(0),
+    "roll": lambda x: x.roll(1, 0),
+    "new_zeros": lambda x: x.new_zeros(8, 3) + x[:, :3],
+    "one_hot": lambda x: F.one_hot(columns(x), 16),
+    "gather": lambda x: x.gather(1, columns(x)),
+    "scatter": lambda x: torch.zeros(8, 16, dtype=x.dtype).scatter(1, columns(x), x),
+    "index_add": lambda x: torch.zeros(5, 16, dtype=x.dtype).index_add(0, torch.arange(8) % 5, x),
+    "unique": lambda x: x.sign().unique(),
+    "bincount": lambda x: columns(x).flatten().bincount(),
+    "cast": lambda x: x.bfloat16().double(),
+    "a value of it": lambda x: x * x.max().item(),
+    "conv": lambda x: F.conv1d(x.view(8, 1, 16), torch.ones(2, 1, 3, dtype=x.dtype)),
+    "layer norm": lambda x: F.layer_norm(x, (16,)),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "embedding": lambda x: F.embedding(columns(x), torch.arange(64.0).view(16, 4)),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x.view(8, 2, 2, 4)] * 3, is_causal=True),
+    "cosine similarity": lambda x: F.cosine_similarity(x, x.flip(1)),
+    "binary cross entropy": lambda x: F.binary_cross_entropy_with_logits(x, (x > 0).double()),
+    "cross entropy": lambda x: F.cross_entropy(x, columns(x)[:, 0], ignore_index=1),
+    "mse": lambda x: F.mse_loss(x, x.roll(1, 1)),
+    "gru": lambda x: seeded(lambda: nn.GRU(4, 3, batch_first=True))(x.view(8, 4, 4)),
+    "lstm": lambda x: seeded(lambda: nn.LSTM(4, 3, batch_first=True))(x.view(8, 4, 4))[0],
+    "attention layer": lambda x: seeded(lambda: nn.MultiheadAttention(4, 2, batch_first=True))(*[x.view(8, 4, 4)] * 3),
+    "in place": changed(lambda x: x.mul_(2).add_(1).clamp_(min=0)),
+    "a column is zeroed": changed(lambda x: x[:, 0].zero_()),
+    "a row is zeroed": changed(lambda x: x[3].zero_()),
+    "rows are scaled": changed(lambda x: x[2:6].mul_(3)),
+    "a row of a transpose": changed(lambda x: x.t()[2].fill_(7)),
+    "a row of a row": changed(lambda x: x.view(8, 4, 4)[6][1].zero_()),
+    "a column is set": changed(lambda x: x.__setitem__((slice(None), 1), 5.0)),
+    "a row is set": changed(lambda x: x.__setitem__(2, x[5])),
+    "a mask is set": changed(lambda x: x.__setitem__(x > 0, 5.0)),
+    "a shape in place": changed(lambda x: x.unsqueeze_(1).squeeze_(1).t_().mul_(2).t_()),
+    "parts are swapped": changed(lambda x: x.copy_(torch.cat(x.clone().chunk(2)[::-1]))),
+}
+
+
+def leaves(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [leaf for one in value for leaf in leaves(one)]
+
+
+def compare(name: str, rows: tuple[int, ...]) -> None:
+    x = whole()
+    expected = leaves(OPERATORS[name](x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", zg.ZeroGraphWarning)
+        results = leaves(OPERATORS[name](distributed(x, rows)))
+    assert len(results) == len(expected)
+    for result, value in zip(results, expected, strict=True):
+        assert result.shape == value.shape
+        assert result.dtype == value.dtype
+        # A plain tensor that was written to, as in a recurrent layer, stays one, equal on all ranks.
+        whole_result = result.full_tensor() if isinstance(result, zg.GlobalTensor) else result
+        torch.testing.assert_close(whole_result.detach(), value.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("parts", ROWS)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_computes_what_it_computes_on_the_whole_tensor(pool: Pool, name: str, parts: str) -> None:
+    pool.run(2, compare, name, ROWS[parts])
+
+
+def view_after_a_write() -> None:
+    x, y = distributed(whole(), (4, 4)), whole()
+    row, plain = x[6], y[6]
+    x.mul_(2)
+    y.mul_(2)
+    torch.testing.assert_close(row.full_tensor(), plain)
+    row.add_(1)
+    plain.add_(1)
+    torch.testing.assert_close(x.full_tensor(), y)
+
+
+def test_a_view_that_was_copied_follows_its_base(pool: Pool) -> None:
+    pool.run(2, view_after_a_write)
+
+
+def two_batches() -> None:
+    x, y = whole(), whole(1)
+    result = distributed(x, (5, 3)) * distributed(y, (3, 5)) + distributed(y, (4, 4))
+    torch.testing.assert_close(result.full_tensor(), x * y + y)
+
+
+def test_batches_whose_parts_differ_go_together(pool: Pool) -> None:
+    pool.run(2, two_batches)
+
+
+def numbers_that_change() -> int:
+    x = distributed(whole(), (4, 4))
+    for number in range(5):
+        x = x * (0.5 + number) + number
+    from zerograph.eager.world import world
+
+    return sum(len(known.programs) for known in world().operators.values())
+
+
+def test_a_number_that_changes_compiles_nothing_anew(pool: Pool) -> None:
+    # One program for the product, one for the sum with a whole number, one for that with a fraction.
+    assert max(pool.run(2, numbers_that_change)) < 40
+
+
+def draws() -> list[list[float]]:
+    torch.manual_seed(3)
+    x = distributed(torch.zeros(8, 16), (4, 4))
+    noise = torch.randn_like(x)
+    dropped = F.dropout(x + 1, 0.5)
+    uneven = torch.rand_like(distributed(torch.zeros(8, 16), (5, 3)))
+    return [one.full_tensor().flatten().tolist() for one in (noise, dropped, uneven)]
+
+
+def test_random_numbers_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
+    one_rank = pool.run(1, draws_of_one)[0]
+    for values in pool.run(2, draws):
+        assert values == one_rank
+    assert len(set(one_rank[0])) == 128
+
+
+def draws_of_one() -> list[list[float]]:
+    torch.manual_seed(3)
+    x = zg.global_tensor(torch.zeros(8, 16), zg.sbp.split(0))
+    noise, dropped = torch.randn_like(x), F.dropout(x + 1, 0.5)
+    return [one.full_tensor().flatten().tolist() for one in (noise, dropped, torch.rand_like(x))]

@@ -1,0 +1,169 @@
+"""Global tensors as tensors: metadata, reading, conversions, gradients, errors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.eager.test_operators import distributed, part, whole
+from tests.pool import Pool
+
+
+def metadata() -> None:
+    x = whole()
+    for rows in ((4, 4), (5, 3)):
+        y = distributed(x, rows)
+        assert (len(y), y.shape, y.dtype, y.numel(), y.device) == (8, x.shape, x.dtype, 128, x.device)
+        assert y.sbp == (zg.sbp.split(0),)
+        assert y.to_local().equal(part(x, rows))
+        assert y.full_tensor().equal(x)
+        assert isinstance(y.full_tensor(), Tensor)
+        assert not isinstance(y.full_tensor(), zg.GlobalTensor)
+
+
+def reading() -> None:
+    x, y = whole(), distributed(whole(), (5, 3))
+    assert y.tolist() == x.tolist()
+    assert (y.numpy() == x.numpy()).all()
+    assert float(y.max()) == float(x.max())
+    assert int(y.argmax()) == int(x.argmax())
+    assert bool((y > 10).any()) == bool((x > 10).any())
+    assert f"{y.max():.3f}" == f"{x.max():.3f}"
+    assert "S(0)" in repr(y)
+    assert repr(y[:, 0]).startswith(repr(x[:, 0])[:60])
+    assert (y == y).all()
+    assert torch.equal(y, x)
+    assert y[7, 3].item() == x[7, 3].item()
+
+
+def gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+    plain = copy.deepcopy(model)
+    x, labels = whole(), torch.arange(8) % 4
+    for rows in ((4, 4), (5, 3)):
+        model.zero_grad()
+        plain.zero_grad()
+        loss = F.cross_entropy(model(distributed(x, rows)), distributed(labels, rows))
+        expected = F.cross_entropy(plain(x), labels)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            expected.backward(retain_graph=True)
+        assert loss.sbp == (zg.sbp.partial_sum,)
+        torch.testing.assert_close(loss.item(), expected.item())
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+
+
+def gradients_of_gradients() -> None:
+    def penalty(x: Tensor, weight: Tensor) -> Tensor:
+        scores = torch.tanh(x @ weight).sum(1)
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return ((gradient.norm(dim=1) - 1) ** 2).mean()
+
+    weight, other = torch.ones(16, 3, dtype=torch.float64), torch.ones(16, 3, dtype=torch.float64)
+    x = distributed(whole(), (4, 4)).requires_grad_()
+    y = whole().requires_grad_()
+    loss, expected = penalty(x, weight.requires_grad_()), penalty(y, other.requires_grad_())
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), other.grad)
+    torch.testing.assert_close(x.grad.full_tensor(), y.grad)
+
+
+def hooks() -> None:
+    seen: list[Tensor] = []
+    x = distributed(whole(), (4, 4)).requires_grad_()
+    y = x * 2
+    y.retain_grad()
+    y.register_hook(lambda gradient: seen.append(gradient) or gradient * 3)
+    y.square().mean().backward()
+    (gradient,) = seen
+    torch.testing.assert_close(gradient.full_tensor(), whole() * 4 / 128)
+    torch.testing.assert_close(x.grad.full_tensor(), whole() * 24 / 128)
+    torch.testing.assert_close(y.grad.full_tensor(), whole() * 12 / 128)
+
+
+def conversions() -> None:
+    x = whole()
+    y = distributed(x, (4, 4))
+    for sbp in (zg.sbp.broadcast, zg.sbp.split(1), zg.sbp.split(0)):
+        moved = y.to_global(sbp)
+        assert moved.sbp == (sbp,)
+        assert moved.full_tensor().equal(x)
+    summed = zg.global_tensor(x * (zg.rank() + 1), zg.sbp.partial_sum)
+    assert summed.full_tensor().equal(x * 3)
+    assert summed.to_global(zg.sbp.split(0)).to_local().equal((x * 3).chunk(2)[zg.rank()])
+    own = part(x, (4, 4)).clone().requires_grad_()
+    z = zg.global_tensor(own, zg.sbp.split(0))
+    (z.full_tensor() ** 2).sum().backward()
+    torch.testing.assert_close(own.grad, 2 * part(x, (4, 4)))
+
+
+def dtensors() -> None:
+    x = whole()
+    y = distributed(x, (4, 4))
+    one = y.to_dtensor()
+    assert one.full_tensor().equal(x)
+    back = zg.GlobalTensor.from_dtensor(one)
+    assert back.sbp == y.sbp
+    assert back.full_tensor().equal(x)
+
+
+def copies() -> None:
+    x = distributed(whole(), (4, 4)).requires_grad_()
+    y = copy.deepcopy(x)
+    assert y.requires_grad
+    with torch.no_grad():
+        y.zero_()
+    assert x.full_tensor().equal(whole())
+
+
+CHECKS = [metadata, reading, gradients, gradients_of_gradients, hooks, conversions, dtensors, copies]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_global_tensors_are_tensors(pool: Pool, check: Callable[[], None]) -> None:
+    pool.run(2, check)
+
+
+def pickling() -> None:
+    with pytest.raises(zg.errors.InputError, match="full_tensor"):
+        pickle.dumps(distributed(whole(), (4, 4)))
+
+
+def changed_shape() -> None:
+    with pytest.raises(zg.errors.InputError, match="in place"):
+        distributed(whole(), (4, 4)).resize_(2, 3)
+
+
+def wrong_sbp() -> None:
+    with pytest.raises(zg.errors.PlacementError, match="has no dimension"):
+        zg.global_tensor(torch.zeros(2, 3), zg.sbp.split(2))
+    with pytest.raises(zg.errors.PlacementError, match="equal parts"):
+        zg.global_tensor(torch.zeros(2, 3), zg.sbp.split(0)).to_global(zg.sbp.split(1))
+
+
+def other_parts() -> None:
+    with pytest.raises(zg.errors.RankMismatchError, match="shape"):
+        zg.global_tensor(torch.zeros(2, 3 + zg.rank()), zg.sbp.split(0))
+
+
+def wrong_shapes() -> None:
+    with pytest.raises(RuntimeError, match="must match"):
+        distributed(whole(), (4, 4)) + torch.zeros(5)
+
+
+ERRORS = [pickling, changed_shape, wrong_sbp, other_parts, wrong_shapes]
+
+
+@pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)
+def test_errors_of_global_tensors(pool: Pool, check: Callable[[], None]) -> None:
+    pool.run(2, check)

@@ -1,0 +1,487 @@
+"""Operators on global tensors: find or compile the program, box the arguments, run it on this rank's parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zerograph import _torch
+from zerograph._torch import OpOverload, pytree
+from zerograph.capture import random_operators
+from zerograph.eager.program import Program, Slot, Spec
+from zerograph.eager.world import World, world
+from zerograph.errors import InputError
+from zerograph.ir.mesh import local_part
+from zerograph.ir.sbp import NdSbp, PartialSum, Split, broadcast
+from zerograph.passes.rules import rule_of
+
+# The class in :mod:`.tensor`, which imports this module.
+GlobalTensor = Any
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """An operator, and its programs.
+
+    Attributes:
+        operator: the operator.
+        pointwise: its placement does not depend on the values of its numbers.
+        draws: it draws random numbers.
+        written: indices of the arguments that it writes to.
+        returned: index of the argument that it returns; None: it returns new tensors or views.
+        views: it returns views.
+        special: a function that runs it.
+        programs: its programs, by the metadata of tensors and the other arguments. None: it runs on whole tensors.
+    """
+
+    operator: OpOverload
+    pointwise: bool
+    draws: bool
+    written: tuple[int, ...]
+    returned: int | None
+    views: bool
+    special: Callable[..., Any] | None
+    programs: dict[Any, Program | None]
+
+
+def _operator(operator: OpOverload) -> Operator:
+    arguments = _torch.schema_arguments(operator)
+    written = tuple(i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write)
+    results = _torch.returns(operator)
+    returned = written[0] if written and len(results) == 1 and results[0].alias_info is not None else None
+    return Operator(
+        operator,
+        torch.Tag.pointwise in operator.tags,
+        operator in _drawing(),
+        written,
+        returned,
+        operator.is_view,
+        _SPECIAL.get(operator),
+        {},
+    )
+
+
+@functools.cache
+def _drawing() -> frozenset[OpOverload]:
+    return frozenset(random_operators.table(random_operators.Draws()))
+
+
+def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an operator, of which at least one argument is a global tensor.
+
+    Args:
+        kind: the class of global tensors.
+        operator: the operator.
+        args, kwargs: its arguments.
+    """
+    now = world()
+    # By identity: the hash of an operator is a function in Python.
+    known: Operator | None = now.operators.get(id(operator))
+    if known is None:
+        known = now.operators[id(operator)] = _operator(operator)
+    if known.special is not None:
+        return known.special(kind, *args, **kwargs)
+    key: list[Any] = []
+    tensors: list[Any] = []
+    is_split = _describe(args, key, tensors, now, kind, with_numbers=not known.pointwise)
+    for name in kwargs:
+        key.append(name)
+        is_split |= _describe((kwargs[name],), key, tensors, now, kind, with_numbers=not known.pointwise)
+    if known.draws:
+        return _draw(kind, known, args, kwargs, key, tensors, now)
+    if not is_split:
+        return _run_whole(kind, known, args, kwargs, now)
+    wanted = tuple(key)
+    program = known.programs.get(wanted, _UNKNOWN)
+    if program is _UNKNOWN:
+        now.make_space(known.programs)
+        program = known.programs[wanted] = _compiled(kind, known, args, kwargs, tensors, now)
+    if program is None:
+        return _run_gathered(kind, known, args, kwargs, now)
+    if program.is_direct:
+        value = program.run(*[one.local if type(one) is kind else one for one in args], **kwargs)
+        if known.returned is None and program.single is not None:
+            result = kind(value, program.single)
+            return _noted_views(kind, result, known, args, kwargs) if known.views else result
+        results = (value,) if isinstance(value, Tensor) else value
+    elif program.arguments is None:
+        results = program.run(*_parts(kind, program, tensors))
+    else:
+        parts = _parts(kind, program, tensors)
+        # The call's own numbers, which the key of a pointwise operator leaves out.
+        given, rest = ((args, kwargs), iter(parts)) if program.keeps_arguments else (program.arguments, parts)
+        positional, named = _filled(given, rest)
+        value = program.run(*positional, **named)
+        results = (value,) if isinstance(value, Tensor) else value
+    if known.returned is not None:
+        return _written(kind, args[known.returned])
+    value = returned(kind, program, results)
+    return _noted_views(kind, value, known, args, kwargs) if known.views else value
+
+
+_UNKNOWN: Any = object()
+
+
+@dataclass
+class View:
+    """A view whose elements are a copy here, because ranks had to exchange them.
+
+    A write to the view is written to the base too, and the view is taken anew once the base was written.
+
+    Attributes:
+        base: the tensor that it is a view of.
+        operator, args, kwargs: the call that yields it.
+        index: its index among several results.
+        version: number of writes to the base when it was taken.
+    """
+
+    base: GlobalTensor
+    operator: OpOverload
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    index: int | None
+    version: int
+
+    def of(self, base: Tensor) -> Any:
+        """Return the view of another base."""
+        value = self.operator(base, *self.args[1:], **self.kwargs)
+        return value if self.index is None else value[self.index]
+
+
+def _noted_views(kind: type[GlobalTensor], value: Any, known: Operator, args: Any, kwargs: Any) -> Any:
+    """Note on results of a view operator which of them are copies."""
+    base = args[0]
+    results = [value] if type(value) is kind else value
+    for index, one in enumerate(results):
+        if base.viewed is not None or not _torch.share_memory(one.local, base.local):
+            number = None if results is not value else index
+            one.viewed = View(base, known.operator, args, kwargs, number, _torch.version(base))
+    return value
+
+
+def _written(kind: type[GlobalTensor], x: Any) -> Any:
+    """Write what was written to a copy of elements to those elements."""
+    one = x
+    while type(one) is kind and one.viewed is not None:
+        base = one.viewed.base
+        whole = whole_of(base)
+        whole = whole.clone() if whole is base.local else whole
+        one.viewed.of(whole).copy_(whole_of(one))
+        write_whole(base, whole)
+        one.viewed.version = _torch.version(base)
+        one = base
+    return x
+
+
+def refresh(x: GlobalTensor) -> None:
+    """Take a copied view anew if its base was written since."""
+    view = x.viewed
+    assert view is not None
+    if view.base.viewed is not None:
+        refresh(view.base)
+    if _torch.version(view.base) != view.version:
+        fresh = view.of(type(x)(view.base.local, view.base.spec))
+        x.local, x.spec, view.version = fresh.local, fresh.spec, _torch.version(view.base)
+
+
+def _describe(
+    values: Sequence[Any], key: list[Any], tensors: list[Any], now: World, kind: type, *, with_numbers: bool
+) -> bool:
+    """Add what distinguishes arguments to the key, and the tensors among them to a list.
+
+    Returns:
+        Whether any of them is not whole.
+    """
+    is_split = False
+    for value in values:
+        type_ = type(value)
+        if type_ is kind:
+            if value.viewed is not None:
+                refresh(value)
+            key.append(value.spec)
+            tensors.append(value)
+            is_split |= value.spec.sbp != now.whole
+        elif type_ is float or type_ is int or type_ is bool:
+            key.append(type_)
+            if with_numbers:
+                key.append(value)
+        elif type_ is list or type_ is tuple:
+            key.append(len(value))
+            is_split |= _describe(value, key, tensors, now, kind, with_numbers=with_numbers)
+        elif isinstance(value, Tensor):
+            key.append(now.whole_spec(value))
+            tensors.append(value)
+        else:
+            key.append(value)
+    return is_split
+
+
+def _parts(kind: type[GlobalTensor], program: Program, tensors: Sequence[Any]) -> list[Tensor]:
+    """Return this rank's parts of the arguments, boxed as the program needs them."""
+    needs = program.needs
+    parts: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        one = tensor if type(tensor) is kind else None
+        if needs is not None and needs[index] is not None:
+            have = world().whole if one is None else one.spec.sbp
+            if have != needs[index]:
+                one = boxed(kind, wrapped_whole(kind, tensor) if one is None else one, needs[index], program.rows)
+        parts.append(tensor if one is None else one.local)
+    return parts
+
+
+def _filled(arguments: Any, parts: Any) -> Any:
+    """Return arguments with this rank's parts in place of tensors.
+
+    Args:
+        arguments: positional and keyword arguments.
+        parts: an iterator over the parts, or a list of them by the number of a slot.
+    """
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return parts[value.index]
+        if isinstance(value, Tensor):
+            return next(parts)
+        if isinstance(value, (list, tuple)):
+            return [fill(one) for one in value]
+        return value
+
+    args, kwargs = arguments
+    return [fill(value) for value in args], {name: fill(value) for name, value in kwargs.items()}
+
+
+def returned(kind: type[GlobalTensor], program: Program, results: Sequence[Any]) -> Any:
+    """Return the results of a program as global tensors, in the structure that the operator returns."""
+    tensors = [result for result in results if isinstance(result, Tensor)]
+    wrapped = iter([kind(tensor, spec) for tensor, spec in zip(tensors, program.outputs, strict=True)])
+    if program.leaves == (True,) and program.tree.is_leaf():
+        return next(wrapped)
+    leaves = [next(wrapped) if is_tensor else None for is_tensor in program.leaves]
+    return pytree.tree_unflatten(leaves, program.tree)
+
+
+def wrapped_whole(kind: type[GlobalTensor], tensor: Tensor) -> GlobalTensor:
+    """Return a tensor that every rank has as a global one, of the same memory."""
+    return kind(tensor.detach(), world().whole_spec(tensor))
+
+
+def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int, ...] | None = None) -> GlobalTensor:
+    """Return the same global tensor under another SBP. A collective where that needs one.
+
+    Args:
+        rows: number of rows of each rank in the result, where it differs.
+    """
+    if x.viewed is not None:
+        refresh(x)
+    if x.spec.sbp == sbp:
+        return x
+    now = world()
+    key, programs = (x.spec, sbp, rows), now.boxings
+    if key not in programs:
+        now.make_space(programs)
+        programs[key] = now.compilation.compile(lambda one: one, [x.spec], [sbp], rows=rows)
+    program = programs[key]
+    with torch.no_grad():
+        (result,) = program.run(x.local)
+    return kind(result, program.outputs[0])
+
+
+def whole_of(x: GlobalTensor) -> Tensor:
+    """Return the whole tensor on every rank, plain and without history. A collective unless every rank has it."""
+    whole: Tensor = boxed(type(x), x, world().whole).local
+    return whole
+
+
+def _with_equal_rows(kind: type[GlobalTensor], tensors: Sequence[Any]) -> bool:
+    """Return whether the ranks' parts of all split tensors are cut alike."""
+    rows = {one.spec.rows for one in tensors if type(one) is kind and any(isinstance(s, Split) for s in one.spec.sbp)}
+    return len(rows) <= 1
+
+
+def _compiled(
+    kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, tensors: Sequence[Any], now: World
+) -> Program | None:
+    """Return the program of an operator; None if it runs on whole tensors."""
+    specs: list[Spec] = [one.spec if type(one) is kind else now.whole_spec(one) for one in tensors]
+    if not _with_equal_rows(kind, tensors):
+        # Rows of two batches, of which the ranks have other parts.
+        return None
+
+    def function(*fakes: Tensor) -> Any:
+        positional, named = _filled((args, kwargs), iter(fakes))
+        return known.operator(*positional, **named)
+
+    operator = known.operator
+    try:
+        program = now.compilation.compile(function, specs, operator=operator)
+        is_flat = not any(isinstance(one, (list, tuple)) and any(isinstance(t, Tensor) for t in one) for one in args)
+        has_boxing = program.needs is not None and list(program.needs) != [spec.sbp for spec in specs]
+        named = any(isinstance(one, Tensor) for one in kwargs.values())
+        if program.keeps_arguments and is_flat and not has_boxing and not named:
+            program = replace(program, is_direct=True)
+        return program
+    except Exception:
+        # An error of the user's is raised again where the operator runs on whole tensors.
+        if rule_of(operator) is not None or operator in _WITHOUT_SIZE:
+            return None
+        now.warn(
+            f"no rule says how {operator} may be split: it runs on whole tensors, which are gathered\n"
+            "Give it a rule with zg.register_rule."
+        )
+        return None
+
+
+def _run_whole(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, now: World) -> Any:
+    """Run an operator on tensors that every rank has."""
+    positional, named = pytree.tree_map_only(kind, _local, (args, kwargs))
+    result = known.operator(*positional, **named)
+    if known.returned is not None:
+        return _written(kind, args[known.returned])
+    if isinstance(result, Tensor):
+        value = kind(result, now.whole_spec(result))
+    else:
+        value = pytree.tree_map_only(Tensor, lambda one: kind(one, now.whole_spec(one)), result)
+    is_copied = known.views and type(args[0]) is kind and args[0].viewed is not None
+    return _noted_views(kind, value, known, args, kwargs) if is_copied else value
+
+
+def _local(x: GlobalTensor) -> Any:
+    return x.local
+
+
+def _run_gathered(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, now: World) -> Any:
+    """Run an operator on whole tensors, which are gathered; write back what it writes."""
+    values = {id(x): whole_of(x) for x in pytree.tree_leaves((args, kwargs)) if type(x) is kind}
+    positional, named = pytree.tree_map_only(kind, lambda x: values[id(x)], (args, kwargs))
+    result = known.operator(*positional, **named)
+    for index in known.written:
+        name = _torch.schema_arguments(known.operator)[index].name
+        target = args[index] if index < len(args) else kwargs.get(name)
+        for one in target if isinstance(target, (list, tuple)) else [target]:
+            if type(one) is kind and values[id(one)] is not one.local:
+                write_whole(one, values[id(one)])
+    if known.returned is not None:
+        return _written(kind, args[known.returned])
+    wrapped = pytree.tree_map_only(Tensor, lambda one: kind(one, now.whole_spec(one)), result)
+    return _noted_views(kind, wrapped, known, args, kwargs) if known.views else wrapped
+
+
+def write_whole(x: GlobalTensor, value: Tensor) -> None:
+    """Write the value of the whole tensor, which every rank has, to this rank's part. Nothing is sent."""
+    mesh = world().job.mesh
+    splits = tuple(broadcast if isinstance(one, PartialSum) else one for one in x.spec.sbp)
+    holds = all(not at for one, at in zip(x.spec.sbp, mesh.position, strict=True) if isinstance(one, PartialSum))
+    if holds:
+        x.local.copy_(value[local_part(value.shape, splits, replace(mesh, rows=x.spec.rows))])
+    else:
+        # The first rank has the value of a partial sum, and the others zeros.
+        x.local.zero_()
+
+
+def _draw(
+    kind: type[GlobalTensor],
+    known: Operator,
+    args: Any,
+    kwargs: dict[str, Any],
+    key: list[Any],
+    tensors: Sequence[Any],
+    now: World,
+) -> Any:
+    """Run an operator that draws random numbers: each rank draws its part of what one device would draw."""
+    generator = kwargs.get("generator")
+    kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+    seed = now.seed(generator)
+    wanted = *(one for one in key if one is not generator), bool(generator)
+    if wanted not in known.programs:
+        draws = random_operators.Draws()
+        table = random_operators.table(draws)
+
+        def function(number: Tensor, *fakes: Tensor) -> Any:
+            draws.seed, draws.count = number, 0
+            positional, named = _filled((args, kwargs), iter(fakes))
+            return table[known.operator](*positional, **named)
+
+        now.make_space(known.programs)
+        specs = [one.spec if type(one) is kind else now.whole_spec(one) for one in tensors]
+        known.programs[wanted] = now.compilation.compile(function, [now.whole_spec(seed), *specs], table=table)
+    program = known.programs[wanted]
+    assert program is not None
+    results = program.run(seed, *_parts(kind, program, tensors))
+    return returned(kind, program, results) if known.returned is None else _written(kind, args[known.returned])
+
+
+def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
+    return kind(x.local, x.spec)
+
+
+def _read(kind: type[GlobalTensor], x: GlobalTensor) -> Any:
+    return whole_of(x).item()
+
+
+def _is_equal(kind: type[GlobalTensor], x: Any, y: Any) -> bool:
+    values = [whole_of(one) if type(one) is kind else one for one in (x, y)]
+    return torch.equal(*values)
+
+
+def _fill(kind: type[GlobalTensor], x: Any, value: Any = 0) -> Any:
+    number = whole_of(value) if type(value) is kind else value
+    if type(x) is not kind:
+        return x.fill_(number)
+    if any(isinstance(one, PartialSum) for one in x.spec.sbp):
+        write_whole(x, torch.full(x.shape, 0, dtype=x.dtype, device=x.device).fill_(number))
+    else:
+        x.local.fill_(number)
+    return _written(kind, x)
+
+
+def _reshaped(operator: OpOverload, kind: type[GlobalTensor], x: Any, *args: Any) -> Any:
+    """Change the shape of a tensor in place: give it the part and the metadata of the view, and torch its new shape."""
+    view = getattr(torch, operator.overloadpacket.__name__[:-1])(x, *args)
+    with _torch.without_dispatch():
+        operator(x, *args)
+    x.local, x.spec, x.viewed = view.local, view.spec, view.viewed
+    return x
+
+
+def _refuse(kind: type[GlobalTensor], *_: Any, **__: Any) -> NoReturn:
+    raise InputError("a zg.GlobalTensor cannot be resized in place (resize_, set_): create another one")
+
+
+_SPECIAL: dict[OpOverload, Callable[..., Any]] = {
+    aten.zero_.default: _fill,
+    aten.fill_.Scalar: _fill,
+    aten.fill_.Tensor: _fill,
+    aten.resize_.default: _refuse,
+    aten.set_.source_Tensor: _refuse,
+    **{
+        getattr(packet, name): functools.partial(_reshaped, getattr(packet, name))
+        for packet in (aten.squeeze_, aten.unsqueeze_, aten.t_, aten.transpose_)
+        for name in packet.overloads()
+        if name != "dimname"
+    },
+    aten.detach.default: _detach,
+    aten._local_scalar_dense.default: _read,
+    aten.equal.default: _is_equal,
+}
+
+# Their results have as many elements as the values say, so no graph has them.
+_WITHOUT_SIZE = frozenset(
+    {
+        aten.nonzero.default,
+        aten.masked_select.default,
+        aten.index.Tensor,
+        aten._unique2.default,
+        aten.unique_dim.default,
+        aten.unique_consecutive.default,
+        aten.repeat_interleave.Tensor,
+        aten.bincount.default,
+    }
+)

@@ -1,0 +1,253 @@
+"""Programs: operators on global tensors, compiled to calls on this rank's parts.
+
+An operator is traced, placed, boxed and localized by the passes of a step. So it splits, communicates and rounds as it
+does in a graph. What stays one operator is called directly, on parts that are boxed first; what is decomposed runs as a
+small graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from zerograph import _torch
+from zerograph._torch import OpOverload, pytree
+from zerograph.capture import decompositions
+from zerograph.ir.functionalize import without_mutation
+from zerograph.ir.metadata import Role, meta
+from zerograph.ir.sbp import NdSbp
+from zerograph.ir.step_graph import output_nodes, placeholders, restore_origins
+from zerograph.ir.zero import OFF
+from zerograph.passes.context import BackendTraits, BatchLayout, Context, MissingRules
+from zerograph.passes.lower.localize import localize
+from zerograph.passes.lower.lower_to_p2p import lower_to_p2p
+from zerograph.passes.normalize.batch_first import batch_first
+from zerograph.passes.normalize.offsets import offsets
+from zerograph.passes.normalize.repeat_key_heads import repeat_key_heads
+from zerograph.passes.normalize.simplify import simplify
+from zerograph.passes.normalize.unfuse import unfuse
+from zerograph.passes.placement.box import box
+from zerograph.passes.placement.place import needed, place
+from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.wire.selection import Transport
+
+aten = torch.ops.aten
+
+_PLACING = (simplify, offsets, unfuse, repeat_key_heads, batch_first, place)
+_LOWERING = (box, localize, lower_to_p2p)
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """Metadata of a global tensor. Equal ones are one object; see :meth:`World.spec`.
+
+    Attributes:
+        shape: the global shape.
+        stride: strides of the whole tensor.
+        dtype: the dtype.
+        device: the device of this rank's part.
+        sbp: one SBP per mesh dimension.
+        rows: number of rows of each rank, where it differs between ranks; see :class:`zerograph.ir.mesh.Mesh`.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sbp: NdSbp
+    rows: tuple[int, ...] | None
+
+    def fake(self) -> Tensor:
+        """Return an empty tensor like the whole tensor; inside a fake mode, a fake one."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled operator on global tensors.
+
+    Attributes:
+        run: takes this rank's parts, and returns this rank's results. It writes to the parts that the operator writes.
+        outputs: metadata of the results that are tensors, in order.
+        leaves: for each leaf of what the operator returns, whether it is a tensor; the others are None.
+        tree: the structure of what it returns.
+        needs: the SBP in which ``run`` takes each argument; None: as they come.
+        arguments: positional and keyword arguments of one operator, with ``Slot`` in place of tensors. None: ``run``
+            takes the tensors only.
+        keeps_arguments: these are the arguments of the call.
+        rows: number of rows of each rank, where it differs.
+        is_direct: ``run`` takes the arguments of the call as they come, with this rank's parts in place of tensors.
+    """
+
+    run: Callable[..., Any]
+    outputs: tuple[Spec, ...]
+    leaves: tuple[bool, ...]
+    tree: Any
+    needs: tuple[NdSbp, ...] | None = None
+    arguments: tuple[Any, Any] | None = None
+    keeps_arguments: bool = False
+    rows: tuple[int, ...] | None = None
+    is_direct: bool = False
+
+    @functools.cached_property
+    def single(self) -> Spec | None:
+        """Metadata of the only result; None if the operator returns several, or a sequence."""
+        return self.outputs[0] if self.leaves == (True,) and self.tree.is_leaf() else None
+
+
+class Slot:
+    """Stands for a tensor among arguments."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Compiles programs.
+
+    Attributes:
+        job: the ranks.
+        transport: how they exchange tensors.
+        warn: shows a message about an operator without a rule.
+        spec: returns the one object of equal metadata.
+    """
+
+    job: Job
+    transport: Transport
+    warn: Callable[[str], None]
+    spec: Callable[..., Spec]
+
+    def compile(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Spec],
+        outputs: Sequence[NdSbp | None] | None = None,
+        table: Mapping[Any, Callable[..., Any]] | None = None,
+        operator: OpOverload | None = None,
+        rows: tuple[int, ...] | None = None,
+    ) -> Program:
+        """Compile a function of global tensors.
+
+        Args:
+            function: takes tensors, and returns tensors in any nesting. It may write to its arguments.
+            inputs: metadata of the arguments.
+            outputs: the SBP in which each result is returned; None: in which it is computed.
+            table: further decompositions.
+            operator: the operator that the function calls, if it does nothing else.
+            rows: number of rows of each rank, where it differs; by default that of the inputs.
+
+        Raises:
+            Exception: no graph computes the function.
+        """
+        module, returned, leaves, tree = _traced(function, inputs, table or {})
+        rows = next((spec.rows for spec in inputs if spec.rows is not None), rows)
+        context = Context(
+            mesh=replace(self.job.mesh, rows=rows),
+            policy=OFF,
+            buckets=(),
+            updates={},
+            batch=BatchLayout(
+                inputs=tuple(spec.sbp for spec in inputs), outputs=tuple(outputs or [None] * len(returned))
+            ),
+            backend=BackendTraits(exchanges=self.transport.exchanges, hosts=self.transport.hosts),
+            missing_rules=MissingRules("gather", self.warn),
+        )
+        with _torch.raw_sizes():
+            for run in _PLACING:
+                module = run(module, context)
+            single = None if operator is None else _single(module.graph, inputs)
+            needs = {} if single is None else dict(needed(single))
+            before = None if single is None else _described(single)
+            numbers = {node: index for index, node in enumerate(placeholders(module.graph))}
+            is_written = operator is not None and _torch.is_mutable(operator)
+            own = _torch.functional_overload(operator) if operator is not None and is_written else operator
+            if single is not None and is_written and single.target is not own:
+                single = None
+            for run in _LOWERING:
+                module = run(module, context)
+        graph = module.graph
+        specs = tuple(
+            self.spec(tuple(value.shape), value.stride(), value.dtype, value.device, meta(node)["sbp"], rows)
+            for node, value in zip(output_nodes(graph), returned, strict=True)
+        )
+        for view in (aten.view.default, aten._unsafe_view.default):
+            for node in graph.find_nodes(op="call_function", target=view):
+                # This rank's part may have other strides than the whole tensor.
+                node.target = aten.reshape.default
+        if single is not None:
+            sbps = [spec.sbp for spec in inputs]
+            for node, sbp in needs.items():
+                sbps[numbers[node]] = sbp
+            slots: Callable[[fx.Node], Any] = lambda node: Slot(numbers[_source(node)])  # noqa: E731
+            arguments: Any = fx.map_arg((single.args, single.kwargs), slots)
+            keeps = single.target is own and (is_written or _described(single) == before)
+            target: Any = operator if keeps else single.target
+            return Program(target, specs, leaves, tree, tuple(sbps), arguments, keeps, rows)
+        module = _torch.graph_module(module, graph)
+        return Program(module.forward, specs, leaves, tree, rows=rows)
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the input that boxing nodes have brought into another SBP."""
+    while node.op != "placeholder":
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _described(node: fx.Node) -> tuple[Any, ...]:
+    """Return the operator of a node, and its arguments without the tensors."""
+    return node.target, str(fx.map_arg((node.args, node.kwargs), lambda _: None))
+
+
+def _single(graph: fx.Graph, inputs: Sequence[Spec]) -> fx.Node | None:
+    """Return the only operator of a placed graph that returns or writes what it yields; None for any other graph."""
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    written = [node for node in calls if node.target is aten.copy_.default]
+    operators = [node for node in calls if node.target is not getitem and node not in written]
+    if len(operators) != 1 or len(written) > 1 or graph.find_nodes(op="get_attr"):
+        return None
+    (single,) = operators
+    results = [single] if isinstance(single.meta["val"], Tensor) else [node for node in calls if node.target is getitem]
+    wants = needed(single)
+    if not isinstance(single.target, OpOverload) or len({node for node, _ in wants}) < len(wants):
+        # An operator may need one tensor in two SBPs.
+        return None
+    if not written:
+        return single if output_nodes(graph) == results else None
+    # It writes in place if its result has the SBP that is stored.
+    (write,) = written
+    stored = meta(write.all_input_nodes[0])["sbp"]
+    in_place = write.all_input_nodes[1] is single and meta(single)["sbp"] == stored
+    return single if in_place and dict(wants).get(write.all_input_nodes[0], stored) == stored else None
+
+
+def _traced(
+    function: Callable[..., Any], inputs: Sequence[Spec], table: Mapping[Any, Callable[..., Any]]
+) -> tuple[fx.GraphModule, list[Tensor], tuple[bool, ...], Any]:
+    """Return the functional graph of a function, the fake tensors that it returns, and their structure."""
+    leaves: list[Any] = []
+    tree: Any = None
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        nonlocal tree
+        leaves[:], tree = pytree.tree_flatten(function(*tensors))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    with _torch.no_modes(), _torch.fake_mode(), torch.no_grad(), _torch.errors_unlogged():
+        fakes = [spec.fake() for spec in inputs]
+        module = without_mutation(_torch.trace(flat, fakes, {**decompositions.table(), **table}))
+    graph = module.graph
+    restore_origins(graph)
+    for index, node in enumerate(placeholders(graph)):
+        meta(node)["role"] = Role("input", str(index))
+    returned = [node.meta["val"] for node in output_nodes(graph)]
+    meta(graph.output_node())["roles"] = [Role("output", str(index)) for index in range(len(returned))]
+    graph.eliminate_dead_code()
+    return module, returned, tuple(isinstance(leaf, Tensor) for leaf in leaves), tree

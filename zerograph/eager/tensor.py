@@ -1,0 +1,222 @@
+"""``zg.GlobalTensor``: a tensor of which each rank has a part, with the meaning of one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerograph import _torch
+from zerograph.eager import dispatch
+from zerograph.eager.dispatch import View
+from zerograph.eager.program import Spec
+from zerograph.eager.world import world
+from zerograph.errors import InputError, PlacementError
+from zerograph.ir.mesh import global_shape
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, to_dtensor
+from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
+
+
+class GlobalTensor(Tensor):
+    """A tensor of which each rank has a part. Operators mean what they mean on the whole tensor in one process.
+
+    ``shape``, ``len()``, indices and printed values are those of the whole tensor; ``item()``, ``tolist()`` and
+    ``numpy()`` read it, which are collectives. Every rank must run the same operators in the same order. A plain tensor
+    beside a global one is equal on all ranks.
+
+    Attributes:
+        spec: metadata of the whole tensor.
+        local: this rank's part.
+        viewed: what it is a view of, if its elements are a copy of those; else None.
+    """
+
+    spec: Spec
+    local: Tensor
+    viewed: View | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: Spec) -> GlobalTensor:
+        """Create the tensor of which ``local`` is this rank's part."""
+        new: GlobalTensor = _torch.tensor_without_data(
+            cls, spec.shape, spec.dtype, spec.device, requires_grad=False, stride=spec.stride
+        )
+        new.spec, new.local, new.viewed = spec, local, None
+        return new
+
+    def __init__(self, local: Tensor, spec: Spec) -> None:
+        """Accept the arguments of ``__new__``, which torch's own ``__init__`` does not."""
+
+    __torch_function__: Any = _torch.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return dispatch.call(GlobalTensor, func, args, kwargs or {})
+
+    @property
+    def sbp(self) -> NdSbp:
+        """One SBP for each dimension of the mesh of ranks."""
+        return self.spec.sbp
+
+    def to_global(self, sbp: Sbp | Sequence[Sbp]) -> GlobalTensor:
+        """Return the same tensor under another SBP. A collective where that needs one; gradients flow through it.
+
+        Raises:
+            PlacementError: the SBP does not fit the tensor.
+        """
+        target = _checked(sbp, self.dim())
+        for one, ranks in zip(target, world().job.mesh.shape, strict=True):
+            if isinstance(one, Split) and self.shape[one.dim] % ranks:
+                raise PlacementError(
+                    f"a dimension of size {self.shape[one.dim]} cannot be split over {ranks} ranks in equal parts"
+                )
+        result: GlobalTensor = _Boxing.apply(self, target)
+        return result
+
+    def to_local(self) -> Tensor:
+        """Return this rank's part, as a plain tensor. Gradients flow through it."""
+        result: Tensor = _ToLocal.apply(self)
+        return result
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole tensor as a plain one, on every rank. A collective; gradients flow through it."""
+        return self.to_global(world().whole).to_local()
+
+    def to_dtensor(self) -> DTensor:
+        """Return the same tensor as a DTensor, of the same memory and without history.
+
+        Raises:
+            PlacementError: ranks have unequal parts.
+        """
+        if self.spec.rows is not None:
+            raise PlacementError("ranks have unequal parts, which no DTensor has: call full_tensor()")
+        job, kind = world().job, self.device.type
+        grid = mesh(kind) if job.mesh.dims == 1 else mesh_of(kind, torch.tensor(job.grid, device="cpu"))
+        placements = to_dtensor(self.sbp)
+        return DTensor.from_local(
+            self.local, grid, placements, run_check=False, shape=self.shape, stride=self.spec.stride
+        )
+
+    @staticmethod
+    def from_dtensor(x: DTensor) -> GlobalTensor:
+        """Return a DTensor over all ranks as a global tensor, of the same memory and without history."""
+        now, sbp = world(), from_dtensor(x.placements)
+        part = x.to_local().detach()
+        return GlobalTensor(part, now.spec(tuple(x.shape), x.stride(), x.dtype, part.device, sbp))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole tensor as an array. A collective."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on a tensor that requires grad: use x.detach().numpy()")
+        return dispatch.whole_of(self).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values of the whole tensor. A collective."""
+        return dispatch.whole_of(self).tolist()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = repr(dispatch.whole_of(self))
+        history = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
+        return f"{text[:-1]}, sbp={show(self.sbp)}{history or ', requires_grad=True' * self.requires_grad})"
+
+    def __format__(self, spec: str) -> str:
+        value = dispatch.whole_of(self)
+        return format(value, spec) if spec or not value.dim() else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+        if not self.is_leaf:
+            raise RuntimeError("only tensors that the user created can be copied deeply: use x.detach()")
+        copy = GlobalTensor(self.local.clone(), self.spec)
+        memo[id(self)] = copy
+        copy.requires_grad_(self.requires_grad)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError(
+            "a zg.GlobalTensor cannot be pickled: each rank has a part\n"
+            "Save x.full_tensor(), which every rank must call."
+        )
+
+
+class _Boxing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor, sbp: NdSbp) -> GlobalTensor:
+        moved = dispatch.boxed(GlobalTensor, x, sbp)
+        return GlobalTensor(moved.local, moved.spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A gradient means the same under any SBP.
+        return gradient, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: GlobalTensor) -> Tensor:
+        if x.viewed is not None:
+            dispatch.refresh(x)
+        ctx.spec = x.spec
+        return x.local.view_as(x.local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return GlobalTensor(gradient.contiguous(), ctx.spec)
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, spec: Spec) -> GlobalTensor:
+        ctx.sbp = spec.sbp
+        return GlobalTensor(part.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # The gradient of each summand of a partial sum is that of the sum.
+        sbp = tuple(one if isinstance(one, Split) else broadcast for one in ctx.sbp)
+        if not isinstance(gradient, GlobalTensor):
+            gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
+        return dispatch.boxed(GlobalTensor, gradient, sbp).local, None
+
+
+def _checked(sbp: Sbp | Sequence[Sbp], dims: int) -> NdSbp:
+    target = nd_sbp(sbp, world().job.mesh.dims)
+    for one in target:
+        if isinstance(one, Split) and one.dim >= dims:
+            raise PlacementError(f"a tensor of {dims} dimension(s) has no dimension for {one}")
+    return target
+
+
+def global_tensor(part: Tensor, sbp: Sbp | Sequence[Sbp]) -> GlobalTensor:
+    """Return the global tensor of which each rank passes its part. A collective.
+
+    Args:
+        part: this rank's part; the whole tensor, equal on all ranks, for ``zg.sbp.broadcast``. Gradients flow to it.
+        sbp: the SBP of the global tensor, or one for each dimension of the mesh of ranks.
+
+    Raises:
+        PlacementError: the SBP does not fit the tensor.
+        RankMismatchError: ranks pass parts of other shapes or dtypes, or other values for ``zg.sbp.broadcast``.
+    """
+    now, target = world(), _checked(sbp, part.dim())
+    dims = {one.dim for one in target if isinstance(one, Split)}
+    same = [size for dim, size in enumerate(part.shape) if dim not in dims]
+    facts = {"shape": str(same), "dtype": str(part.dtype), "SBP": show(target)}
+    sizes = agree(now.job, "zg.global_tensor()", digest(facts), lambda: facts, None, [part.shape[dim] for dim in dims])
+    shape, rows = list(global_shape(part.shape, target, now.job.mesh)), None
+    if any(one != sizes[0] for one in sizes):
+        if now.job.mesh.dims > 1:
+            raise PlacementError("parts of unequal size are possible on a mesh of one dimension only")
+        rows = tuple(size for (size,) in sizes)
+        shape[next(iter(dims))] = sum(rows)
+        if 0 in rows:
+            raise PlacementError("each rank needs a part that is not empty")
+    stride = torch.empty(shape, device="meta").stride()
+    spec = now.spec(tuple(shape), stride, part.dtype, part.device, target, rows)
+    result: GlobalTensor = _FromLocal.apply(part.contiguous(), spec)
+    return result

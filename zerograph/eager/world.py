@@ -1,0 +1,104 @@
+"""The ranks that hold global tensors, and the programs that they have compiled."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerograph.base import source
+from zerograph.config import Config
+from zerograph.eager.program import Compilation, Program, Spec
+from zerograph.errors import ZeroGraphWarning
+from zerograph.ir.sbp import NdSbp, Split, all_broadcast
+from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.wire.selection import transport_of
+
+_MOST_PROGRAMS = 1 << 12
+
+
+class World:
+    """The ranks that hold global tensors, and the programs that they have compiled.
+
+    Attributes:
+        job: the ranks.
+        whole: the SBP of a tensor that every rank has.
+        split: the SBP of a batch of which each rank has rows.
+        operators: what :mod:`.dispatch` knows of operators, by identity.
+        boxings: programs that change an SBP, by metadata, SBP and rows.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.whole: NdSbp = all_broadcast(job.mesh.dims)
+        self.split: NdSbp = (Split(0),) * job.mesh.dims
+        self._specs: dict[tuple[Any, ...], Spec] = {}
+        self.operators: dict[int, Any] = {}
+        self.boxings: dict[Any, Program] = {}
+        self._warned: set[str] = set()
+        self._draws = 0
+        self.compilation = Compilation(job, transport_of(job), self.warn, self.spec)
+
+    def spec(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        sbp: NdSbp,
+        rows: tuple[int, ...] | None = None,
+    ) -> Spec:
+        """Return the one object for this metadata."""
+        # What is not split has no unequal parts.
+        key = shape, stride, dtype, device, sbp, rows if any(isinstance(one, Split) for one in sbp) else None
+        spec = self._specs.get(key)
+        if spec is None:
+            spec = self._specs[key] = Spec(*key)
+        return spec
+
+    def whole_spec(self, tensor: torch.Tensor) -> Spec:
+        """Return the metadata of a tensor that every rank has."""
+        return self.spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, self.whole)
+
+    def make_space(self, programs: dict[Any, Any]) -> None:
+        """Clear a full table of programs: in a loop whose sizes differ from step to step it grows."""
+        if len(programs) >= _MOST_PROGRAMS:
+            programs.clear()
+
+    def seed(self, generator: torch.Generator | None) -> torch.Tensor:
+        """Draw a number from a generator, by default torch's, as the seed of an operator's random numbers.
+
+        Ranks compare what they draw at first, and then ever more rarely.
+
+        Returns:
+            The number, 0-d int64 on the CPU.
+
+        Raises:
+            RankMismatchError: the generators of ranks are in other states.
+        """
+        device = "cpu" if generator is None else generator.device
+        number = torch.randint(2**62, (), generator=generator, device=device).cpu()
+        self._draws += 1
+        if self._draws & (self._draws - 1) == 0:
+            facts = {"a random number": f"{number.item()}, so seed torch equally on all ranks, by torch.manual_seed()"}
+            agree(self.job, "drawing random numbers for a global tensor", digest(facts), lambda: facts)
+        return number
+
+    def warn(self, message: str) -> None:
+        """Show a message once, on the first rank, at the user's line."""
+        if message not in self._warned and self.job.rank == 0:
+            warnings.warn(message, ZeroGraphWarning, stacklevel=source.levels_to_user())
+        self._warned.add(message)
+
+
+_world: World | None = None
+
+
+def world() -> World:
+    """Return the world of all ranks, which it joins at the first call. Every rank must call it then."""
+    global _world
+    if _world is None or _world.job.world is not dist.group.WORLD:
+        _world = World(join(Config().timeout))
+    return _world
