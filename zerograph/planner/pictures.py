@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zerograph.base.palette import ACTIVITIES, MEMORY
 from zerograph.base.sizes import show_bytes
 from zerograph.errors import ConfigError
 from zerograph.ir.metadata import boxing_of, meta, origin
@@ -25,37 +26,23 @@ if TYPE_CHECKING:
 _GIB = 2**30
 
 # Kinds of memory, from the bottom of a bar up; all other kinds are "other". Model states are next to each other.
-_KINDS = {
-    "parameters": "#3B6FB6",
-    "gathered": "#9CC5EA",
-    "gradients": "#F28E2B",
-    "optimizer state": "#59A14F",
-    "activations": "#B6A3CF",
-}
-_OTHER = "#BAB0AC"
+_KINDS = {kind: MEMORY[kind][0] for kind in ("parameters", "gathered", "gradients", "optimizer state", "activations")}
+_OTHER = MEMORY["inputs"][0]
 
 # Lanes of a step from the top, with their labels.
 _LANES = {"compute": "compute", "communication": "collectives", "host": "to and from host", "files": "files"}
 WAITING, CARRYING = "waiting", "carrying collectives"
-COLOURS = {
-    "forward": "#3B6FB6",
-    "backward": "#8E6BBF",
-    "update": "#F28E2B",
-    "recompute": "#CBB8E6",
-    CARRYING: "#E8D9A8",
-    WAITING: "#4D4D4D",
-    "all-gather": "#59A14F",
-    "reduce-scatter": "#D1495B",
-    "all-reduce": "#C9A227",
-    "all-to-all": "#17BECF",
-    "shift": "#0E7C86",
-    "transfer": "#7F7F7F",
-}
+COLOURS = {activity: shades[0] for activity, shades in ACTIVITIES.items()}
 # Units of time, and their number in a second.
 _UNITS = (("s", 1.0), ("ms", 1e3), ("\N{MICRO SIGN}s", 1e6))
 
 # Colours of curves by stage; the line is dashed for grids of nodes.
-_STAGES = {"off": "#7F7F7F", "stage 1": "#F28E2B", "stage 2": "#59A14F", "stage 3": "#3B6FB6"}
+_STAGES = {
+    "off": COLOURS["transfer"],
+    "stage 1": COLOURS["reduce-scatter"],
+    "stage 2": COLOURS["backward"],
+    "stage 3": MEMORY["parameters"][0],
+}
 
 # Start and duration in seconds.
 Span = tuple[float, float]
@@ -300,8 +287,8 @@ def scaling_figure(plans: Sequence[Plan]) -> Figure:
 
     compute = [plan.time.compute for plan in plans]
     waiting = [plan.time.seconds - plan.time.compute for plan in plans]
-    seconds.bar(labels, compute, label="computing", color="#4477AA")
-    seconds.bar(labels, waiting, bottom=compute, label="waiting", color="#EE6677")
+    seconds.bar(labels, compute, label="computing", color=COLOURS["forward"])
+    seconds.bar(labels, waiting, bottom=compute, label="waiting", color=COLOURS[WAITING])
     seconds.set(title="a step, seconds", xlabel=unit)
 
     for stage, grid in dict.fromkeys((plan.stage, len(plan.mesh) > 1) for plan in plans):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typer.testing import CliRunner
 import zerograph as zg
 from tests.zerograph.inspection import models
 from zerograph.__main__ import app
+from zerograph.base.palette import ACTIVITIES
+from zerograph.inspection.report.page import render
 from zerograph.planner import pictures
 from zerograph.planner.machine import machine
 
@@ -55,6 +58,15 @@ def heights(axes: Axes) -> dict[str, dict[str, float]]:
         for name, bar in zip(below, bars, strict=True):
             found[name][str(bars.get_label())] = bar.get_height()
     return found
+
+
+def test_the_report_and_the_timeline_have_one_palette() -> None:
+    style = render("", "").split("<style>")[1].split("</style>")[0]
+    for activity, colour in pictures.COLOURS.items():
+        variable = re.escape(activity.replace(" ", "-"))
+        # On white; on black in a choice and in a media query.
+        values = re.findall(rf"--{variable}: (#\w+);", style)
+        assert values == [colour, *[ACTIVITIES[activity][1]] * 2]
 
 
 def lengths(axes: Axes) -> dict[str, float]:

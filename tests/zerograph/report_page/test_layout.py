@@ -101,9 +101,7 @@ def test_the_legend_names_the_colours_of_compute_and_collectives(page: Any) -> N
     legend = page.find_element(By.ID, "kinds").text
     drawn_kinds = page.execute_script("return [...new Set(report.charts.byTime.map(eventColor))]")
     assert {"--forward", "--backward", "--update", "--all-gather", "--reduce-scatter"} <= set(drawn_kinds)
-    names = {"--waits": "waiting"}
-    for color in drawn_kinds:
-        assert names.get(color, color.removeprefix("--")) in legend
+    assert all(color.removeprefix("--") in legend for color in drawn_kinds)
 
 
 def test_equal_layers_are_one_row_until_it_is_clicked(browser: Any, deep: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import astuple
 from importlib import resources
 from typing import Any
 
+from zerograph.base.palette import style_sheet
 from zerograph.inspection.report.data import Report
 from zerograph.inspection.report.layout import lay_out
 
@@ -34,7 +35,7 @@ def beside(title: str, reports: Sequence[Report]) -> str:
     return _filled(
         "beside.html",
         title=html.escape(title),
-        style=_asset("report.css"),
+        style=style_sheet() + _asset("report.css"),
         script="\n".join(map(_asset, _BESIDE_SCRIPTS)),
         template=pack(template),
         data="\n".join(pack(contents(report)) for report in reports),
@@ -46,7 +47,7 @@ def render(title: str, data: str) -> str:
     return _filled(
         "page.html",
         title=html.escape(title),
-        style=_asset("report.css"),
+        style=style_sheet() + _asset("report.css"),
         library=_asset("cytoscape.min.js"),
         script="\n".join(map(_asset, _SCRIPTS)),
         data=data,

@@ -3,7 +3,7 @@
 
 const STREAMS = ["compute", "communication", "host", "files", "cpu"];
 const STREAM_NAMES = { communication: "collectives", host: "host copies", cpu: "CPU update" };
-const PHASES = ["forward", "recomputed", "backward", "update", "waits"], KINDS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "slice"];
+const PHASES = ["forward", "recompute", "backward", "update", "waiting"], KINDS = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "shift", "slice"];
 const STREAM_HEIGHT = 24, AXIS_HEIGHT = 20, SIDE = 84;
 
 class Charts {
@@ -108,7 +108,7 @@ class Charts {
   legend() {
     const used = new Set([...this.byNodes, ...this.byTime].map(eventColor));
     const keys = (names, labels = {}) => names.filter((name) => used.has(`--${name}`)).map((name) => [`--${name}`, labels[name] || name]);
-    return [["Memory", this.memory.kinds.map((kind) => [memoryColor(kind), kind]).reverse()], ["Compute", keys(PHASES, { waits: "waiting" })],
+    return [["Memory", this.memory.kinds.map((kind) => [memoryColor(kind), kind]).reverse()], ["Compute", keys(PHASES)],
             ["Communication", keys([...KINDS, "transfer"], { transfer: "host and files" })]].filter(([, all]) => all.length);
   }
 
@@ -480,7 +480,7 @@ function memoryColor(kind) {
 }
 
 function eventColor(event) {
-  if (event.stream === "compute") return event.waits ? "--waits" : event.node.flags & RECOMPUTED ? "--recomputed" : `--${event.node.phase || "forward"}`;
+  if (event.stream === "compute") return event.waits ? "--waiting" : event.node.flags & RECOMPUTED ? "--recompute" : `--${event.node.phase || "forward"}`;
   if (event.stream === "cpu") return "--update";
   if (event.stream !== "communication") return "--transfer";
   return `--${event.node.boxing ? event.node.boxing[0] : "all-gather"}`;
