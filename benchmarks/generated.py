@@ -4,8 +4,10 @@ python benchmarks/generated.py          # says which are stale and how to make t
 python benchmarks/generated.py --make   # makes stale pictures again, in some minutes; report.png needs chromium
 
 Each carries the commit and the day that it was made on, and a digest of the code that it shows: a page in its text, a
-picture in its metadata. Comments, docstrings, imports and layout of Python do not count. Result pages take quiet
-machines and up to hours: those that are stale are said, and never made here.
+picture in its metadata. Comments, docstrings, imports and layout of Python do not count. A result page is of parameters
+and versions: its digest has the pinned versions of the packages that it measures, and leaves out wording, which is text
+with a space in it and the names of variables. Result pages take quiet machines and up to hours: those that are stale
+are said, and never made here.
 """
 
 from __future__ import annotations
@@ -41,18 +43,25 @@ class Generated:
     Attributes:
         command: makes it again.
         sources: patterns of the files whose code it shows, from the top of the repository.
+        versions: packages whose version in constraints.txt it is of.
+        wording: the file shows the texts of that code.
     """
 
     command: str
     sources: tuple[str, ...]
+    versions: tuple[str, ...] = ()
+    wording: bool = False
 
 
-def _page(name: str, *sources: str, command: str | None = None) -> tuple[str, Generated]:
+def _page(
+    name: str, *sources: str, command: str | None = None, versions: tuple[str, ...] = ("torch",)
+) -> tuple[str, Generated]:
     script = f"benchmarks/{name}.py"
-    return f"benchmarks/results/{name}.md", Generated(command or f"python {script}", (script, *sources))
+    return f"benchmarks/results/{name}.md", Generated(command or f"python {script}", (script, *sources), versions)
 
 
 _PEERS = ("benchmarks/peers.py", "benchmarks/contenders/*.py", "benchmarks/measure/*.py")
+_PACKAGES = ("torch", "deepspeed", "fairscale")
 
 PICTURES: Mapping[str, Generated] = {
     "docs/pictures/report.png": Generated(
@@ -60,18 +69,22 @@ PICTURES: Mapping[str, Generated] = {
         (
             "zerograph/inspection/report/*.py",
             "zerograph/inspection/report/assets/*.[jch]*",
+            "zerograph/base/palette.py",
             "passes/pipeline.py",
             *_TIMES,
             _GPT,
         ),
+        wording=True,
     ),
     "docs/pictures/memory.png": Generated(
         "python benchmarks/generated.py --make memory.png",
-        ("zerograph/planner/pictures.py", "zerograph/ir/memory.py", _GPT),
+        ("zerograph/planner/pictures.py", "zerograph/base/palette.py", "zerograph/ir/memory.py", _GPT),
+        wording=True,
     ),
     "docs/pictures/timeline.png": Generated(
         "python benchmarks/generated.py --make timeline.png",
-        ("zerograph/planner/pictures.py", *_TIMES, _GPT),
+        ("zerograph/planner/pictures.py", "zerograph/base/palette.py", *_TIMES, _GPT),
+        wording=True,
     ),
 }
 PAGES: Mapping[str, Generated] = dict(
@@ -82,7 +95,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("equivalence"),
         _page("first_step", "zerograph/artifact/*.py", "zerograph/compiler/step_cache.py"),
         _page("hosts", *_PEERS[1:], command="python benchmarks/hosts.py"),
-        _page("gpu", "benchmarks/simulated/*.py", command="make bench-gpu"),
+        _page("gpu", "benchmarks/simulated/*.py", command="make bench-gpu", versions=()),
         _page("generate", "zerograph/state/generate.py"),
         _page("muon", "zerograph/ir/buckets.py"),
         _page("features", command="make bench-memory"),
@@ -99,30 +112,37 @@ PAGES: Mapping[str, Generated] = dict(
         _page("thin", "zerograph/ir/blocks.py"),
         _page("update"),
         _page("wire"),
-        _page("peers", *_PEERS[1:], command="make bench"),
+        _page("peers", *_PEERS[1:], command="make bench", versions=_PACKAGES),
     )
-) | {f"benchmarks/results/peers-{size}.md": Generated("make bench", _PEERS) for size in ("mid", "small")}
+) | {f"benchmarks/results/peers-{size}.md": Generated("make bench", _PEERS, _PACKAGES) for size in ("mid", "small")}
 
 
-def digest(sources: tuple[str, ...], root: Path = ROOT) -> str:
-    """Return a digest of the code in all files that match the patterns.
+def digest(made: Generated, root: Path = ROOT) -> str:
+    """Return a digest of the code in all files that match the patterns, and of the versions.
 
     Raises:
         ValueError: a pattern matches no file.
     """
     known = hashlib.sha256()
-    for pattern in sources:
+    for pattern in made.sources:
         files = sorted(file for file in root.glob(pattern) if file.is_file())
         if not files:
             raise ValueError(f"no file matches {pattern!r}: name in benchmarks/generated.py where that code is now")
         for file in files:
             content = file.read_bytes()
-            known.update(code(content.decode()).encode() if file.suffix == ".py" else content)
+            known.update(code(content.decode(), made.wording).encode() if file.suffix == ".py" else content)
+    for package in made.versions:
+        pins = (root / "constraints.txt").read_text().splitlines()
+        known.update("".join(pin for pin in pins if pin.startswith(f"{package}==")).encode())
     return known.hexdigest()[:12]
 
 
-def code(text: str) -> str:
-    """Return what a module of Python does, as text: without comments, docstrings, imports and layout."""
+def code(text: str, wording: bool = True) -> str:
+    """Return what a module of Python does, as text: without comments, docstrings, imports and layout.
+
+    Args:
+        wording: with texts that have a space in them, and with the names of variables.
+    """
     tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -132,7 +152,26 @@ def code(text: str) -> str:
         if kept and isinstance(kept[0], ast.Expr) and isinstance(kept[0].value, ast.Constant):
             kept = kept[1:]
         node.body = kept  # type: ignore[attr-defined]
+    if not wording:
+        _drop_wording(tree)
     return ast.dump(tree)
+
+
+def _drop_wording(tree: ast.Module) -> None:
+    """Empty texts that have a space in them, and number the variables in order."""
+    numbers: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            numbers.setdefault(node.arg, str(len(numbers)))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            numbers.setdefault(node.id, str(len(numbers)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            node.value = ""
+        elif isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
+            node.arg = numbers.get(node.arg, node.arg)
+        elif isinstance(node, ast.Name):
+            node.id = numbers.get(node.id, node.id)
 
 
 def commit_of(root: Path = ROOT) -> str:
@@ -152,7 +191,7 @@ def stamp(page: str) -> str:
         page: its path, from the top of the repository.
     """
     day = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return f"Commit {commit_of() or 'unknown'}, {day}, sources {digest(PAGES[page].sources)}."
+    return f"Commit {commit_of() or 'unknown'}, {day}, sources {digest(PAGES[page])}."
 
 
 def recorded(file: Path) -> tuple[str, str, str] | None:
@@ -176,7 +215,7 @@ def stale(files: Mapping[str, Generated], root: Path = ROOT) -> dict[str, str]:
             reasons[name] = "does not say what it was made from" if (root / name).exists() else "is missing"
         elif not about[2]:
             reasons[name] = f"is of {about[0]}, {about[1]}: which code it shows was not recorded"
-        elif about[2] != digest(made.sources, root):
+        elif about[2] != digest(made, root):
             reasons[name] = f"shows the code of {about[0]}, {about[1]}, which has changed"
     return reasons
 
@@ -237,7 +276,7 @@ def make(names: set[str]) -> None:
             draw(Path(folder))
             for name in files:
                 about = PngInfo()
-                for key, value in (("Commit", commit), ("Date", day), ("Sources", digest(PICTURES[name].sources))):
+                for key, value in (("Commit", commit), ("Date", day), ("Sources", digest(PICTURES[name]))):
                     about.add_text(key, value)
                 with Image.open(Path(folder) / Path(name).name) as image:
                     image.convert("RGB").save(ROOT / name, pnginfo=about, optimize=True)

@@ -33,12 +33,12 @@ def test_a_picture_or_page_carries_its_commit_and_day(name: str) -> None:
 @pytest.mark.parametrize("name", [*PICTURES, *PAGES])
 def test_the_code_that_it_shows_is_there(name: str) -> None:
     """A pattern that matches nothing is an error: the code has moved."""
-    assert digest((PICTURES | PAGES)[name].sources)
+    assert digest((PICTURES | PAGES)[name])
 
 
-def written(root: Path, text: str) -> tuple[str, ...]:
+def written(root: Path, text: str, wording: bool = True) -> Generated:
     (root / "drawn.py").write_text(text)
-    return ("drawn.py",)
+    return Generated("draw it", ("drawn.py",), wording=wording)
 
 
 def test_only_what_code_does_makes_a_picture_stale(tmp_path: Path) -> None:
@@ -48,19 +48,42 @@ def test_only_what_code_does_makes_a_picture_stale(tmp_path: Path) -> None:
     assert digest(written(tmp_path, "def draw(x):\n    return x + 2\n"), tmp_path) != first
 
 
+def test_wording_makes_a_picture_stale_and_no_result_page(tmp_path: Path) -> None:
+    one = "def measure(steps=3):\n    found = steps + 1\n    print('steps in all:', found)\n"
+    other = "def measure(count=3):\n    seconds = count + 1\n    print('number of steps:', seconds)\n"
+    for wording in (True, False):
+        digests = {digest(written(tmp_path, text, wording), tmp_path) for text in (one, other)}
+        assert len(digests) == 1 + wording
+
+
+@pytest.mark.parametrize("other", ["steps=4", "steps=3, model='mid'"])
+def test_parameters_make_a_result_page_stale(tmp_path: Path, other: str) -> None:
+    first = digest(written(tmp_path, "measure(steps=3)\n", wording=False), tmp_path)
+    assert digest(written(tmp_path, f"measure({other})\n", wording=False), tmp_path) != first
+
+
+def test_another_version_makes_a_result_page_stale(tmp_path: Path) -> None:
+    sources = written(tmp_path, "measure()\n").sources
+    digests = set()
+    for version in ("2.13.0", "2.14.0"):
+        (tmp_path / "constraints.txt").write_text(f"torch=={version}\nruff=={version}\n")
+        digests.add((digest(Generated("", sources, ("torch",)), tmp_path), digest(Generated("", sources), tmp_path)))
+    assert [len(set(each)) for each in zip(*digests, strict=True)] == [2, 1]
+
+
 def test_code_that_has_moved_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"name in benchmarks/generated\.py where that code is now"):
-        digest(("moved.py",), tmp_path)
+        digest(Generated("", ("moved.py",)), tmp_path)
 
 
 def test_a_stale_picture_and_a_stale_page_are_named(tmp_path: Path) -> None:
-    sources = written(tmp_path, "x = 1\n")
+    made = written(tmp_path, "x = 1\n")
     about = PngInfo()
-    for key, value in (("Commit", "abc1234"), ("Date", "2026-11-23"), ("Sources", digest(sources, tmp_path))):
+    for key, value in (("Commit", "abc1234"), ("Date", "2026-11-23"), ("Sources", digest(made, tmp_path))):
         about.add_text(key, value)
     Image.new("RGB", (1, 1)).save(tmp_path / "picture.png", pnginfo=about)
-    (tmp_path / "page.md").write_text(f"# A page\n\nCommit abc1234, 2026-11-23, sources {digest(sources, tmp_path)}.\n")
-    files = {name: Generated("draw it", sources) for name in ("picture.png", "page.md")}
+    (tmp_path / "page.md").write_text(f"# A page\n\nCommit abc1234, 2026-11-23, sources {digest(made, tmp_path)}.\n")
+    files = dict.fromkeys(("picture.png", "page.md"), made)
     assert stale(files, tmp_path) == {}
     written(tmp_path, "x = 2\n")
     assert set(stale(files, tmp_path)) == {"picture.png", "page.md"}
@@ -68,9 +91,8 @@ def test_a_stale_picture_and_a_stale_page_are_named(tmp_path: Path) -> None:
 
 
 def test_what_carries_nothing_is_stale(tmp_path: Path) -> None:
-    sources = written(tmp_path, "x = 1\n")
     (tmp_path / "page.md").write_text("# A page\n")
-    files = {name: Generated("draw it", sources) for name in ("page.md", "missing.md")}
+    files = dict.fromkeys(("page.md", "missing.md"), written(tmp_path, "x = 1\n"))
     assert stale(files, tmp_path) == {"page.md": "does not say what it was made from", "missing.md": "is missing"}
 
 
@@ -80,7 +102,7 @@ def test_a_benchmark_stamps_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "planner.md").write_text(text)
     about = recorded(tmp_path / "planner.md")
     assert about is not None
-    assert about[2] == digest(PAGES[name].sources)
+    assert about[2] == digest(PAGES[name])
     monkeypatch.setattr(generated, "recorded", lambda _: about)
     assert stale({name: PAGES[name]}) == {}
 
