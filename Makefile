@@ -6,6 +6,7 @@
 # make test-torch TORCH=2.11.0 PYTHON=python3.12: the suite under another torch and Python, in a .venv of its own. PyPI's
 # builds bring gigabytes of CUDA.
 # make bench: set up with the peers and measure everything beside them, more than an hour; ARGS=--quick takes minutes.
+# make readme: GPT mid beside the peers and two hosts (root), and from them the tables of README.md, on a quiet machine.
 # make bench-memory: what mixed precision, accumulation, recompute and offload save, alone and together.
 # make test-gpu: tests/gpu on one GPU, most telling first; each result is a line of build/gpu/results.jsonl. SECONDS=200:
 # no test begins later. A slice of it runs on the CPU in make test.
@@ -22,7 +23,7 @@ READY := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DOCS_READY := .venv/.docs-ready
 
-.PHONY: train test test-faults test-long test-torch test-gpu bench bench-memory bench-gpu docs pictures clean
+.PHONY: train test test-faults test-long test-torch test-gpu bench readme bench-memory bench-gpu docs pictures clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
@@ -56,6 +57,9 @@ test-gpu:
 
 bench: $(BENCH_READY)
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+readme: $(BENCH_READY)
+	$(BIN)/python benchmarks/readme.py $(ARGS)
 
 bench-gpu: export PYTHONPATH := $(CURDIR)
 bench-gpu:

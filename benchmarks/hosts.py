@@ -77,7 +77,11 @@ def main(
             contenders = FOR_BYTES if contenders == EAGER else contenders
         if unknown := set(sizes) - set(SIZES):
             raise typer.BadParameter(f"no size {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
-        chosen = [one for one in choose(contenders, [*CONTENDERS.values()]) if not one.compiled]
+        chosen = [
+            one
+            for one in choose(contenders, [one for one in CONTENDERS.values() if not one.sockets])
+            if not one.compiled
+        ]
         wanted = [_setting(size, text) for size in sizes for text in settings or SETTINGS.get(size, ["1x1gbit"])]
         # What takes longest at the rate that most goals are of comes first.
         wanted.sort(key=lambda setting: setting.rate != "1gbit")

@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 from benchmarks.choose import choose  # noqa: E402
 from benchmarks.contenders import TABLE, Contender  # noqa: E402
+from benchmarks.generated import commit_of  # noqa: E402
 from benchmarks.measure import pair  # noqa: E402
 from benchmarks.report import markdown, plots  # noqa: E402
 from benchmarks.report.rows import rows, succeeded  # noqa: E402
@@ -70,7 +71,9 @@ def main(
         if unknown := set(sizes) - set(SIZES):
             raise typer.BadParameter(f"no size {', '.join(sorted(unknown))}; there are {', '.join(SIZES)}")
         out.parent.mkdir(parents=True, exist_ok=True)
-        run = {"about": about(rounds, steps), "sizes": list(sizes), "measurements": []}
+        # Not the page's own commit, which may be written anew later.
+        facts = about(rounds, steps) | {"commit": commit_of() or "unknown"}
+        run = {"about": facts, "sizes": list(sizes), "measurements": []}
         for one in measurements(sizes, chosen, rounds, steps, memory, patience):
             run["measurements"].append(one)
             out.with_suffix(".json").write_text(json.dumps(run))

@@ -26,6 +26,7 @@ class Contender:
         alone: they exchange nothing, so that only their first losses are those of the others.
         coded: parameters and gradients are exchanged in fewer bits, so that its losses are only close to the others'.
         grid: a grid of ranks, a column for each of two hosts; for hosts of several ranks only.
+        sockets: ranks of one host send through sockets, as those of all peers do, and do not read each other's memory.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Contender:
     alone: bool = False
     coded: bool = False
     grid: bool = False
+    sockets: bool = False
 
     @property
     def module(self) -> str:
@@ -67,6 +69,12 @@ def _ours(stage: str) -> tuple[Contender, ...]:
     return make("eager"), make("inductor")
 
 
+def _over_sockets(stage: str) -> Contender:
+    options = {"stage": stage, "backend": "eager"}
+    name, title = f"zerograph-{stage}-sockets", f"zerograph {stage}, eager, sockets"
+    return Contender(name, title, stage, "zerograph", options, ours=True, sockets=True)
+
+
 def _fsdp2(name: str, title: str, stage: str, reshard: bool, compiled: bool = False) -> Contender:
     options = {"reshard": reshard, "compiled": compiled}
     return Contender(name, title, stage, "fsdp2", options, compiled=compiled)
@@ -87,14 +95,17 @@ TABLE = (
     Contender("fairscale", "fairscale OSS + ShardedDDP", "1", "fairscale"),
     Contender("deepspeed-1", "DeepSpeed ZeRO 1", "1", "deepspeed", {"stage": 1}),
     *_ours("1"),
+    _over_sockets("1"),
     _fsdp2("fsdp2-kept", "FSDP2, no reshard", "2", reshard=False),
     _fsdp2("fsdp2-kept-compiled", "FSDP2, no reshard, compiled", "2", reshard=False, compiled=True),
     Contender("deepspeed-2", "DeepSpeed ZeRO 2", "2", "deepspeed", {"stage": 2}),
     *_ours("2"),
+    _over_sockets("2"),
     _fsdp2("fsdp2", "FSDP2", "3", reshard=True),
     _fsdp2("fsdp2-compiled", "FSDP2, compiled", "3", reshard=True, compiled=True),
     Contender("deepspeed-3", "DeepSpeed ZeRO 3", "3", "deepspeed", {"stage": 3}),
     *_ours("3"),
+    _over_sockets("3"),
 )
 
 

@@ -38,6 +38,7 @@ def measure(
         shared = {
             **os.environ,
             **(GIVE_BACK if kind == "memory" else {}),
+            **({"ZEROGRAPH_WIRE": "sockets"} if contender.sockets else {}),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
             # DeepSpeed builds an operator here, under a lock that a killed process leaves behind.

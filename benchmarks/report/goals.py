@@ -93,7 +93,7 @@ def _starts(task: str, table: Mapping[str, Row]) -> Iterator[Verdict]:
 
 def _ours_at(stage: str) -> Callable[[Contender], bool]:
     def which(one: Contender) -> bool:
-        return one.ours and one.stage == stage
+        return one.ours and not one.sockets and one.stage == stage
 
     return which
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.contenders import CONTENDERS
+from benchmarks.measure import pair
+from benchmarks.readme import peers_table
 from benchmarks.report.goals import Verdict, verdicts
 from benchmarks.report.markdown import page
 from benchmarks.report.rows import Row, best_peer, disagreements, floor, median, process_growth, ratio, rows
@@ -147,3 +153,31 @@ def test_row_of_a_contender_that_is_not_installed_has_a_reason_and_no_numbers() 
     reason = {"task": "mid", "contender": "fairscale", "kind": "time", "round": 1, "skipped": "no module"}
     row = rows([reason], "mid")["fairscale"]
     assert row == Row(row.contender, problem="skipped: no module")
+
+
+def test_ours_over_sockets_has_a_row_beside_ours_and_no_goal(tmp_path: Path) -> None:
+    names = ("alone-2", "fsdp2", "zerograph-3", "zerograph-3-sockets")
+    measured = [timed(name, seconds) for name, seconds in zip(names, (1.0, 3.0, 2.0, 1.5), strict=True)]
+    run = {"about": {"commit": "abc1234", "date": "2026-11-26 12:00", "measured": "2 rounds"}, "measurements": measured}
+    (tmp_path / "peers.json").write_text(json.dumps(run))
+    (tmp_path / "peers.md").write_text("# Peers\n")
+    table = peers_table(tmp_path / "peers.json")
+    assert "| 3 | zerograph 3, eager | 2000.0 | 2.000 |" in table
+    assert "| 3 | zerograph 3, eager, sockets | 1500.0 | 1.500 |" in table
+    assert "commit abc1234, 2026-11-26; 2 rounds" in table
+    goal = verdict(verdicts({"mid": rows(measured, "mid")}), "stage 3: times as fast as the best peer")
+    assert goal.value == pytest.approx(1.5)
+
+
+def test_ours_over_sockets_is_started_with_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables: dict[str, str | None] = {}
+
+    def start(command: list[str], env: dict[str, str], **_: Any) -> None:
+        variables[command[3]] = env.get("ZEROGRAPH_WIRE")
+        raise OSError("started")
+
+    monkeypatch.setattr(pair, "subprocess", SimpleNamespace(Popen=start))
+    for name in ("zerograph-3-sockets", "zerograph-3"):
+        with pytest.raises(OSError, match="started"):
+            pair.measure(CONTENDERS[name], "tiny", "time", 1, tmp_path, 1.0)
+    assert variables == {"zerograph-3-sockets": "sockets", "zerograph-3": None}

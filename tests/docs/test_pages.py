@@ -2,7 +2,7 @@
 
 Blocks of Python share a namespace; one that begins with ``# train.py`` is that file too. Of shell blocks the commands
 of ``zerograph`` run, and must end with the exit code that is said behind them; what does not run is listed here. The
-README has one program, which tests/zerograph/test_launch.py runs, with and without a launcher.
+README has two programs, which tests/zerograph/test_launch.py runs, with and without a launcher.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 
 import zerograph as zg
 import zerograph.errors
+from benchmarks.readme import hosts_table, peers_table, written
 from tests.docs import page_setup
 from tests.docs.pages import ROOT, Block, blocks, commands, run_page
 
@@ -35,7 +36,6 @@ NOT_RUN = {
     },
 }
 LANGUAGES = {"python", "bash", "yaml", "text"}
-STAGED = ("| 1", "| 2", "| 3")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -43,25 +43,21 @@ def test_a_page_does_what_it_says(page: Path) -> None:
     run_page(page, list(blocks(page)), page_setup.PAGES.get(page.name, ""), frozenset(NOT_RUN.get(page.name, ())))
 
 
-def test_the_readme_is_a_front_page_with_one_program() -> None:
-    assert [block.section for block in blocks(README) if block.language] == ["A training step"]
+def test_the_readme_is_a_front_page_with_two_programs() -> None:
+    assert [block.section for block in blocks(README) if block.language] == ["One line", "A training step"]
     assert len(README.read_text().splitlines()) <= 200
 
 
-def test_the_readmes_measured_numbers_stand_on_the_page_that_it_cites() -> None:
-    section = README.read_text().split("## Compared with FSDP2 and DeepSpeed")[1].split("\n## ")[0]
-    results = (ROOT / "benchmarks" / "results" / "peers.md").read_text()
-    measured = results.split("\n## mid\n")[1].split("\n## ")[0]
-    rows = {cells[1].strip(): cells for cells in (line.split("|") for line in measured.splitlines()) if len(cells) > 12}
-    commit = re.search(r"commit (\w{7})", section)
-    assert commit
-    assert f"Commit {commit[1]}, " in results
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line[:3] in STAGED]
-    assert len(table) == 8
-    for _, system, *numbers in table:
-        cells = [cell.strip() for cell in rows[system]]
-        # Step, over the floor, peak, sent.
-        assert numbers == [cells[2], cells[4], cells[10], cells[11]], system
+def test_the_readmes_loop_runs() -> None:
+    run_page(README, [block for block in blocks(README) if block.section == "One line"])
+
+
+def test_the_readmes_measured_numbers_are_those_of_the_results_that_it_cites() -> None:
+    """``python benchmarks/readme.py --again`` writes them."""
+    text = README.read_text()
+    peers, hosts = (ROOT / file for file in re.findall(r"^Source: .*?\((benchmarks/\S+)\.md\)", text, re.MULTILINE))
+    tables = {"peers": peers_table(peers.with_suffix(".json")), "hosts": hosts_table(hosts.with_suffix(".json"))}
+    assert written(text, tables) == text
 
 
 def test_a_job_that_died_in_its_first_save_starts_anew() -> None:
@@ -86,14 +82,6 @@ def test_every_block_is_of_a_language_that_is_known() -> None:
     """One that is called py, or nothing, would not run, and nobody would notice."""
     found = {(page.name, block.line): block.language for page in PAGES for block in blocks(page)}
     assert {where: one for where, one in found.items() if one not in LANGUAGES} == {}
-
-
-@pytest.mark.parametrize("page", [*PAGES, README, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
-def test_links_lead_to_files_that_there_are(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", prose)
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert missing == []
 
 
 def test_the_book_has_every_page_and_every_public_name() -> None:

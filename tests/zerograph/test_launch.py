@@ -1,4 +1,4 @@
-"""The README's program, as its reader would run it."""
+"""The README's programs, as their reader would run them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """The program of the README's section on the training step, in a file."""
-    section = (ROOT / "README.md").read_text().split("## A training step")[1]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+def saved(section: str, file: Path) -> Path:
+    """Write the program of a section of the README to a file."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text().split(f"## {section}")[1], re.DOTALL)
     assert found
-    file = tmp_path / "train.py"
     file.write_text(found.group(1))
     return file
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    return saved("A training step", tmp_path / "train.py")
 
 
 def test_the_readmes_commands_work_with_its_program(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +92,18 @@ def test_the_readme_runs_with_and_without_a_launcher(
     assert "rank 0 of 1" in single
     assert "rank 0 of 2" in both
     assert float(single.split()[1]) == pytest.approx(float(both.split()[1]), abs=2e-4)
+
+
+@pytest.mark.parametrize("launched", [printed_by_its_agent, pytest.param(printed_by_torchrun, marks=pytest.mark.long)])
+def test_the_readmes_loop_prints_the_loss_of_one_rank_on_two(
+    pool: Pool, tmp_path: Path, launched: Callable[[Path], str]
+) -> None:
+    loop = saved("One line", tmp_path / "loop.py")
+    single = re.findall(r"loss ([\d.]+)", pool.run(1, alone, loop)[0])
+    both = re.findall(r"loss ([\d.]+)", launched(loop))
+    assert (len(single), len(both)) == (1, 2)
+    assert both[0] == both[1]
+    assert float(both[0]) == pytest.approx(float(single[0]), abs=2e-4)
 
 
 def incomplete(program: Path) -> str:
