@@ -154,7 +154,17 @@ def code(text: str, wording: bool = True) -> str:
         node.body = kept  # type: ignore[attr-defined]
     if not wording:
         _drop_wording(tree)
-    return ast.dump(tree)
+    return _dump(tree)
+
+
+def _dump(node: object) -> str:
+    """Return a tree as text that does not depend on Python's version: later ones have more fields, which are empty."""
+    if isinstance(node, list):
+        return f"[{', '.join(map(_dump, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    parts = [f"{name}={_dump(value)}" for name, value in ast.iter_fields(node) if value not in (None, [])]
+    return f"{type(node).__name__}({', '.join(parts)})"
 
 
 def _drop_wording(tree: ast.Module) -> None:

@@ -150,7 +150,7 @@ def about(device: str, steps: int, commit: str) -> dict[str, Any]:
         "kind": "about",
         "commit": commit or generated.commit_of() or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "sources": generated.digest(generated.PAGES[PAGE].sources),
+        "sources": generated.digest(generated.PAGES[PAGE]),
         "device": torch.cuda.get_device_name() if device == "cuda" else f"CPU, {platform.machine()}: no measurement",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -10,7 +10,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from benchmarks import generated
-from benchmarks.generated import PAGES, PICTURES, ROOT, Generated, commit_of, digest, recorded, stale
+from benchmarks.generated import PAGES, PICTURES, ROOT, Generated, code, commit_of, digest, recorded, stale
 from benchmarks.tables import page
 
 
@@ -69,6 +69,12 @@ def test_another_version_makes_a_result_page_stale(tmp_path: Path) -> None:
         (tmp_path / "constraints.txt").write_text(f"torch=={version}\nruff=={version}\n")
         digests.add((digest(Generated("", sources, ("torch",)), tmp_path), digest(Generated("", sources), tmp_path)))
     assert [len(set(each)) for each in zip(*digests, strict=True)] == [2, 1]
+
+
+def test_a_digest_does_not_depend_on_pythons_version() -> None:
+    """From 3.12 on ``ast`` gives functions a list of type parameters, which 3.13 does not show if it is empty."""
+    function = "FunctionDef(name='f', args=arguments(), body=[Return(value=Constant(value=1))])"
+    assert code("def f():\n    return 1\n") == f"Module(body=[{function}])"
 
 
 def test_code_that_has_moved_is_an_error(tmp_path: Path) -> None:
