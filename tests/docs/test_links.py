@@ -9,7 +9,11 @@ import pytest
 
 from tests.docs.pages import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted(
+    file
+    for pattern in ("*.md", "docs/*.md", "runtime/**/*.md", "benchmarks/results/*.md")
+    for file in ROOT.glob(pattern)
+)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -31,6 +35,20 @@ def test_every_link_has_a_target(page: Path) -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             missing.append(link)
     assert missing == []
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.rst")), ids=lambda page: page.name)
+def test_what_a_page_of_sphinx_names_exists(page: Path) -> None:
+    text = page.read_text()
+    files = re.findall(r"^\.\. (?:image|literalinclude):: (\S+)", text, re.MULTILINE)
+    listed = [
+        names.split() for names in re.findall(r"^\.\. toctree::\n(?:   :.*\n)*\n((?:   \S+\n)+)", text, re.MULTILINE)
+    ]
+    pages = {*re.findall(r":doc:`(?:[^`<]*<)?([\w-]+)>?`", text), *(name for names in listed for name in names)}
+    known = {file.stem for pattern in ("*.md", "*.rst") for file in page.parent.glob(pattern)}
+    assert [file for file in files if not (page.parent / file).exists()] == []
+    assert pages - known == set()
+    assert pages or page.stem != "index"
 
 
 def test_links_out_of_the_book_are_files_without_their_headings() -> None:
