@@ -34,7 +34,7 @@ from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
 from zerograph.ir.sbp import Sbp, Split, broadcast
 from zerograph.ir.wire import WireFormat, block_of, wire_complaint
-from zerograph.ir.zero import MODES, STAGES, Mode, Stage, ZeroPolicy, policy
+from zerograph.ir.zero import DEFAULT_STAGE, MODES, STAGES, Mode, Stage, ZeroPolicy, policy
 
 
 @dataclass
@@ -51,12 +51,12 @@ class Config:
         others together takes as much memory on every rank as on its owner.""",
     )
     stage: Stage = option(
-        1,
+        DEFAULT_STAGE,
         Check(
             lambda value: (type(value) is int and value in STAGES) or is_one_of(value, "auto"),
             "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off', which zg.prepare(stage=0) sets",
         ),
-        """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.ir.zero`. Default 1. Ignored while the mode
+        """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.ir.zero`. Default 2. Ignored while the mode
         is ``"off"``. ``"auto"``, in any mode: the first call searches for the fastest plan that fits ``memory_budget``,
         with recomputation, offload and accumulation as needed, and writes it into these options; see
         :mod:`zerograph.planner.choose`. Files are used only if ``offload_optimizer`` names a directory.""",
@@ -331,7 +331,7 @@ class Config:
             # Python itself looks for private names.
             raise AttributeError(name) if name.startswith("_") else UnknownOptionError(_unknown(name))
 
-    def enable_zero(self, mode: bool | Mode = True, *, stage: Stage = 1, shard_min_size: int = 0) -> None:
+    def enable_zero(self, mode: bool | Mode = True, *, stage: Stage = DEFAULT_STAGE, shard_min_size: int = 0) -> None:
         """Set ZeRO's ``mode``, ``stage`` and ``shard_min_size``.
 
         Args:

@@ -36,7 +36,7 @@ from zerograph.inspection.trace import Trace
 from zerograph.ir import finite_check
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
-from zerograph.ir.zero import Mode, Stage
+from zerograph.ir.zero import DEFAULT_STAGE, Mode, Stage
 from zerograph.optim import refuse_unsupported
 from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
@@ -140,8 +140,8 @@ class ZeroGraph(Inspected, Stateful):
         self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
         guard(optimizer, building)
 
-    def set_zero_mode(self, mode: Mode, stage: Stage = 1) -> None:
-        """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 or 3.
+    def set_zero_mode(self, mode: Mode, stage: Stage = DEFAULT_STAGE) -> None:
+        """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 (default) or 3.
 
         ``set_zero_mode("distributed_split", stage="auto")`` chooses the fastest stage that fits
         ``config.memory_budget``. The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.

@@ -56,7 +56,7 @@ def test_objects_come_back_in_their_order() -> None:
 def test_the_stage_does_not_change_the_callers_configuration() -> None:
     config = zg.Config(shard_min_size=3)
     model = zg.prepare(network(), stage=3, config=config)
-    assert (config.mode, config.stage) == ("off", 1)
+    assert (config.mode, config.stage) == ("off", 2)
     assert (loop_of_module(model).config.stage, loop_of_module(model).config.mode) == (3, "distributed_split")
 
 

@@ -56,8 +56,9 @@ def plan(
     precision: Annotated[str | None, typer.Option(help=_PRECISION, callback=precision_checked)] = None,
     world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; nodes by ranks: 8x8")] = "8",
     stage: Annotated[
-        str, typer.Option(help="off, 1, 2 or 3, or several: off,1,2,3; auto: the fastest that fits")
-    ] = "auto",
+        str | None,
+        typer.Option(help="off, 1, 2 or 3, or several: off,1,2,3; auto: the fastest that fits; else the script's"),
+    ] = None,
     device: Annotated[str, typer.Option(help="h100, h200, a100, cpu, or a YAML file of zerograph calibrate")] = "h100",
     fit: Annotated[str | None, typer.Option(help=_FIT)] = None,
     headroom: Annotated[str | None, typer.Option(help=_HEADROOM, show_default=False)] = None,
@@ -107,6 +108,8 @@ def plan(
         raise typer.BadParameter("give either a script's step or --params")
     if longest and length is not None:
         raise typer.BadParameter("give --length or --longest, not both")
+    if nvme_path is not None and stage is None:
+        stage = "auto"
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
@@ -148,7 +151,7 @@ def plan(
             offloading = Config()
             offloading.offload_optimizer("cpu")
             options["optimizer_offload"] = offloading.optimizer_offload
-        choices = list(itertools.product(meshes, stage.split(","), lengths))
+        choices = list(itertools.product(meshes, [None] if stage is None else stage.split(","), lengths))
         plans = _plans(step, inputs, precision, choices, options, compress)
         for number, (draw, path) in enumerate(drawings):
             tell("pictures", number, len(drawings), path.name)
@@ -171,7 +174,7 @@ def _plans(
     script: str,
     inputs: str | None,
     precision: str | None,
-    choices: Sequence[tuple[tuple[int, ...], str, Any]],
+    choices: Sequence[tuple[tuple[int, ...], str | None, Any]],
     options: dict[str, Any],
     compress: bool,
 ) -> list[Plan]:
@@ -188,7 +191,7 @@ def _plans(
     plans: list[Plan] = []
     for mesh, stage, length in choices:
         if len(choices) > 1:
-            tell("plans", len(plans), len(choices), f"stage {stage} on {'x'.join(map(str, mesh))} ranks")
+            tell("plans", len(plans), len(choices), f"stage {stage or 'of the script'} on {'x'.join(map(str, mesh))} ranks")
         with tracing(subject):
             plans.append(plan_step(subject, batch, mesh=mesh, stage=stage, length=length, **options))
     return plans

@@ -50,7 +50,7 @@ class Accelerator(accelerate.Accelerator):
     Calls of prepared models are recorded, and ``optimizer.step()`` runs one graph, as :func:`zerograph.prepare` says.
 
     Args:
-        zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 3.
+        zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 2.
         args, kwargs: those of ``accelerate.Accelerator``.
 
     Raises:

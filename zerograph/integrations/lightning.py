@@ -24,6 +24,7 @@ from zerograph.integrations.options import Zero, config_of
 from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
 from zerograph.integrations.rows import global_loader
 from zerograph.integrations.state import whole_state
+from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.deferred import Deferred, values_of
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
@@ -44,14 +45,14 @@ class ZeroStrategy(DDPStrategy):
     """Train a ``LightningModule`` with ZeRO; the numbers are those of one process on the batches of all ranks together.
 
     Args:
-        stage: the ZeRO stage, 0 to 3, or ``"auto"``.
+        stage: the ZeRO stage, 0 to 3, or ``"auto"``. Default 2.
         zero: all options instead, as a dict or a :class:`zerograph.Config`.
         kwargs: those of ``DDPStrategy``, such as ``process_group_backend`` and ``timeout``.
     """
 
     precision_plugin: Any
 
-    def __init__(self, stage: int | str = 3, *, zero: Zero = None, **kwargs: Any) -> None:
+    def __init__(self, stage: int | str = DEFAULT_STAGE, *, zero: Zero = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.zero_config = config_of(stage if zero is None else zero)
         self._recorded: list[_Recorded] = []

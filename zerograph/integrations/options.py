@@ -9,6 +9,7 @@ from typing import Any
 from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.ir.sbp import Split
+from zerograph.ir.zero import DEFAULT_STAGE
 
 Zero = Config | Mapping[str, Any] | int | str | None
 
@@ -18,7 +19,7 @@ def config_of(zero: Zero) -> Config:
 
     Args:
         zero: a configuration; a mapping of its options, with ``stage`` among them; a stage, 0 to 3, where 0 shards
-            nothing, or ``"auto"``; None: stage 3.
+            nothing, or ``"auto"``; None: stage 2.
 
     Raises:
         ConfigError: it is something else, has an option that does not exist, or splits sequences: loaders and metrics
@@ -26,12 +27,12 @@ def config_of(zero: Zero) -> Config:
     """
     if isinstance(zero, Config):
         return _checked(copy.copy(zero))
-    options = dict(zero) if isinstance(zero, Mapping) else {"stage": 3 if zero is None else zero}
-    stage: Any = options.pop("stage", 3)
+    options = dict(zero) if isinstance(zero, Mapping) else {} if zero is None else {"stage": zero}
+    stage: Any = options.pop("stage", DEFAULT_STAGE)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
         raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3, or 'auto'), a dict of options, or a zg.Config")
     config = Config()
-    config.enable_zero(stage != 0, stage=stage or 1)
+    config.enable_zero(stage != 0, stage=stage or DEFAULT_STAGE)
     for name, value in options.items():
         setattr(config, name, value)
     return _checked(config)

@@ -48,7 +48,7 @@ class ZeroTrainerMixin(_Mixed):
     """Give a subclass of ``transformers.Trainer`` ZeRO: ``class MyTrainer(ZeroTrainerMixin, SomeTrainer)``.
 
     Args:
-        zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 3.
+        zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 2.
         args, kwargs: those of the trainer.
 
     Raises:

@@ -36,6 +36,8 @@ STAGES = {
 }
 Mode = Literal["distributed_split", "non_distributed", "off"]
 Stage = Literal[1, 2, 3, "auto"]
+# What every door takes where ZeRO is on and no stage is named: it sends no more than plain data parallel does.
+DEFAULT_STAGE: Literal[2] = 2
 MODES = ("distributed_split", "non_distributed", "off")
 
 

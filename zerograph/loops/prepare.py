@@ -21,6 +21,7 @@ from zerograph.capture.wrappers import check_modules
 from zerograph.config import Config
 from zerograph.errors import ConfigError, SplitParameterError
 from zerograph.graph import building
+from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.deferred import is_replaying, replaying
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop import Loop
@@ -52,8 +53,8 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
         objects: in any number and order: modules; optimizers of their parameters; schedulers of these optimizers;
             loaders, whose batches are split between the ranks; functions, such as a criterion, that see the whole
             batch.
-        stage: the ZeRO stage, 1, 2, 3 or ``"auto"``, or 0 for no ZeRO. None: as ``config`` says; without ``config`` no
-            ZeRO.
+        stage: the ZeRO stage, 1, 2, 3 or ``"auto"``, or 0 for no ZeRO. None: as ``config`` says; without ``config``
+            stage 2.
         config: the options of the graphs. With ``stage`` a copy of it is used.
 
     Returns:
@@ -64,7 +65,8 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
     Raises:
         ConfigError: an object is of another kind, prepared already, or belongs to one that is not prepared.
     """
-    config = Config() if config is None else config
+    if config is None:
+        config, stage = Config(), DEFAULT_STAGE if stage is None else stage
     if not isinstance(config, Config):
         raise ConfigError(f"zg.prepare(config={config!r:.60}): give a zerograph.Config")
     if config.gradient_accumulation_steps != 1 or config.scaler is not None:

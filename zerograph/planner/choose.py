@@ -16,6 +16,7 @@ import torch
 from zerograph.base.sizes import show_bytes
 from zerograph.compiler.members import Members
 from zerograph.errors import ConfigError, MemoryBudgetError
+from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Call
 from zerograph.planner.plan_data import Candidate
@@ -108,7 +109,7 @@ def _machine(device: torch.device) -> Machine:
 
 def _chosen(best: Candidate) -> dict[str, Any]:
     """Return the options to set. The user's budget stays unless the search set one: it holds for later batches too."""
-    chosen = {"stage": 1, **best.options}
+    chosen = {"stage": DEFAULT_STAGE, **best.options}
     return {name: value for name, value in chosen.items() if name != "memory_budget" or value is not None}
 
 

@@ -20,6 +20,7 @@ class Training(ZeroGraph):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, loss: Loss | None) -> None:
         super().__init__()
+        self.config.enable_zero()
         self.model = model
         self._loss = loss
         if optimizer is not None:

@@ -14,6 +14,7 @@ from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphWarning, did_you_mean
+from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.runtime.job.process_group import world_size
 
 # OneFlow's own: elements of a shard.
@@ -113,7 +114,7 @@ class GraphConfig(Config):
         self,
         mode: bool | str = True,
         *,
-        stage: int | Literal["auto"] = 2,
+        stage: int | Literal["auto"] = DEFAULT_STAGE,
         shard_min_size: int = _MIN_SHARD,
         shard_restore_level: int = 1,
         min_shard_size: int | None = None,

@@ -29,6 +29,7 @@ from zerograph.graph import ZeroGraph
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.metadata import origin
 from zerograph.ir.sbp import show
+from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.runtime.job.process_group import Job, rank
 
 
@@ -141,7 +142,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             )
         self.config.grad_scaler = grad_scaler
 
-    def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = 1) -> None:
+    def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = DEFAULT_STAGE) -> None:
         """Call :meth:`zerograph.ZeroGraph.set_zero_mode`."""
         Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)  # type: ignore[arg-type]
 
