@@ -1,20 +1,26 @@
 """The difference of two graph texts, as a unified diff that marks moved lines.
 
-Lines of a graph's text are unique, or nearly so. This makes the comparison cheap: the longest series of common lines in
-the same order is kept (n log n); every other line was removed, added or moved.
+Nodes are matched by what they compute, not by the number at the end of their name: one node more renumbers all that
+follow. Lines of a graph's text are unique, or nearly so. This makes the comparison cheap: the longest series of common
+lines in the same order is kept (n log n); every other line was removed, added or moved.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[" ", "-", "+"]
 _CONTEXT = 3
+# The label of a node, `module:name`, and a node's name where another reads it.
+_NODE = re.compile(r"(?P<head>[| ]*(?:>>|<<)? *\S*:)(?P<name>[A-Za-z_]\w*)(?P<call> = .*)")
+_READ = re.compile(r"(?<![\w.:])[A-Za-z_]\w*\b(?![.(=])")
 _STYLES = {"-": "red", "+": "green", " ": ""}
 
 
@@ -124,13 +130,13 @@ def in_colour() -> bool:
 
 
 def compare(before: Sequence[str], after: Sequence[str], names: tuple[str, str]) -> Diff:
-    """Compare two texts; lines that both have in the same order are unchanged.
+    """Compare two texts; lines that both have in the same order are unchanged, whatever their nodes are called.
 
     Args:
         before, after: lines without line ends.
         names: titles of the texts.
     """
-    old, new = _numbered(before), _numbered(after)
+    old, new = _numbered(_renamed(before, after)), _numbered(after)
     indices = {line: index for index, line in enumerate(new)}
     common = [(index, indices[line]) for index, line in enumerate(old) if line in indices]
     kept = _longest_rising(common)
@@ -149,6 +155,59 @@ def compare(before: Sequence[str], after: Sequence[str], names: tuple[str, str])
             changes.append(Change(" ", before[keep_old], keep_old + 1, keep_new + 1))
         at_old, at_new = keep_old + 1, keep_new + 1
     return Diff(*names, tuple(changes))
+
+
+def _renamed(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    """Return the old lines with the names of the new text's nodes, where a node of one text is that of the other.
+
+    A node's match is the first one left in the new text that reads the same nodes, or else one whose line differs in
+    numbers of names only, or else one of the same label. Names without a match are changed, so that they equal none.
+    """
+    # Lines that may be the match of an old one, by each of their keys, the first line last.
+    waiting: dict[object, list[int]] = defaultdict(list)
+    for index in reversed(range(len(after))):
+        for key in _keys(after[index], {}):
+            waiting[key].append(index)
+    taken: set[int] = set()
+    # New names by old ones, for each depth of nested loops, which have names of their own.
+    names: dict[str, dict[str, str]] = defaultdict(dict)
+    renamed = []
+    for line in before:
+        node = _NODE.match(line)
+        scope = names[line[: len(line) - len(line.lstrip(" |"))].strip()]
+        if node is None:
+            renamed.append(_with_names(line, scope))
+            continue
+        new_name = f"{node['name']}\0"
+        for queue in (waiting[key] for key in _keys(line, scope)):
+            while queue and queue[-1] in taken:
+                queue.pop()
+            if queue:
+                taken.add(queue[-1])
+                new_name = _NODE.match(after[queue[-1]])["name"]  # type: ignore[index]
+                break
+        scope[node["name"]] = new_name
+        renamed.append(f"{node['head']}{new_name}{_with_names(node['call'], scope)}")
+    return renamed
+
+
+def _keys(line: str, names: Mapping[str, str]) -> Iterator[object]:
+    """Yield the keys of a node's line by which it is matched, the strictest first, with other names where it reads."""
+    node = _NODE.match(line)
+    if node is not None:
+        head, name, call = node["head"], _unnumbered(node["name"]), _with_names(node["call"], names)
+        yield head, name, call
+        yield head, name, _READ.sub(lambda read: _unnumbered(read[0]), call), "without numbers"
+        yield head, name
+
+
+def _with_names(text: str, names: Mapping[str, str]) -> str:
+    text, *comment = text.split("  # ", 1)
+    return "  # ".join([_READ.sub(lambda read: names.get(read[0], read[0]), text), *comment])
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"(_\d+)+\0?$", "", name)
 
 
 def _numbered(lines: Iterable[str]) -> list[tuple[str, int]]:

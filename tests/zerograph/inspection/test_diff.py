@@ -73,3 +73,37 @@ def test_only_a_terminal_that_wants_them_gets_colours(monkeypatch: pytest.Monkey
     assert "\x1b" not in found.text
     monkeypatch.setenv("NO_COLOR", "1")
     assert str(found) == found.text
+
+
+GRAPH = """
+input  input0  f32 B (4)
+       a:exp = exp(input0)  f32 B (4)  # forward t.py:1
+       a:mul = mul(exp, exp)  f32 B (4)  # forward t.py:2
+       a:add_1 = add(mul, input0)  f32 B (4)  # forward t.py:3
+       return output0: add_1 B
+""".strip().splitlines()
+
+
+def test_a_node_that_only_has_another_number_is_no_difference() -> None:
+    after = [line.replace("mul", "mul_7").replace("= mul_7(", "= mul(").replace("add_1", "add_3") for line in GRAPH]
+    assert not compare(GRAPH, after, ("before", "after"))
+
+
+def test_a_node_more_is_the_only_difference_though_it_renumbers_those_after_it() -> None:
+    more = "       a:exp = exp(exp_1)  f32 B (4)  # forward t.py:1"
+    after = [
+        GRAPH[0],
+        GRAPH[1].replace(":exp", ":exp_1"),
+        more,
+        *(line.replace("(exp, exp)", "(exp_1, exp_1)") for line in GRAPH[2:]),
+    ]
+    found = compare(GRAPH, after, ("before", "after"))
+    assert [one.text for one in found.changes if one.kind != " "] == [more]
+
+
+def test_a_node_that_reads_another_node_is_a_difference() -> None:
+    both = [*GRAPH[:2], "       a:exp_1 = exp(input0)  f32 B (4)  # forward t.py:1", *GRAPH[2:]]
+    after = [line.replace("mul(exp, exp)", "mul(exp, exp_1)") for line in both]
+    found = compare(both, after, ("before", "after"))
+    assert [one.text for one in found.changes if one.kind == "+"] == [after[3]]
+    assert (found.removed, found.added) == (1, 1)
