@@ -260,7 +260,15 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     for index, entry in enumerate(passes):
         began = time.perf_counter()
         tell("passes", index + 1, total, entry.name)
-        module = _apply(entry, module, context)
+        try:
+            module = _apply(entry, module, context)
+        except Exception as error:
+            if any(edit.run is entry.run for edit in context.pass_edits):
+                after, nodes = records[-1].name, len(module.graph.nodes)
+                error.add_note(
+                    f"config.passes: the pass {entry.name} failed, on the graph after {after} ({nodes} nodes)"
+                )
+            raise
         done.add(entry.name)
         for graph in _graphs(module):
             verify(graph, entry.name, seen, placed="place" in done, boxed="box" in done)

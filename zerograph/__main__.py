@@ -9,7 +9,7 @@ import typer
 import zerograph
 from zerograph.cli import calibrate, compile, diff, env, export, inspect, launch, plan
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:

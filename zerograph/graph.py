@@ -78,7 +78,9 @@ class ZeroGraph(Inspected, Stateful):
         self.steps_skipped = 0
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
-        self._compiler = Compiler(self._traced_build, self._optimizers, Config(), EnvironmentObserver())
+        self._compiler = Compiler(
+            self._traced_build, self._optimizers, Config(), EnvironmentObserver(type(self).__name__)
+        )
         self._steps = Steps(self._compiler, self._attributes, self._attributes_of_code)
         self._latest: CompiledStep | None = None
         self._job: Job | None = None

@@ -290,12 +290,12 @@ def _shortage(memory: Memory, budget: int, context: Context) -> Shortage:
             f"  most is held at {place}: {shown}\n"
             f"  {node_origin.source}   {node_origin.code}\n"
             f"{f'  for {memory.validity}{chr(10)}' if memory.sizes else ''}"
-            f"What would help: {'; '.join(_helps(memory, context))}."
+            f"What would help: {'; '.join(remedies(memory, context))}."
         ),
     )
 
 
-def _helps(least: Memory, context: Context) -> list[str]:
+def remedies(least: Memory, context: Context) -> list[str]:
     """Return what would reduce each kind of memory at the peak, the largest kind first."""
     policy = context.policy
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -142,3 +143,14 @@ def trained_with_a_pass_on_rank_0() -> str:
 def test_ranks_with_other_passes_are_named(pool: Pool) -> None:
     for message in pool.run(2, trained_with_a_pass_on_rank_0):
         assert "after place: no_op" in message
+
+
+def test_an_error_in_a_users_pass_names_the_pass_and_the_graph() -> None:
+    def divides(module: fx.GraphModule, context: Context) -> fx.GraphModule:
+        raise ZeroDivisionError("by a user")
+
+    with pytest.raises(ZeroDivisionError, match="by a user") as caught:
+        prepared(zg.PassEdit.after("place", divides))
+    notes = "\n".join(caught.value.__notes__)
+    assert re.search(r"config.passes: the pass divides failed, on the graph after place \(\d+ nodes\)", notes)
+    assert "the step of Step" in notes

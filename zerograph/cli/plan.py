@@ -191,7 +191,12 @@ def _plans(
     plans: list[Plan] = []
     for mesh, stage, length in choices:
         if len(choices) > 1:
-            tell("plans", len(plans), len(choices), f"stage {stage or 'of the script'} on {'x'.join(map(str, mesh))} ranks")
+            tell(
+                "plans",
+                len(plans),
+                len(choices),
+                f"stage {stage or 'of the script'} on {'x'.join(map(str, mesh))} ranks",
+            )
         with tracing(subject):
             plans.append(plan_step(subject, batch, mesh=mesh, stage=stage, length=length, **options))
     return plans

@@ -30,7 +30,14 @@ _numbers = itertools.count(1)
 
 
 class EnvironmentObserver:
-    """Follow a compilation for ``ZEROGRAPH_LOGS`` and ``ZEROGRAPH_DUMP``."""
+    """Follow a compilation for ``ZEROGRAPH_LOGS`` and ``ZEROGRAPH_DUMP``.
+
+    Args:
+        name: the graph in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def started(self) -> None:
         """Set up the loggers.
@@ -42,10 +49,12 @@ class EnvironmentObserver:
 
     @contextlib.contextmanager
     def passes(self, captured: fx.GraphModule, context: Context, rank: int) -> Iterator[None]:
-        """Dump the graphs up to a pass that fails inside."""
+        """Dump the graphs up to a pass that fails inside, and name the graph if it has passes of the user."""
         try:
             yield
         except Exception as error:
+            if context.pass_edits:
+                error.add_note(f"Raised while the step of {self._name} was prepared with config.passes.")
             if os.environ.get(VARIABLE):
                 folder = _dump(captured, context, rank, f"{type(error).__name__}: {error}", failed=True)
                 error.add_note(f"The graphs before the failed pass are in {folder}.")

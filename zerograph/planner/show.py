@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerograph.base.sizes import show_bytes, show_seconds
+from zerograph.passes.memory.fit_memory_budget import remedies
 from zerograph.planner.plan_data import Candidate, PlanData
 
 
@@ -53,6 +54,8 @@ def _memory(plan: PlanData) -> RenderableType:
         room = f"{show_bytes(plan.usable)} ({room} less a headroom of {show_bytes(plan.headroom)})"
     verdict = f"{fits} into {room}; the peak is in {place}"
     lines: list[RenderableType] = [table, Text(verdict, style="green" if plan.fits else "bold red")]
+    if plan.memory.peak > plan.usable:
+        lines.append(Text(f"What would help: {'; '.join(remedies(plan.memory, plan.prepared.context))}."))
     if plan.host is not None and plan.host.peak >= _WORTH_A_LINE:
         room = "" if plan.cpu_capacity is None else f", of {show_bytes(plan.cpu_capacity)}"
         bytes_used = f"{show_bytes(plan.host.at_rest)} stored, {show_bytes(plan.host.peak)} at the peak{room}"

@@ -244,3 +244,12 @@ def test_launch_ends_with_the_code_of_the_command_that_fails() -> None:
     assert _run([[sys.executable, "-c", "raise SystemExit(3)"], ["sleep", "60"]]) == 3
     assert time.monotonic() - began < 50
     assert _run([["true"], ["true"]]) == 0
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    def completions(words: str) -> list[str]:
+        variables = {"_ZEROGRAPH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        return CliRunner().invoke(app, prog_name="zerograph", env=variables).stdout.split()
+
+    assert completions("zerograph pl") == ["plan"]
+    assert "--world-size" in completions("zerograph plan --w")

@@ -101,6 +101,13 @@ def test_what_does_not_fit_ends_with_1(script: str) -> None:
     assert run("--params", "7.5e9", "--fit", "1GiB")[0] == 1
 
 
+def test_what_does_not_fit_says_what_would_help_as_a_budget_does(script: str) -> None:
+    shown = " ".join(run(f"{script}:planned", "--stage", "2", "--fit", "1KiB", "--headroom", "0")[1].split())
+    assert "What would help: a smaller batch" in shown or "more ranks, which share them (parameters" in shown, shown
+    assert "ZeRO stage 3, which gathers them layer by layer" in shown
+    assert "What would help" not in run(f"{script}:planned", "--stage", "2")[1]
+
+
 def numbers(*arguments: str) -> dict[str, Any]:
     code, shown = run(*arguments, "--world-size", "2", "--stage", "2", "--json")
     assert code == 0, shown
