@@ -143,7 +143,7 @@ class ZeroGraph(Inspected, Stateful):
         guard(optimizer, building)
 
     def set_zero_mode(self, mode: Mode, stage: Stage = DEFAULT_STAGE) -> None:
-        """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 (default) or 3.
+        """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 or 3.
 
         ``set_zero_mode("distributed_split", stage="auto")`` chooses the fastest stage that fits
         ``config.memory_budget``. The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.

@@ -24,7 +24,8 @@ import zerograph as zg
 from zerograph.planner.front.subject import Training
 
 def example():
-    return Training(torch.nn.Linear(4, 1), functools.partial(torch.optim.SGD, lr=0.1), torch.Tensor.sum), torch.ones(4, 4)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return Training(torch.nn.Linear(4, 1), sgd, torch.Tensor.sum), torch.ones(4, 4)
 """
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
 from zerograph.base.recording import Recording
+from zerograph.base.source import levels_to_user
 from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
@@ -455,7 +456,7 @@ class Compiler:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, ZeroGraphWarning, stacklevel=2)
+            warnings.warn(message, ZeroGraphWarning, stacklevel=levels_to_user())
 
     def _apply(
         self, job: Job, members: Members, layout: Sequence[PlannedBucket], places: Mapping[str, Extents]

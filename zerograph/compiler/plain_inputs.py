@@ -138,6 +138,8 @@ def check_inputs(batch: Batch, read: Collection[int], comparison: Comparison, wa
     for number in equal if sizes else ():
         if number in read:
             _check_equal(number, batch, sizes, comparison, warn)
+    if not sizes:
+        _warn_of_equal_batches([number for number in equal if number in read], batch, comparison, warn)
 
 
 def is_part(batch: Batch, number: int) -> bool:
@@ -156,7 +158,7 @@ def _check_equal(
     """
     name, tensor, constant = batch.names[number], batch.tensors[number], comparison.values[0][number].constant
     rows = len(tensor)
-    few = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() < _MIN_INTEGERS
+    few = _is_few(tensor)
     multiple = any(size and (rows % size == 0 or size % rows == 0) for size in sizes)
     about = f"{name} of shape {tuple(tensor.shape)} is bitwise equal on all {comparison.ranks} ranks"
     choices = choices_for(name, comparison.grid)
@@ -169,6 +171,27 @@ def _check_equal(
         )
     if not constant and not few and tensor.nbytes <= _MAX_WARNED_BYTES:
         warn(f"{about}, and counts as this rank's part of the batch: {computes}\n{choices}")
+
+
+def _warn_of_equal_batches(
+    parts: Sequence[int], batch: Batch, comparison: Comparison, warn: Callable[[str], None]
+) -> None:
+    """Warn of ranks that all passed the same rows, as without a sampler, by the first input that is no constant."""
+    for number in parts:
+        is_constant = comparison.values[0][number].constant or _is_few(batch.tensors[number])
+        if not is_constant and len(list(_replica_groups(comparison.grid, batch.sbp[number]))) > 1:
+            warn(
+                f"{batch.names[number]} is bitwise equal on all {comparison.ranks} ranks, and so are all inputs: each "
+                f"row counts {comparison.ranks} times, and more ranks compute no more\n"
+                "Let each rank load its own rows: by zg.prepare(loader), by torch's DistributedSampler, or as "
+                f"x.chunk(zg.world_size())[zg.rank()]. If every rank holds the whole batch on purpose, pass "
+                f"zg.replicated({batch.names[number]})."
+            )
+            return
+
+
+def _is_few(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() < _MIN_INTEGERS
 
 
 def choices_for(name: str, grid: object) -> str:

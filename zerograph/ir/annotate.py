@@ -83,10 +83,11 @@ def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:
 
 
 def replicated(x: Tensor) -> Tensor:
-    """Mark an input of a graph as whole on every rank: class weights, prototypes, an anchor grid.
+    """Mark an input of a graph or a prepared model as whole on every rank: class weights, prototypes, an anchor grid.
 
-    ``step(x, y, zg.replicated(weights))``. A plain input without the mark is this rank's part of the batch. Ranks
-    compare the values when a step is compiled, not in every step.
+    ``step(x, y, zg.replicated(weights))``. If all inputs have the mark, every rank computes the whole batch. A plain
+    input without the mark is this rank's part of the batch. Ranks compare the values when a step is compiled, not in
+    every step.
 
     Returns:
         A view of ``x`` with the mark. Operators on it return tensors without the mark.

@@ -17,6 +17,7 @@ from zerograph.compiler.input_layout import rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError, RankMismatchError
 from zerograph.graph import ZeroGraph
+from zerograph.ir.annotate import is_replicated, replicated
 from zerograph.ir.mesh import piece_count
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.loops.deferred import Meta
@@ -189,6 +190,9 @@ class Recorded(ZeroGraph):
             return first if len(tensors) == 1 else torch.cat([tensor.detach() for tensor in tensors])
         if first.dim() == 0:
             return first
+        # Ranks compare the values of these.
+        if is_replicated(tensors[0]):
+            return replicated(first)
         placement, job = self.config.placement, self._join()
         if placement is None:
             kind = first.device.type

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError, InputError
+from zerograph.ir.annotate import is_replicated
 from zerograph.loops.deferred import Deferred, Meta, Result, name_of
 from zerograph.loops.words import Words, speak, words
 
@@ -327,7 +328,7 @@ class Tape:
         if number == len(self.tensors):
             # The tape refers to it, so that no other tensor gets its id.
             self.tensors.append(value)
-            self.kinds.append("whole" if value.dim() == 0 else "part" if parts else None)
+            self.kinds.append("whole" if value.dim() == 0 or is_replicated(value) else "part" if parts else None)
         return RealTensor(number)
 
     def _sizes(self, arguments: Sequence[Any]) -> set[int]:
