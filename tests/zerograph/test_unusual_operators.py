@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,6 +94,18 @@ class Masked(nn.Module):
         return F.cross_entropy(hidden.index_add(0, y, self.head(x)), y)
 
 
+class Scattered(nn.Module):
+    """Rows under a mask take rows of others in order, as embeddings of images take the places of their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.images = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.head(x).masked_scatter((y > 0)[:, None].expand(-1, 3), self.images(x))
+        return F.cross_entropy(hidden, y)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -108,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Optimizer]] = {
     "batch norm without momentum": (Averaging, sgd),
     "bincount": (Counting, sgd),
     "masks": (Masked, sgd),
+    "masked_scatter": (Scattered, sgd),
 }
 
 
@@ -229,3 +243,12 @@ def test_group_norm_behind_a_frozen_layer_has_this_ranks_number_of_samples() -> 
     prepared = BehindFrozen().prepare(line(2, 0, "ranks"), torch.ones(3, 3, 8, 8))
     (node,) = prepared.emitted.find_nodes(op="call_function", target=aten.native_group_norm_backward.default)
     assert node.args[0].meta["val"].shape[0] == node.args[5] == 3
+
+
+def test_masked_scatter_is_computed_on_shards() -> None:
+    step = Step(Scattered(), sgd, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = step.prepare(line(2, 0, "ranks"), torch.ones(4, 4), torch.ones(4, dtype=torch.int64)).text()
+    (where,) = [one for one in text.splitlines() if "where.self(" in one or (" where(" in one and "f32" in one)][:1]
+    assert "S(0) (8, 3) -> (4, 3)" in where

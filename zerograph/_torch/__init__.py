@@ -69,6 +69,7 @@ from zerograph._torch.modules import (
     replaced_total_norm,
     trusted_causal_flags,
     unchecked_distributions,
+    unchecked_values,
     unsaved_buffers,
     with_tensors,
 )
@@ -292,6 +293,7 @@ __all__ = [
     "triton_body",
     "trusted_causal_flags",
     "unchecked_distributions",
+    "unchecked_values",
     "unhooked_step",
     "unknown_numbers",
     "unsaved_buffers",

@@ -43,6 +43,8 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
             x, dim, correction, keepdim
         ),
         aten.nansum.default: _nansum,
+        aten.masked_scatter.default: _masked_scatter,
+        aten.masked_scatter_backward.default: _masked_scatter_backward,
         aten._weight_norm_interface_backward.default: _weight_norm_backward,
         **{
             loss: functools.partial(_nll_loss_backward, from_torch[loss])
@@ -95,6 +97,26 @@ def symbolic_table() -> dict[Any, Callable[..., Any]]:
         aten.hardshrink_backward.default: _shrink_backward,
         aten.softshrink_backward.default: _shrink_backward,
     }
+
+
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Replace the elements under a mask by those of ``source``, in order. A kernel would count those of a shard."""
+    x, mask = torch.broadcast_tensors(x, mask)
+    return torch.where(mask, source.reshape(-1)[_rank_under(mask)], x)
+
+
+def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sequence[int]) -> Tensor:
+    gradient, mask = torch.broadcast_tensors(gradient, mask)
+    kept = torch.where(mask, gradient, 0).reshape(-1)
+    return gradient.new_zeros(math.prod(sizes)).index_add(0, _rank_under(mask).reshape(-1), kept).reshape(sizes)
+
+
+def _rank_under(mask: Tensor) -> Tensor:
+    """Return for each element the number of marked ones before it; only the rows' counts are added over all rows."""
+    rows = mask.reshape(mask.shape[0], -1) if mask.dim() else mask.reshape(1, 1)
+    counts = rows.sum(1)
+    before = counts.cumsum(0) - counts
+    return torch.where(mask, (before[:, None] + rows.cumsum(1) - 1).reshape(mask.shape), 0)
 
 
 def _trilinear(

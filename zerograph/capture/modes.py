@@ -22,6 +22,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.base.recording import followed, unfollowed
+from zerograph.capture.library_checks import passing
 from zerograph.capture.random_operators import known_truth, note_comparison
 from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
 from zerograph.errors import CaptureError, InputError
@@ -177,6 +178,8 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
 class NoReads(TorchFunctionMode):
     """A mode that refuses what reads a tensor's value by another way than an operator: texts and arrays.
 
+    It leaves out checks of libraries.
+
     Args:
         error: returns the error for the function of a name.
     """
@@ -191,6 +194,10 @@ class NoReads(TorchFunctionMode):
         Raises:
             CaptureError: it reads a value.
         """
+        if func in (Tensor.__bool__, Tensor.item):
+            truth = passing(sys._getframe(1), is_number=func is Tensor.item and args[0].dtype != torch.bool)
+            if truth is not None:
+                return truth
         if func in _READS and (func not in _TEXTS or _is_asked_by_user()):
             raise self._error(_READS[func])
         return func(*args, **(kwargs or {}))

@@ -57,6 +57,7 @@ def substituted() -> Iterator[None]:
             stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
         stack.enter_context(_torch.trusted_causal_flags())
         stack.enter_context(_torch.unchecked_distributions())
+        stack.enter_context(_torch.unchecked_values())
         stack.enter_context(wrappers.seen_through())
         stack.enter_context(_torch.compiled_functions_run_plainly())
         stack.enter_context(captured_flex_attention())

@@ -1,4 +1,4 @@
-"""Checks of values in models of transformers, which are made before the step: none can be made in it."""
+"""Checks of values in models of transformers, which are made before the step: in it they are left out."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zerograph.base import source
 from zerograph.errors import InputError
-
-# The condition of an error in the models for the CTC loss, Wav2Vec2ForCTC and others.
-_LABELS = "labels.max() >= self.config.vocab_size"
 
 
 def check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -31,8 +27,3 @@ def check_labels(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     sizes = [int(one.config.vocab_size) for one in models]
     if sizes and (largest := int(labels.max())) >= min(sizes):
         raise InputError(f"a label is {largest}, and the model has the {min(sizes)} classes 0 to {min(sizes) - 1}")
-
-
-def is_checked() -> bool:
-    """Return whether the running line reads a condition that :func:`check_labels` has found to be false."""
-    return _LABELS in source.running_line()[1]

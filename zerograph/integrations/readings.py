@@ -27,7 +27,6 @@ from zerograph.base import source
 from zerograph.capture.selected import is_mask_of, selected
 from zerograph.errors import CaptureError, InputError, ZeroGraphWarning
 from zerograph.graph import building
-from zerograph.integrations.checks import is_checked
 from zerograph.integrations.replay import (
     DEVICE,
     ORIGINAL,
@@ -330,7 +329,7 @@ class _Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._in_module:
-            return False if func is Tensor.__bool__ and is_checked() else func(*args, **kwargs)
+            return func(*args, **kwargs)
         if self._lifted:
             args, kwargs = self._with_inputs(args, kwargs)
         if func in READS:
