@@ -436,7 +436,9 @@ class ZeroGraph(Inspected, Stateful):
                 step.stores[name].fresh = False
         self.steps_done += 1
         updated = [number for number in range(len(self._optimizers)) if f"optimizer{number}" not in skipped]
-        for optimizer in (self._optimizers[number] for number in updated):
+        for number in updated:
+            optimizer = self._optimizers[number]
+            self._compiler.updates.advance(number)
             _torch.mark_step_called(optimizer)
             run_hooks_after(optimizer)
         for scheduler in (self._schedulers[number] for number in updated):

@@ -320,6 +320,67 @@ def test_a_number_of_a_parameters_state_that_changes_is_an_input(pool: Pool, kin
         assert own_counts == counts == [6, 6]
 
 
+class Countable(torch.optim.Optimizer):
+    """Counts steps in a number of its groups, or of its own, as many optimizers of others do."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {"lr": 0.1} | ({"step": 0} if kind == "group" else {}))
+        self.kind, self.steps = kind, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            if self.kind == "later":
+                group["step"] = group["step"] + 1 if "step" in group else 1
+            elif self.kind == "group":
+                group["step"] += 1
+            count = self.steps if self.kind == "own" else group["step"]
+            for param in group["params"]:
+                state = self.state[param]
+                if "mean" not in state:
+                    state["mean"] = torch.zeros_like(param)
+                state["mean"].lerp_(param.grad, 0.1)
+                param.add_(state["mean"] / (1 - 0.9**count), alpha=-group["lr"] * min(1.0, count / 4))
+
+
+def countable(kind: str, prepare: Any) -> tuple[list[Tensor], int, Any]:
+    torch.manual_seed(0)
+    net: nn.Module = nn.Linear(4, 4).double()
+    net, optimizer = prepare(net, Countable([{"params": [net.weight]}, {"params": [net.bias]}], kind))
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).double()
+    for number in range(6):
+        if number == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+        net(part(x)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(net.state_dict().values()), optimizer.steps, optimizer.param_groups[1].get("step")
+
+
+def prepared_countable(kind: str, stage: int) -> Any:
+    return countable(kind, functools.partial(zg.prepare, stage=stage))
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("group", 3), ("own", 2), ("later", 0)])
+def test_a_number_of_an_optimizer_or_its_group_that_counts_steps_is_an_input(pool: Pool, kind: str, stage: int) -> None:
+    ((values, *counts),) = pool.run(1, countable, kind, unprepared)
+    for own, *own_counts in pool.run(2, prepared_countable, kind, stage):
+        torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-12)
+        assert own_counts == counts == [6, None if kind == "own" else 6]
+        assert [type(count) for count in own_counts] == [type(count) for count in counts]
+
+
+def test_a_step_that_counts_is_compiled_once() -> None:
+    net = model()
+    step = Step(net, [Countable(net.parameters(), "group")], 2)
+    compiled = set()
+    for x, y in data():
+        step(x, y)
+        compiled.add(id(step.step))
+    assert len(compiled) == 1
+
+
 def unprepared(*objects: Any) -> tuple[Any, ...]:
     return objects
 

@@ -15,6 +15,7 @@ from zerograph.config import Config
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.step_graph import output_nodes, placeholders, writes
+from zerograph.optim.hyperparameters import place
 from zerograph.runtime.backends import backends
 from zerograph.runtime.executor import Lookup, bind, with_low_overhead
 from zerograph.runtime.heap import keep_freed
@@ -46,7 +47,7 @@ def bind_step(
     ):
         keep_freed()
     numbers = {
-        name: (update.group, update.program.numbers[short])
+        name: place(update.optimizer, update.group, update.program.numbers[short])
         for planned in prepared.layout
         for update in planned.updates
         for short, name in update.numbers().items()

@@ -18,6 +18,7 @@ from zerograph.ir.offload import offload_device
 from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
 from zerograph.optim.coded import with_coded_state
+from zerograph.optim.counts import Counts, advance, counts_of, without
 from zerograph.optim.hyperparameters import NotLiftedError
 from zerograph.optim.step_hooks import check_step
 
@@ -42,6 +43,8 @@ class Updates:
     _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
     # The hyperparameters that could not be lifted.
     _constant: set[tuple[int, int, Path]] = field(default_factory=set)
+    # By (optimizer, group): the numbers that count steps.
+    _counts: dict[tuple[int, int], Counts] = field(default_factory=dict)
 
     def of(
         self,
@@ -66,7 +69,11 @@ class Updates:
                     if name in captured.gradients:
                         group_name = f"optimizer{number}.group{index}"
                         traced_name, program = (traced or {}).get(name, ("", None))
-                        inputs = {hyperparameters.LR, *self._lifted.get((number, index), ())}
+                        inputs = {
+                            hyperparameters.LR,
+                            *self._lifted.get((number, index), ()),
+                            *self._counted(number, index),
+                        }
                         if program is None or traced_name != group_name or set(program.numbers.values()) != inputs:
                             program = self._program(number, index, parameter, members.device(parameter), config)
                         if config.optimizer_state == "int8" and not program.is_coded:
@@ -88,11 +95,21 @@ class Updates:
 
         A hyperparameter that is an input is replaced by the results of the update's comparisons with it.
         """
-        group: Mapping[str, Any] = self.optimizers[number].param_groups[index]
+        group = without(self.optimizers[number].param_groups[index], self._counted(number, index))
         for path, thresholds in self._lifted.get((number, index), {}).items():
             value = hyperparameters.read(group, path)
             group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
         return group
+
+    def advance(self, number: int) -> None:
+        """Advance the numbers of an optimizer that count steps, after its update."""
+        advance(self.optimizers[number], {index: counts for (n, index), counts in self._counts.items() if n == number})
+
+    def _counted(self, number: int, index: int) -> Counts:
+        if (number, index) not in self._counts:
+            optimizer = self.optimizers[number]
+            self._counts[number, index] = counts_of(optimizer, optimizer.param_groups[index])
+        return self._counts[number, index]
 
     def lift_changed(self, config: Config) -> None:
         """Lift the hyperparameters that changed since the last step: further changes do not compile again.
@@ -111,7 +128,8 @@ class Updates:
                 self._last[number, index] = now
                 lifted = self._lifted.setdefault((number, index), {})
                 for path in now:
-                    if path in before and before[path] != now[path] and path not in lifted:
+                    is_new = path not in lifted and path not in self._counted(number, index)
+                    if path in before and before[path] != now[path] and is_new:
                         self._lift(number, index, path, config)
 
     def _lift(self, number: int, index: int, path: Path, config: Config) -> None:
@@ -132,14 +150,14 @@ class Updates:
         """Return the traced update of a parameter of an optimizer's group."""
         optimizer = self.optimizers[number]
         group = optimizer.param_groups[index]
-        lifted = self._lifted.get((number, index), {})
+        lifted, counts = self._lifted.get((number, index), {}), tuple(self._counted(number, index))
         # A parameter is updated where it is stored.
         whole = stays_whole(parameter, config)
         device = offload_device(config.optimizer_offload, device, whole=whole) or device
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
         # Only this graph has the numbers that the update compares a lifted hyperparameter with.
         owner, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
-        kind = (owner, constants, tuple(lifted), parameter.dtype, device)
+        kind = (owner, constants, tuple(lifted), counts, parameter.dtype, device)
         key = (*kind, parameter.shape)
         traced = programs.traced
         if kind in traced:
@@ -147,12 +165,12 @@ class Updates:
         if key not in traced:
             other_shapes = [program for other, program in traced.items() if other[: len(kind)] == kind]
             program = traced[key] = trace_update(
-                optimizer, group, parameter.shape, parameter.dtype, device, other_shapes, tuple(lifted)
+                optimizer, group, parameter.shape, parameter.dtype, device, other_shapes, tuple(lifted), counts
             )
             for path, thresholds in lifted.items():
                 thresholds |= program.thresholds[hyperparameters.name(path)]
         if kind not in programs.separate:
-            check_separate(optimizer, group, parameter.shape, parameter.dtype, device)
+            check_separate(optimizer, group, parameter.shape, parameter.dtype, device, counts)
             programs.separate.add(kind)
         if traced[key].any_shape:
             traced[kind] = traced[key]

@@ -34,8 +34,9 @@ def replaced(values: Mapping[torch.optim.Optimizer, Sequence[Group]]) -> Iterato
     try:
         yield
     finally:
-        for (group, _), own in zip(groups, now, strict=True):
-            group.update(own)
+        for (group, then), own in zip(groups, now, strict=True):
+            # Numbers that count steps stay as the step left them.
+            group.update({key: value for key, value in own.items() if key not in then or group[key] is then[key]})
 
 
 def _without_params(group: Group) -> Group:

@@ -24,6 +24,8 @@ from zerograph.ir.update_program import Path
 aten = torch.ops.aten
 
 LR: Path = ("lr",)
+# The end of the path of a number that is an attribute of the optimizer.
+OF_OPTIMIZER: Path = ("of the optimizer",)
 
 
 class NotLiftedError(Exception):
@@ -60,7 +62,14 @@ def replaced(group: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]
 
 def name(path: Path) -> str:
     """Return the name of a hyperparameter: ``momentum``, ``betas[0]``."""
+    if path[1:] == OF_OPTIMIZER:
+        return f"self.{path[0]}"
     return str(path[0]) if len(path) == 1 else f"{path[0]}[{path[1]}]"
+
+
+def place(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], Path]:
+    """Return where a number is read: in the group, or among the optimizer's attributes."""
+    return (vars(optimizer), path[:1]) if path[1:] == OF_OPTIMIZER else (group, path)
 
 
 class Watched(float):

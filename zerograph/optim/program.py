@@ -86,12 +86,14 @@ def trace_update(
     device: Any,
     programs: Iterable[UpdateProgram] = (),
     lifted: Sequence[Path] = (),
+    counts: Sequence[Path] = (),
 ) -> UpdateProgram:
     """Trace ``optimizer.step()`` for one parameter of ``group``, without changing the optimizer.
 
     Args:
         programs: programs for other shapes. An equal one is returned instead of a new one.
         lifted: hyperparameters besides the learning rate that become inputs.
+        counts: numbers of the optimizer and the group that count steps, which become inputs too.
 
     Raises:
         NotLiftedError: the update uses one of ``lifted`` other than as the number itself or one minus it.
@@ -106,7 +108,7 @@ def trace_update(
     for number, path in numbers.items():
         watched = Watched(hyperparameters.read(group, path), thresholds[number])
         group = hyperparameters.replaced(group, path, watched)
-    sample = Sample(optimizer, group, shape_traced, dtype, device)
+    sample = Sample(optimizer, group, shape_traced, dtype, device, counts=counts)
     first, steady, state = both(sample)
     lifts = Lift(first), Lift(steady)
     for number, path in list(numbers.items()):
@@ -117,7 +119,7 @@ def trace_update(
             del numbers[number]
             continue
         changed_group = hyperparameters.replaced(group, path, new)
-        graphs = both(Sample(optimizer, changed_group, shape_traced, dtype, device))
+        graphs = both(Sample(optimizer, changed_group, shape_traced, dtype, device, counts=counts))
         for lift, graph in zip(lifts, graphs[:2], strict=True):
             lift.compare(graph, number, old, new)
     for lift in lifts:
@@ -129,7 +131,11 @@ def trace_update(
     alike = None not in initial.values() and key_of(first, list(state)) == key_of(steady, ())
     if not alike:
         values = {number: hyperparameters.read(group, path) for number, path in numbers.items()}
-        start = _beginning(first, steady, initial, state, values, sample, mixes)
+        counted = {
+            hyperparameters.name(path): hyperparameters.read(*hyperparameters.place(optimizer, group, path))
+            for path in counts
+        }
+        start = _beginning(first, steady, initial, state, values, counted, sample, mixes)
         initial = initial if start is None else start
     same = alike or start is not None
     specs = {key: StateSpec(value.dim() == 0, width(value), initial[key], value.dtype) for key, value in state.items()}
@@ -138,7 +144,7 @@ def trace_update(
     if mixes is not None:
         key += f"\n{tuple(shape)}"
     # Fused operators take only the learning rate as a tensor, and have no separate first update.
-    fused = bool(group.get("fused")) and alike and mixes is None and not lifted
+    fused = bool(group.get("fused")) and alike and mixes is None and not lifted and not counts
     for program in programs:
         if (program.optimizer, program.key, program.state, program.fused is not None) == (name, key, specs, fused):
             return program
@@ -154,7 +160,7 @@ def trace_update(
         mixes=mixes,
         any_shape=mixes is None and not sample.asks_sizes,
         shapes=shapes,
-        numbers={"lr": hyperparameters.LR, **numbers},
+        numbers={"lr": hyperparameters.LR, **numbers, **{hyperparameters.name(path): path for path in counts}},
         thresholds=thresholds,
     )
 
@@ -165,17 +171,18 @@ def _beginning(
     initial: Mapping[str, float | None],
     state: Mapping[str, Tensor],
     numbers: Mapping[str, float],
+    counted: Mapping[str, float],
     sample: Sample,
     mixes: str | None,
 ) -> Mapping[str, float] | None:
     """Call :func:`beginning`; trace an update that is not elementwise for a small parameter first."""
     if mixes is None and not sample.asks_sizes:
-        return beginning(first, steady, initial, state, numbers, None, sample.dtype)
+        return beginning(first, steady, initial, state, {**numbers, **counted}, None, sample.dtype)
     small = sample.of_shape(torch.Size(min(size, _SMALL) for size in sample.shape))
     first, steady, state = both(small)
     if state.keys() != initial.keys():
         return None
-    return beginning(first, steady, initial, state, {}, small.shape, small.dtype)
+    return beginning(first, steady, initial, state, counted, small.shape, small.dtype)
 
 
 _SMALL = 24

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from zerograph import _torch
 from zerograph.errors import CaptureError
 from zerograph.ir.alias import viewed
 from zerograph.ir.metadata import meta
+from zerograph.ir.update_program import Path
+from zerograph.optim import hyperparameters
 from zerograph.optim.memory import root_of
 from zerograph.optim.sampling import Sample
 
@@ -55,21 +57,30 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def check_separate(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype, device: Any
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: Any,
+    counts: Sequence[Path] = (),
 ) -> None:
     """Prove by data flow that the update of a parameter reads no other parameter: trace two of one shape together.
+
+    Args:
+        counts: numbers that count steps, which are inputs.
 
     Raises:
         CaptureError: it reads another parameter (for a norm over all gradients, for example).
     """
-    sample = Sample(optimizer, group, shape or torch.Size((1,)), dtype, device)
+    sample = Sample(optimizer, group, shape or torch.Size((1,)), dtype, device, counts=counts)
     both, _ = sample.trace(None, parameters=2)
     # The key is the node that allocated the memory: in-place operators and views share it.
     reads: dict[fx.Node, set[str]] = {}
+    shared = {"lr", *map(hyperparameters.name, counts)}
     for node in both.graph.nodes:
         if node.op == "placeholder":
             name = meta(node)["update_input"]
-            reads[node] = set() if name == "lr" else {"second" if name.endswith(" 1") else "first"}
+            reads[node] = set() if name in shared else {"second" if name.endswith(" 1") else "first"}
         elif node.op != "output":
             memory = _memory(node)
             sources = reads.setdefault(memory, set())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch
-from zerograph._torch import pytree
-from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
+from zerograph.ir.update_program import Path
+from zerograph.optim import hyperparameters
 from zerograph.optim.memory import FACTORIES
+from zerograph.optim.tensor_values import ValuesAsTensors
 
 aten = torch.ops.aten
 
@@ -95,6 +92,7 @@ class Sample:
     Attributes:
         shape, dtype, device: of the parameter.
         counters: names of numbers in its state that change from step to step, and are traced as tensors.
+        counts: paths of numbers of the optimizer and of its group that count steps, and are inputs.
         asks_sizes: while it was traced, the optimizer read a property of a tensor that may depend on its shape.
     """
 
@@ -107,17 +105,19 @@ class Sample:
         device: Any,
         *,
         fused: bool = False,
+        counts: Sequence[Path] = (),
     ) -> None:
         self._optimizer, self._group = optimizer, group
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
         self.counters: set[str] = set()
+        self.counts = tuple(counts)
         self.asks_sizes = False
 
     def of_shape(self, shape: torch.Size) -> Sample:
         """Return a sample of the same optimizer for a parameter of another shape, on the CPU."""
-        return Sample(self._optimizer, self._group, shape, self.dtype, "cpu")
+        return Sample(self._optimizer, self._group, shape, self.dtype, "cpu", counts=self.counts)
 
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
@@ -126,6 +126,7 @@ class Sample:
 
         The inputs are ``lr``, then the parameter, its gradient and its state, for each parameter. Their
         ``update_input`` is ``param``, ``grad`` or a name of state, with a number appended after the first parameter.
+        The numbers that count steps are the last inputs.
 
         Args:
             state: the optimizer's state tensors before the step; None: the very first step. Other state is as the
@@ -134,19 +135,26 @@ class Sample:
         """
         after: dict[str, Tensor] = {}
         names = ["param", "grad", *(state or ())]
-        mode = _ValuesAsTensors()
+        mode = ValuesAsTensors()
 
         def step(lr: Tensor, *values: Tensor) -> list[Tensor]:
+            values, counts = values[: parameters * len(names)], values[parameters * len(names) :]
             starts = range(0, len(values), len(names))
             each = [dict(zip(names, values[start:], strict=False)) for start in starts]
             leaves, twin = self._twin(each, lr, {} if state is None else self._kept)
+            for path, count in zip(self.counts, counts, strict=True):
+                # A group may get its count in the first step. In-place changes are those of a copy.
+                if state is not None or self._has(path):
+                    _set(twin, path, count.clone())
             numbers = _numbers(twin)
             # The class's own step, without the wrappers of torch's profiler and of schedulers.
             function = _torch.unhooked_step(type(twin))
             mode.watching = True
             function(twin)
             mode.watching = False
-            if state is not None and (changed := _changed(numbers, _numbers(twin))):
+            changed = [] if state is None else _changed(numbers, _numbers(twin))
+            changed = [place for place in changed if place not in map(location, self.counts)]
+            if changed:
                 message = (
                     f"{type(twin).__name__} keeps a number that changes from step to step: {', '.join(changed)}\n"
                     "Keep it as a number or a 0-d tensor in the parameter's state, so that it is an input of the graph."
@@ -166,9 +174,11 @@ class Sample:
                 for _ in range(parameters)
                 for value in (self._fake(), self._fake(), *map(self._fake_state, (state or {}).values()))
             ]
+            values += [torch.empty((), dtype=torch.float64) for _ in self.counts]
             traced = _trace(step, [lr, *values], type(self._optimizer).__name__, mode)
         self.asks_sizes |= mode.asks_sizes
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
+        inputs += map(hyperparameters.name, self.counts)
         for node, name in zip(placeholders(traced.graph), inputs, strict=True):
             meta(node)["update_input"] = name
         _shape_from_param(traced, self.shape)
@@ -202,11 +212,46 @@ class Sample:
                 twin.state[leaf] = _State(self.counters, entries)
         return leaves, twin
 
+    def numbers_over_steps(self, parameters: int, groups: int) -> list[dict[str, Any]]:
+        """Return the numbers of the optimizer, and of its last group, before and after each of three steps.
+
+        Args:
+            parameters: number of parameters of the first group; a further group has one.
+        """
+        with _torch.fake_mode(), _torch.compiling(), torch.no_grad(), _torch.preserved_metadata(), ValuesAsTensors():
+            each = [{"param": self._fake(), "grad": self._fake()} for _ in range(parameters + groups - 1)]
+            leaves, twin = self._twin(each, torch.empty((), dtype=torch.float64), {})
+            first = twin.param_groups[0]
+            twin.param_groups = [{**_containers(first), "params": leaves[:parameters]}] + [
+                {**_containers(first), "params": [leaf]} for leaf in leaves[parameters:]
+            ]
+            numbers = [_numbers(twin)]
+            for _ in range(3):
+                _torch.unhooked_step(type(twin))(twin)
+                numbers.append(_numbers(twin))
+        return numbers
+
+    def _has(self, path: Path) -> bool:
+        mapping, path = hyperparameters.place(self._optimizer, self._group, path)
+        return path[0] in mapping
+
     def _fake(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def _fake_state(self, spec: StateTensor) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)
+
+
+def _set(twin: Any, path: Path, value: Any) -> None:
+    if path[1:] == hyperparameters.OF_OPTIMIZER:
+        setattr(twin, path[0], value)
+    else:
+        twin.param_groups[0][path[0]] = value
+
+
+def location(path: Path) -> str:
+    """Return the location of a number among :func:`_numbers`."""
+    return str(path[0]) if path[1:] == hyperparameters.OF_OPTIMIZER else f"param_groups[{path[0]!r}]"
 
 
 def _containers(value: Any) -> Any:
@@ -217,7 +262,7 @@ def _containers(value: Any) -> Any:
 
 
 def _trace(
-    step: Callable[..., Any], arguments: Sequence[Tensor], optimizer: str, mode: _ValuesAsTensors
+    step: Callable[..., Any], arguments: Sequence[Tensor], optimizer: str, mode: ValuesAsTensors
 ) -> fx.GraphModule:
     with _torch.preserved_metadata(), mode:
         try:
@@ -227,112 +272,6 @@ def _trace(
                 f"{optimizer}.step() branches on a tensor's value\n"
                 "An update is one graph for all values; use torch.where, or another optimizer."
             ) from None
-
-
-class _ValuesAsTensors(TorchFunctionMode):
-    """Let ``tensor.item()`` return a 0-d fp64 tensor, as exact as the Python number.
-
-    ``max`` and ``min`` take such tensors, so optimizers that compute with values (Adafactor, Adagrad) are traced.
-
-    Also record the line of the optimizer that calls each operator. While ``watching``, record in ``asks_sizes`` whether
-    a call on a tensor with dimensions returns anything but tensors: if not, no Python code can depend on a size.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.watching = self.asks_sizes = False
-
-    def __enter__(self) -> Any:
-        self._builtins = builtins.max, builtins.min
-        self._math = {name: getattr(math, name) for name in _OF_MATH}
-        for name, function in self._math.items():
-            setattr(math, name, _of_tensor(function, getattr(torch, name)))
-        builtins.max = _with_tensors(builtins.max, torch.maximum, torch.clamp_min)
-        builtins.min = _with_tensors(builtins.min, torch.minimum, torch.clamp_max)
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        builtins.max, builtins.min = self._builtins
-        vars(math).update(self._math)
-        super().__exit__(*raised)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._computed(func, args, kwargs or {})
-        if self.watching and not self.asks_sizes and _what(func) not in _OF_ANY_SIZE:
-            self.asks_sizes = any(
-                not isinstance(leaf, Tensor) and leaf is not None for leaf in pytree.tree_leaves(result)
-            ) and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves((args, kwargs)))
-        return result
-
-    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(func, "__name__", "") == "__get__":
-            return func(*args, **kwargs)
-        with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
-            if func is Tensor.item:
-                return args[0].detach().reshape(()).to(torch.float64, copy=True)
-            if func in _SUBS and isinstance((kwargs or {}).get("alpha", 1), (Tensor, torch.SymFloat)):
-                # Torch asks whether alpha is 1.
-                return _SUBS[func](*args, **{**kwargs, "alpha": -kwargs["alpha"]})
-            if func in _LERPS and len(args) == 3 and isinstance(args[2], Tensor):
-                end, weight = args[1], args[2]
-                # The plain optimizer passes a number to lerp, for any dtype.
-                if weight.dim() == 0 and weight.dtype is not end.dtype:
-                    return func(args[0], end, weight.item())
-            return func(*args, **kwargs)
-
-
-# Functions of step counts.
-_OF_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "pow")
-
-
-def _of_tensor(function: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Return a function of ``math`` that also takes 0-d tensors."""
-
-    def applied(*values: Any) -> Any:
-        return of_tensors(*values) if any(isinstance(value, Tensor) for value in values) else function(*values)
-
-    return applied
-
-
-def _what(func: Any) -> str:
-    """Return the name of a function, or of the attribute that it reads."""
-    name = getattr(func, "__name__", "")
-    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
-
-
-# Properties of tensors that do not depend on their size.
-_OF_ANY_SIZE = {
-    "device",
-    "dtype",
-    "is_complex",
-    "is_cpu",
-    "is_cuda",
-    "is_floating_point",
-    "is_meta",
-    "is_sparse",
-    "layout",
-    "requires_grad",
-}
-
-
-_SUBS: dict[Any, Any] = {Tensor.sub: Tensor.add, Tensor.sub_: Tensor.add_, torch.sub: torch.add}
-_LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
-
-
-def _with_tensors(
-    builtin: Callable[..., Any], of_tensors: Callable[..., Tensor], of_number: Callable[..., Tensor]
-) -> Callable[..., Any]:
-    """Return ``max`` or ``min`` that also takes 0-d tensors among its numbers."""
-
-    def extreme(*values: Any, **kwargs: Any) -> Any:
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        if len(values) < 2 or kwargs or not tensors:
-            return builtin(*values, **kwargs)
-        numbers = [value for value in values if not isinstance(value, Tensor)]
-        extreme_tensor = functools.reduce(of_tensors, tensors)
-        return of_number(extreme_tensor, builtin(numbers)) if numbers else extreme_tensor
-
-    return extreme
 
 
 # capturable: compute bias corrections from tensors, so that the step count is an input. foreach: the bucket is one

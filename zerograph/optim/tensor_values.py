@@ -1,0 +1,123 @@
+"""Let an optimizer's Python code compute with values of tensors while its update is traced."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zerograph import _torch
+from zerograph._torch import pytree
+from zerograph.base import source
+
+
+class ValuesAsTensors(TorchFunctionMode):
+    """Let ``tensor.item()`` return a 0-d fp64 tensor, as exact as the Python number.
+
+    ``max`` and ``min`` take such tensors, so optimizers that compute with values (Adafactor, Adagrad) are traced.
+
+    Also record the line of the optimizer that calls each operator. While ``watching``, record in ``asks_sizes`` whether
+    a call on a tensor with dimensions returns anything but tensors: if not, no Python code can depend on a size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watching = self.asks_sizes = False
+
+    def __enter__(self) -> Any:
+        self._builtins = builtins.max, builtins.min
+        self._math = {name: getattr(math, name) for name in _OF_MATH}
+        for name, function in self._math.items():
+            setattr(math, name, _of_tensor(function, getattr(torch, name)))
+        builtins.max = _with_tensors(builtins.max, torch.maximum, torch.clamp_min)
+        builtins.min = _with_tensors(builtins.min, torch.minimum, torch.clamp_max)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        builtins.max, builtins.min = self._builtins
+        vars(math).update(self._math)
+        super().__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self._computed(func, args, kwargs or {})
+        if self.watching and not self.asks_sizes and _what(func) not in _OF_ANY_SIZE:
+            self.asks_sizes = any(
+                not isinstance(leaf, Tensor) and leaf is not None for leaf in pytree.tree_leaves(result)
+            ) and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in pytree.tree_leaves((args, kwargs)))
+        return result
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
+            if func is Tensor.item:
+                return args[0].detach().reshape(()).to(torch.float64, copy=True)
+            if func in _SUBS and isinstance((kwargs or {}).get("alpha", 1), (Tensor, torch.SymFloat)):
+                # Torch asks whether alpha is 1.
+                return _SUBS[func](*args, **{**kwargs, "alpha": -kwargs["alpha"]})
+            if func in _LERPS and len(args) == 3 and isinstance(args[2], Tensor):
+                end, weight = args[1], args[2]
+                # The plain optimizer passes a number to lerp, for any dtype.
+                if weight.dim() == 0 and weight.dtype is not end.dtype:
+                    return func(args[0], end, weight.item())
+            return func(*args, **kwargs)
+
+
+# Functions of step counts.
+_OF_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "pow")
+
+
+def _of_tensor(function: Callable[..., Any], of_tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return a function of ``math`` that also takes 0-d tensors."""
+
+    def applied(*values: Any) -> Any:
+        return of_tensors(*values) if any(isinstance(value, Tensor) for value in values) else function(*values)
+
+    return applied
+
+
+def _what(func: Any) -> str:
+    """Return the name of a function, or of the attribute that it reads."""
+    name = getattr(func, "__name__", "")
+    return getattr(func.__self__, "__name__", "") if name == "__get__" else name
+
+
+# Properties of tensors that do not depend on their size.
+_OF_ANY_SIZE = {
+    "device",
+    "dtype",
+    "is_complex",
+    "is_cpu",
+    "is_cuda",
+    "is_floating_point",
+    "is_meta",
+    "is_sparse",
+    "layout",
+    "requires_grad",
+}
+
+
+_SUBS: dict[Any, Any] = {Tensor.sub: Tensor.add, Tensor.sub_: Tensor.add_, torch.sub: torch.add}
+_LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
+
+
+def _with_tensors(
+    builtin: Callable[..., Any], of_tensors: Callable[..., Tensor], of_number: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """Return ``max`` or ``min`` that also takes 0-d tensors among its numbers."""
+
+    def extreme(*values: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        if len(values) < 2 or kwargs or not tensors:
+            return builtin(*values, **kwargs)
+        numbers = [value for value in values if not isinstance(value, Tensor)]
+        extreme_tensor = functools.reduce(of_tensors, tensors)
+        return of_number(extreme_tensor, builtin(numbers)) if numbers else extreme_tensor
+
+    return extreme
