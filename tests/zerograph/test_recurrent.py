@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -98,3 +99,28 @@ def test_parameters_that_are_views_of_one_storage_train_as_others(pool: Pool) ->
     expected = trained(make("lstm"))
     for stages in [train_packed(), *pool.run(2, train_packed)]:
         torch.testing.assert_close(stages, [expected] * 4, rtol=1e-6, atol=0)
+
+
+def in_a_loop(prepare: Callable[..., Any], rows: tuple[slice, slice]) -> list[float]:
+    torch.manual_seed(0)
+    model, optimizer = prepare(module := nn.GRU(6, 8, batch_first=True), torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = []
+    for own in rows:
+        loss = model(X[own])[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def dynamic_in_a_loop() -> list[float]:
+    config = zg.Config(mode="distributed_split", dynamic_shapes=True)
+    whole, uneven = (slice(2 * zg.rank(), 2 * zg.rank() + 2), slice(zg.rank(), 1 + 3 * zg.rank()))
+    return in_a_loop(lambda *objects: zg.prepare(*objects, config=config), (uneven, whole))
+
+
+def test_a_recurrent_layer_in_a_loop_takes_unequal_rows(pool: Pool) -> None:
+    expected = in_a_loop(lambda *objects: objects, (slice(0, 4), slice(0, 4)))
+    for losses in pool.run(2, dynamic_in_a_loop):
+        assert losses == pytest.approx(expected, rel=1e-5)

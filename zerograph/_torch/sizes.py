@@ -167,9 +167,13 @@ def evaluate_size(size: Any, values: Mapping[Any, int]) -> int:
     return int(_expression(size).xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
 
 
-def condition_holds(condition: Any, values: Mapping[Any, int]) -> bool:
-    """Return whether a condition holds for values of all its symbols."""
-    return bool(_expression(condition).xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()}))
+def condition_holds(condition: Any, values: Mapping[str, int]) -> bool:
+    """Return whether a condition holds for values of all its symbols, by name.
+
+    A size that a guard has fixed is a number already, and a condition of before may still have its symbol.
+    """
+    expression = _expression(condition)
+    return bool(expression.xreplace({symbol: sympy.Integer(values[symbol.name]) for symbol in expression.free_symbols}))
 
 
 def differs_from_one(size: Any) -> Any:

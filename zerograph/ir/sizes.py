@@ -92,12 +92,12 @@ class Sizes:
 
         Torch's shape functions take sizes for at least 2, so conditions on one row are no guards by themselves.
         """
-        hints = {_torch.size_key(self.all(dim.name)): dim.hint for dim in self.dims.values()}
+        hints = {dim.name: dim.hint for dim in self.dims.values()}
         if not set(_torch.symbols_of(condition)) <= self.dims.keys():
             return False
         answer = _torch.condition_holds(condition, hints)
         return any(
-            dim.rows and _torch.condition_holds(condition, {**hints, _torch.size_key(self.all(dim.name)): 1}) != answer
+            dim.rows and _torch.condition_holds(condition, {**hints, dim.name: 1}) != answer
             for dim in self.dims.values()
         )
 

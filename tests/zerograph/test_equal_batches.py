@@ -1,0 +1,56 @@
+"""Ranks that all pass the same batch: a warning, unless the tensors are marked as replicated."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import zerograph as zg
+from tests.pool import Pool
+from tests.zerograph.test_plain_inputs import Step, classes, linear, numbers
+
+
+def equal_batches(mark: Callable[[Tensor], Tensor], prepared: bool) -> tuple[list[float], list[str], list[str]]:
+    """Losses of two steps of ranks that all pass the same batch; the warnings, and the files that they point at."""
+    torch.manual_seed(0)
+    model, x, y = linear(), mark(numbers(0, 8, 8)), mark(classes(8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if prepared:
+            model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            losses = []
+            for _ in range(2):
+                losses.append(F.cross_entropy(model(x), y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            step = Step(model, lambda model, rows, target: F.cross_entropy(model(rows), target))
+            losses = [step(x, y) for _ in range(2)]
+        values = [loss.item() for loss in losses]
+    about = [one for one in caught if "bitwise equal" in str(one.message)]
+    return values, [str(one.message) for one in about], [one.filename for one in about]
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["graph", "loop"])
+def test_equal_batches_on_all_ranks_are_warned_of_once_unless_they_are_marked(pool: Pool, prepared: bool) -> None:
+    expected, silence, _ = equal_batches(same, False)
+    assert not silence
+    for losses, messages, files in pool.run(2, equal_batches, same, prepared):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        (message,), (file,) = messages, files
+        assert "args[0] is bitwise equal on all 2 ranks, and so are all inputs" in message
+        assert "zg.replicated(args[0])" in message
+        assert file == __file__
+    for losses, messages, _ in pool.run(2, equal_batches, zg.replicated, prepared):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert not messages
+
+
+def same(x: Tensor) -> Tensor:
+    return x
