@@ -42,7 +42,7 @@ class Compared(float):
     def __eq__(self, other: object) -> bool:
         return bool(self)
 
-    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__  # type: ignore[assignment]
+    __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
     __hash__ = float.__hash__
 
 

@@ -38,12 +38,13 @@ def counts_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Cou
     for where in alone[1]:
         in_group = re.fullmatch(r"param_groups\['(.*)'\]", where)
         path: Path = (in_group[1],) if in_group else (where, *OF_OPTIMIZER)
-        first, second, third = values = [numbers.get(where) for numbers in alone[1:]]
+        values: list[Any] = [numbers.get(where) for numbers in alone[1:]]
         if not (in_group or where.isidentifier()) or values != [numbers.get(where) for numbers in together[1:]]:
             continue
-        is_number = all(type(value) in (int, float) for value in values)
-        if is_number and second != first and third - second == second - first:
-            counts[path] = second - first, first
+        if all(type(value) in (int, float) for value in values):
+            first, second, third = values
+            if second != first and third - second == second - first:
+                counts[path] = second - first, first
     return counts
 
 
