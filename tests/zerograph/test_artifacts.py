@@ -27,8 +27,8 @@ from tests.pool import Pool
 from tests.scripts import run_by_torchruns_agent
 from tests.zerograph.inspection import models
 from zerograph import _torch
-from zerograph.artifact.code import digests, names_of, recorded
-from zerograph.artifact.digest import Digest, Visited
+from zerograph.artifact.code import recorded
+from zerograph.artifact.digest import Digest
 from zerograph.artifact.file import file_content, read_file, write_file
 from zerograph.base.recording import followed
 from zerograph.capture.trace import Capture
@@ -147,10 +147,10 @@ def other_version(monkeypatch: pytest.MonkeyPatch) -> Step:
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Step]] = {
-    "build, or a value that it reads": other_scale,
-    "scaled, or a value that it reads": other_default,
-    "build, or a value": other_function,
-    "Linear.forward, or a value": other_function_of_torch,
+    "the value of tests.zerograph.test_artifacts.SCALE": other_scale,
+    "the value of tests.zerograph.test_artifacts.scaled": other_default,
+    "the code or the value of tests.zerograph.test_artifacts.scaled": other_function,
+    "the functions of torch that were replaced": other_function_of_torch,
     "the attribute self.options": other_attribute,
     "the version of torch": other_version,
     "config.stage: 2 in the file, 3 here": lambda _: Step(stage=3),
@@ -263,23 +263,22 @@ def test_callbacks_of_the_garbage_collector_are_no_part_of_a_trace() -> None:
             followed(nn.functional.softmax)(torch.ones(2), dim=0)
     finally:
         gc.callbacks.remove(callback)
-    assert names_of(recording) == ["torch.nn.functional:softmax"]
+    assert [code.co_name for code in recording.codes] == ["softmax"]
 
 
 def test_a_method_of_modules_that_dynamo_replaces_has_the_digest_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("__init__", "__setstate__"):
         monkeypatch.setattr(nn.Module, name, _torch.untagged(vars(nn.Module)[name]))
-    names = ["torch.nn.modules.module:Module.__init__"]
-    before = digests(names)
+    before = Digest().of(nn.Module)
     monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
     install_generation_tagging_init()
-    assert digests(names) == before
+    assert Digest().of(nn.Module) == before
 
 
 def test_a_value_that_leads_to_another_on_two_paths_is_digested_once() -> None:
-    """Two ways from each of 40 classes to the next are 2 ** 40 ways to the last."""
+    """Two ways from each of 30 classes to the next are 2 ** 30 ways to the last."""
     kind: type = type("Kind", (), {})
-    for _ in range(40):
+    for _ in range(30):
 
         def first(self: object, other: type = kind) -> None:
             pass
@@ -288,9 +287,9 @@ def test_a_value_that_leads_to_another_on_two_paths_is_digested_once() -> None:
             pass
 
         kind = type("Kind", (), {"first": first, "second": second})
-    visited = Visited(())
-    assert Digest(visited).everything_of(kind)
-    assert not visited.doubts
+    digest = Digest()
+    assert digest.everything_of(kind)
+    assert not digest.doubts
 
 
 _JOB = """

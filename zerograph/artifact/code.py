@@ -1,29 +1,29 @@
-"""Digests of the Python code that a trace ran, by which another process sees whether its own code is the same.
+"""Digests of what a trace read, by which another process sees whether its own code and values are the same.
 
-A trace is followed, and each function of the user, of installed packages and of ``torch.nn`` that ran is named by its
-module and its qualified name. Its digest covers its code, its default arguments, the values in its closure, and the
-values of the globals and attributes of modules that it names. Functions among these values count by their own code:
-those that ran have digests of their own. Environment variables that the trace read count too.
+A trace is followed. Each global and each attribute of a module that the code names which ran, of the user, of installed
+packages or of ``torch.nn``, is digested by its place: ``module:name``. Functions among these values, and those in
+classes, count by their own code; what they name counts if they ran. Environment variables that the trace read count
+too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 import sys
 import types
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerograph._torch import hook_tables, untagged
+from zerograph._torch import hook_tables
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
-from zerograph.artifact.digest import Digest, Visited, counts, module_name, name_of
-from zerograph.artifact.names import BY_TEXT, texts_of
+from zerograph.artifact.digest import Digest, counts
+from zerograph.artifact.names import BY_TEXT, named_values, texts_of, value_at
 from zerograph.base import recording, source
 from zerograph.base.recording import Recording
 
@@ -39,41 +39,45 @@ def recorded() -> AbstractContextManager[Recording]:
 
 
 def names_of(trace: Recording) -> list[str]:
-    """Return names for what a trace ran and read: ``module:Class.function``, and environment variables."""
-    functions = {name_of(code, module) for code, module in trace.codes.items()}
-    return [*sorted(functions), *(f"{_VARIABLE}{name}" for name in sorted(trace.variables))]
+    """Return the places that a trace read: ``module:name``, ``module:name:attribute``, and environment variables."""
+    places = {
+        f"{_module_name(space.get('__name__', ''))}:{path}"
+        for code, space in trace.codes.items()
+        for path, _ in named_values(space, code)
+    }
+    return [*sorted(places), *(f"{_VARIABLE}{name}" for name in sorted(trace.variables))]
 
 
-def digests(names: Iterable[str], visited: Visited | None = None) -> dict[str, str]:
-    """Return the digest of what each name stands for in this process; an empty text for one that is not there."""
-    names = list(names)
-    visited = Visited() if visited is None else visited
-    visited.executed = frozenset(names)
-    digest = Digest(visited)
+def digests(names: Iterable[str], digest: Digest | None = None) -> dict[str, str]:
+    """Return the digest of what is at each place in this process; an empty text for a module that is not there."""
+    digest = Digest() if digest is None else digest
     return {name: _digest_of(name, digest) for name in names}
 
 
 def described(name: str) -> str:
     """Return a name of :func:`names_of` in words, for messages about its digest."""
-    return f"the {name}" if name.startswith(_VARIABLE) else f"the code of {name}, or a value that it reads"
+    return f"the {name}" if name.startswith(_VARIABLE) else f"the code or the value of {name.replace(':', '.')}"
 
 
-def unseen(trace: Recording, visited: Visited, named: Collection[types.CodeType]) -> list[str]:
-    """Return what ran in a trace, but is not in the digests: code that no name leads to, and closures.
+def unseen(
+    trace: Recording, codes: Collection[types.CodeType], memos: Iterable[tuple[types.FunctionType, int]]
+) -> list[str]:
+    """Return what ran in a trace, but is in no digest: code that no place leads to, and results from before it.
 
     Args:
         trace: what ran.
-        visited: what was seen.
-        named: the code that names lead to. Of other code, in attributes for instance, the globals are not compared.
+        codes, memos: those that digests saw of the places that the trace read, and of what the graph holds.
     """
     missing = []
-    for code, module in trace.codes.items():
-        name = f"{module}:{code.co_qualname}"
-        if code not in named or not (visited.parents.get(code) in trace.codes or _has_closures(code, trace, visited)):
+    for code, space in trace.codes.items():
+        name = f"{space.get('__name__')}:{code.co_qualname}"
+        module = _module(_module_name(space.get("__name__", "")))
+        is_torchs = not source.is_users(code.co_filename)
+        if not is_torchs and (code not in codes or module is None or vars(module) is not space):
             missing.append(f"{name} ran, and no name leads to it")
         if _is_own(code):
             missing += [f"{name} reads {text}" for text in sorted(REFLECTION.intersection(code.co_names))]
-    for function, entries in visited.memos:
+    for function, entries in memos:
         if entries > trace.runs[function.__code__] and _is_own(function.__code__):
             missing.append(f"{function.__qualname__} keeps a result from before the trace")
     return missing
@@ -82,12 +86,6 @@ def unseen(trace: Recording, visited: Visited, named: Collection[types.CodeType]
 def _is_own(code: types.CodeType) -> bool:
     """Return whether code is the user's own, and not that of an installed package, whose version is compared."""
     return source.is_users(code.co_filename) and not source.is_installed(code.co_filename)
-
-
-def _has_closures(code: types.CodeType, trace: Recording, visited: Visited) -> bool:
-    """Return whether the digests saw the closure of each function of this code that ran."""
-    seen = visited.functions.get(code, [])
-    return all(any(all(map(operator.is_, cells, other)) for other in seen) for cells in trace.cells.get(code, ()))
 
 
 def read_names(trace: Recording) -> frozenset[str] | None:
@@ -109,27 +107,33 @@ def own_names(trace: Recording) -> frozenset[str]:
     return frozenset().union(*(texts_of(code) for code in trace.codes if _is_own(code)))
 
 
+def digest_of_graph(root: nn.Module, own: Collection[object]) -> Digest:
+    """Return a digest to which the graph, its modules and their tensors are names, as they are compared by themselves.
+
+    Args:
+        root: has the modules as children.
+        own: the graph, and what else is no value of the step.
+    """
+    named = [*root.named_modules(), *root.named_parameters(), *root.named_buffers()]
+    return Digest({**{id(one): name for name, one in named}, **{id(one): "graph" for one in (*own, root)}})
+
+
 def attribute_digests(
     root: nn.Module,
     attributes: Mapping[str, Any],
     own: Collection[object],
-    visited: Visited,
+    digest: Digest,
     names: Collection[str] | None = None,
 ) -> dict[str, str]:
     """Return digests of what a graph and its modules hold besides modules and tensors, and of their classes.
 
     Args:
-        root: has the modules as children.
+        root, own: see :func:`digest_of_graph`.
         attributes: the attributes of the graph.
-        own: the graph, and what else is no value of the step.
-        visited: collects doubts.
+        digest: collects doubts.
         names: digest attributes of modules of these names only.
     """
     modules = {name: module for name, module in root.named_modules() if name}
-    tensors = [*root.named_parameters(), *root.named_buffers()]
-    visited.own = {**{id(one): "graph" for one in (*own, root)}, **{id(one): name for name, one in modules.items()}}
-    visited.own |= {id(tensor): name for name, tensor in tensors}
-    digest = Digest(visited)
     texts = {}
     holders = {"self": attributes, **{name: vars(module) for name, module in modules.items()}}
     for path, values in holders.items():
@@ -140,7 +144,7 @@ def attribute_digests(
                 texts[f"the attribute {path}.{name}"] = digest.of(value)
     for path, module in modules.items():
         if isinstance(module, torch.jit.ScriptModule):
-            visited.doubt(f"{path} is compiled by TorchScript")
+            digest.doubts[f"{path} is compiled by TorchScript"] = None
         if hooks := [hook for table in hook_tables(module) for hook in table.values()]:
             texts[f"the hooks of {path}"] = digest.of(hooks)
     classes = dict.fromkeys(map(type, [*own, *modules.values()]))
@@ -160,27 +164,23 @@ def _digest_of(name: str, digest: Digest) -> str:
         value = os.environ.get(name.removeprefix(_VARIABLE))
         # Not the value itself: some are secrets.
         return "not set" if value is None else hashlib.sha256(value.encode()).hexdigest()[:16]
-    module, _, path = name.partition(":")
-    found = _module(module)
-    value = None if found is None else _at(found, path)
-    return "" if value is None else digest.of(value)
+    module_name, _, path = name.partition(":")
+    if (module := _module(module_name)) is None:
+        return ""
+    digest.silent = not source.is_users(getattr(module, "__file__", None) or "<")
+    try:
+        return digest.of(value_at(vars(module), path))
+    finally:
+        digest.silent = False
 
 
-def _at(module: types.ModuleType, path: str) -> Any:
-    """Return what a path of names leads to in a module; None if there is nothing."""
-    value: Any = module
-    for part in path.split("."):
-        # Not getattr(): it would call properties.
-        value = untagged(next((vars(cls)[part] for cls in _bases(value) if part in vars(cls)), None))
-    return value
-
-
-def _bases(value: Any) -> tuple[Any, ...]:
-    return value.__mro__ if isinstance(value, type) else (value,) if isinstance(value, types.ModuleType) else ()
+def _module_name(name: str) -> str:
+    """Return a module's name; that of a script is the name of its file, by which commands import it."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    is_script = name == "__main__" or name.startswith("_script_")
+    return Path(file).stem if is_script and file is not None else name
 
 
 def _module(name: str) -> types.ModuleType | None:
     main = sys.modules.get("__main__")
-    if main is not None and module_name("__main__") == name:
-        return main
-    return sys.modules.get(name)
+    return main if main is not None and _module_name("__main__") == name else sys.modules.get(name)

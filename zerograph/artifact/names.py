@@ -1,66 +1,87 @@
-"""The names in the code of functions, and the values that they stand for."""
+"""The names in code, and the values that they stand for."""
 
 from __future__ import annotations
 
+import builtins
 import dis
 import itertools
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from zerograph.base import source
+
+# Code that has one of these names may read a name that it does not show.
+BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgetter"})
+# In place of a name: all names.
+_ALL = "*"
+# Of modules in modules.
+_DEPTH = 4
+
+
+def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code, and the code inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from with_inner(constant)
 
 
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names in code, and in the code inside."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(names_in, inner))
-
-
-def _imported(code: types.CodeType) -> set[str]:
-    """Return the names of the modules that code imports, and what it imports from them."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    # Opcodes are at even places.
-    own = dis.get_instructions(code) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else ()
-    names = {str(one.argval) for one in own if one.opname in ("IMPORT_NAME", "IMPORT_FROM")}
-    return names.union(*map(_imported, inner))
+    return {name for inner in with_inner(code) for name in inner.co_names}
 
 
 def texts_of(code: types.CodeType) -> set[str]:
     """Return the names and the strings in code, and in the code inside."""
-    texts = {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
-    return texts.union(*(texts_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)))
+    constants = {constant for inner in with_inner(code) for constant in inner.co_consts if isinstance(constant, str)}
+    return names_in(code) | constants
 
 
-# Code that has one of these names may read a name that it does not show.
-BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgetter"})
+def named_values(space: Mapping[str, Any], code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """Yield what code names, by a path that :func:`value_at` follows: globals, imports, attributes of modules there.
 
-
-def named_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function names with its value: globals, names that it imports, and attributes of modules there."""
-    code, space = function.__code__, function.__globals__
-    names, imported = sorted(names_in(code)), _imported(code)
-    package = str(space.get("__package__") or "")
-    builtins = cast(Any, function).__builtins__
+    Args:
+        space: the globals of the code.
+        code: that of a function.
+    """
+    names = sorted(names_in(code))
     for name in names:
-        value = space.get(name, sys.modules.get(name, builtins.get(name)))
-        if value is None and name not in space:
-            # An import may be relative to the module's package, or to one that contains it.
-            outer = itertools.accumulate(package.split("."), "{}.{}".format) if name in imported else ()
-            modules = [module for module in map(sys.modules.get, (f"{path}.{name}" for path in outer)) if module]
-            for module in modules:
-                yield from _attributes(f".{name}", module, names)
-            if not modules:
-                continue
-            value = modules
-        yield name, value
-        if isinstance(value, types.ModuleType):
-            yield from _attributes(name, value, names)
-            if BY_TEXT & set(names) and source.is_users(getattr(value, "__file__", None) or "<"):
-                yield f"{name}.*", _values(vars(value))
+        if (value := _look_up(space, name)) is not None or name in space:
+            yield from _with_attributes(name, value, names)
+    package = str(space.get("__package__") or "")
+    # An import may be relative to the module's package, or to one that contains it.
+    for name in sorted(_imported(code)) if package else ():
+        for outer in itertools.accumulate(package.split("."), "{}.{}".format):
+            if (module := sys.modules.get(f"{outer}.{name}")) is not None:
+                yield from _with_attributes(f"{outer}.{name}", module, names)
     if "globals" in names:
-        yield "*", _values(space)
+        yield _ALL, _values(space)
+
+
+def value_at(space: Mapping[str, Any], path: str) -> Any:
+    """Return what a path stands for among globals; None if there is nothing."""
+    first, *rest = path.split(":")
+    value = _values(space) if first == _ALL else _look_up(space, first)
+    for name in rest:
+        attributes = vars(value) if isinstance(value, types.ModuleType) else {}
+        value = _values(attributes) if name == _ALL else attributes.get(name)
+    return value
+
+
+def _look_up(space: Mapping[str, Any], name: str) -> Any:
+    return space.get(name, sys.modules.get(name, vars(builtins).get(name)))
+
+
+def _with_attributes(path: str, value: Any, names: Collection[str], depth: int = _DEPTH) -> Iterator[tuple[str, Any]]:
+    yield path, value
+    if isinstance(value, types.ModuleType) and depth:
+        for name in names:
+            if (attribute := vars(value).get(name)) is not None:
+                yield from _with_attributes(f"{path}:{name}", attribute, names, depth - 1)
+        if depth == _DEPTH and not BY_TEXT.isdisjoint(names) and source.is_users(value.__dict__.get("__file__") or "<"):
+            yield f"{path}:{_ALL}", _values(vars(value))
 
 
 def _values(space: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,11 +89,9 @@ def _values(space: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sorted(space.items()) if name[:2] != "__"}
 
 
-def _attributes(path: str, module: types.ModuleType, names: list[str], depth: int = 3) -> Iterator[tuple[str, Any]]:
-    for name in names:
-        value = vars(module).get(name)
-        if value is None:
-            continue
-        yield f"{path}.{name}", value
-        if isinstance(value, types.ModuleType) and depth:
-            yield from _attributes(f"{path}.{name}", value, names, depth - 1)
+def _imported(code: types.CodeType) -> set[str]:
+    """Return the names of the modules that code imports, and what it imports from them."""
+    # Opcodes are at even places.
+    importing = [one for one in with_inner(code) if dis.opmap["IMPORT_NAME"] in one.co_code[::2]]
+    instructions = (instruction for one in importing for instruction in dis.get_instructions(one))
+    return {str(one.argval) for one in instructions if one.opname in ("IMPORT_NAME", "IMPORT_FROM")}

@@ -19,7 +19,7 @@ import torch
 
 import zerograph
 from zerograph import _torch
-from zerograph.artifact.digest import ADDED, Digest, Visited
+from zerograph.artifact.digest import ADDED, Digest
 from zerograph.base import source
 
 # Variables that torch reads in C, or when it is imported.
@@ -44,7 +44,7 @@ def process_texts() -> dict[str, str]:
         "the version of zerograph": f"{zerograph.__version__} ({_own_digest()})",
         "the settings of torch": str(_torch.trace_settings()),
         "the environment variables of torch": _shown(_environment()),
-        "the functions of torch that were replaced": ", ".join(_replaced(Digest(Visited()))) or "none",
+        "the functions of torch that were replaced": ", ".join(_replaced(Digest())) or "none",
         "the functions of torch.optim": _short("\n".join(_of_updates())),
         "the settings of Python's modules": _ambient(),
         "the functions of torch by name": _short("\n".join(_by_name())),
@@ -81,10 +81,10 @@ def _shown(variables: dict[str, str]) -> str:
 
 def doubts() -> list[str]:
     """Return which functions of torch were replaced by others that no text of :func:`process_texts` tells whole."""
-    visited = Visited()
-    _replaced(Digest(visited))
+    digest = Digest()
+    _replaced(digest)
     foreign = [line for line in _of_updates() if line.endswith(_FOREIGN)]
-    return [*(f"a function of torch was replaced: {doubt}" for doubt in visited.doubts), *foreign]
+    return [*(f"a function of torch was replaced: {doubt}" for doubt in digest.doubts), *foreign]
 
 
 def _ambient() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import operator
 import os
 import sys
 import types
@@ -35,9 +34,8 @@ class Recording:
         refused_in_python: returns the name of a function if recorded code may not call it; empty if it may. Its
             arguments are the name of the function's module, and its own.
         refused_in_c: returns the same for a function in C.
-        codes: the name of its module, by code.
+        codes: the globals of functions that ran, by their code.
         runs: number of runs, by code.
-        cells: what the closures of functions contain that ran, by code.
         variables: names of the environment variables that were read.
         doubts: reads of something that another process cannot compare, as text.
     """
@@ -45,9 +43,8 @@ class Recording:
     counts: Callable[[str], bool]
     refused_in_python: Callable[[str, str], str]
     refused_in_c: Callable[[Any], str]
-    codes: dict[types.CodeType, str] = field(default_factory=dict)
+    codes: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
     runs: Counter[types.CodeType] = field(default_factory=Counter)
-    cells: dict[types.CodeType, list[tuple[Any, ...]]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     doubts: dict[str, None] = field(default_factory=dict)
     # By ``id``: code is equal where only its file differs, and to hash it takes long.
@@ -72,12 +69,10 @@ class Recording:
                     self._note_outside(frame)
             elif id(code) in self._known or (code.co_flags & _CO_OPTIMIZED and self.counts(code.co_filename)):
                 self._known[id(code)] = code
-                module = frame.f_globals.get("__name__", "")
-                if self.codes.setdefault(code, module) != module:
-                    self.doubts[f"{module} and {self.codes[code]} have the same {code.co_qualname}()"] = None
+                if (space := self.codes.setdefault(code, frame.f_globals)) is not frame.f_globals:
+                    names = " and ".join(str(one.get("__name__")) for one in (frame.f_globals, space))
+                    self.doubts[f"{names} have the same {code.co_qualname}()"] = None
                 self.runs[code] += 1
-                if code.co_freevars:
-                    self._note_cells(frame)
             else:
                 self._other[id(code)] = code
                 self._note_outside(frame)
@@ -108,14 +103,6 @@ class Recording:
         refused = self.refused_in_python(frame.f_globals.get("__name__", ""), code.co_name)
         if refused and (place := self._caller(caller)) is not None:
             self.doubts[f"{place} calls {refused}()"] = None
-
-    def _note_cells(self, frame: types.FrameType) -> None:
-        """Note what the closure of a function contains. Two functions of equal code may differ in it."""
-        values = frame.f_locals
-        cells = tuple(values.get(name) for name in frame.f_code.co_freevars)
-        known = self.cells.setdefault(frame.f_code, [])
-        if not any(all(map(operator.is_, cells, other)) for other in known):
-            known.append(cells)
 
     def _caller(self, frame: types.FrameType | None) -> str | None:
         """Return the recorded function for which the standard library makes a call; None if it is for others."""

@@ -11,8 +11,16 @@ from torch import nn
 
 from zerograph import _torch
 from zerograph.artifact import process
-from zerograph.artifact.code import attribute_digests, digests, names_of, own_names, read_names, unseen
-from zerograph.artifact.digest import PLAIN, Digest, Visited
+from zerograph.artifact.code import (
+    attribute_digests,
+    digest_of_graph,
+    digests,
+    names_of,
+    own_names,
+    read_names,
+    unseen,
+)
+from zerograph.artifact.digest import PLAIN, Digest
 from zerograph.base.recording import Recording
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
@@ -49,11 +57,11 @@ class Dependencies:
 
     def texts(self) -> dict[str, str]:
         """Return everything as text by name, except for the code that a trace runs."""
-        return {**self.facts, **self._digests(Visited(()), self.attributes, None)}
+        return {**self.facts, **self._digests(self._digest(), self.attributes, None)}
 
     def texts_now(self) -> dict[str, str]:
         """Return :meth:`texts` as they are now: a trace may have changed modules."""
-        return {**self.read_facts(), **self._digests(Visited(()), self.attributes, None)}
+        return {**self.read_facts(), **self._digests(self._digest(), self.attributes, None)}
 
     def code(self, trace: Recording) -> dict[str, str]:
         """Return digests of what a trace ran and read, by name."""
@@ -65,18 +73,16 @@ class Dependencies:
         Args:
             trace: what the trace ran.
         """
-        visited = Visited()
-        digests(names_of(trace), visited)
-        executed, named = visited.executed, frozenset(visited.codes)
+        of_code, digest = Digest(), self._digest()
+        digests(names_of(trace), of_code)
         # What no code names is not read: schedulers and tokenizers may be in attributes.
         names = read_names(trace)
         attributes = {
             name: value for name, value in self.attributes.items() if names is None or name in names or name == RECORDED
         }
-        visited.executed = ()
-        self._digests(visited, attributes, names)
-        visited.executed = executed
-        doubts = [*trace.doubts, *visited.doubts, *unseen(trace, visited, named), *self.foreseen_doubts()]
+        self._digests(digest, attributes, names)
+        doubts = [*trace.doubts, *of_code.doubts, *digest.doubts]
+        doubts += [*unseen(trace, of_code.codes | digest.codes, of_code.memos + digest.memos), *self.foreseen_doubts()]
         if self._is_recorded:
             # No code of the user has the graph.
             return doubts if trace.codes else [*doubts, "no code of the model ran"]
@@ -104,12 +110,12 @@ class Dependencies:
     def _is_recorded(self) -> bool:
         return RECORDED in self.attributes
 
-    def _digests(
-        self, visited: Visited, attributes: Mapping[str, Any], names: Collection[str] | None
-    ) -> dict[str, str]:
+    def _digest(self) -> Digest:
+        return digest_of_graph(self.members.root, [self.graph])
+
+    def _digests(self, digest: Digest, attributes: Mapping[str, Any], names: Collection[str] | None) -> dict[str, str]:
         own = {name: value for name, value in attributes.items() if name != RECORDED}
-        texts = attribute_digests(self.members.root, own, [self.graph], visited, names)
-        digest = Digest(visited)
+        texts = attribute_digests(self.members.root, own, [self.graph], digest, names)
         if self._is_recorded:
             texts[RECORDED] = digest.of(attributes[RECORDED])
         tensors = {**self.members.parameters, **self.members.buffers}

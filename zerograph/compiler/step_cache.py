@@ -260,9 +260,6 @@ class StepSource:
         except Exception as error:
             # The step runs without it.
             _tell(self.job, f"the step is not kept: {error}")
-        finally:
-            # The recording lives as long as the step; what closures contain need not.
-            trace.cells.clear()
 
     def _write(self, step: RewrittenStep, trace: Recording) -> None:
         if self._doubts is None:
