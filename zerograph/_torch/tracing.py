@@ -347,6 +347,12 @@ def compiled_original(function: FunctionType) -> Any:
 
 
 def untagged(entry: Any) -> Any:
-    """Return a method of ``nn.Module`` as it was before Dynamo replaced it, on the first call of what it compiles."""
+    """Return a method as it was before torch replaced it.
+
+    Dynamo replaces methods of ``nn.Module`` on the first call of what it compiles, the first optimizer of a class its
+    ``step()``.
+    """
+    if getattr(entry, "hooked", False):
+        return entry.__wrapped__
     replaced = isinstance(entry, FunctionType) and entry.__module__ == "torch._dynamo.mutation_guard"
     return next(iter(inspect.getclosurevars(entry).nonlocals.values())) if replaced else entry

@@ -40,11 +40,13 @@ def recorded() -> AbstractContextManager[Recording]:
 
 def names_of(trace: Recording) -> list[str]:
     """Return the places that a trace read: ``module:name``, ``module:name:attribute``, and environment variables."""
-    places = {
-        f"{_module_name(space.get('__name__', ''))}:{path}"
-        for code, space in trace.codes.items()
-        for path, _ in named_values(space, code)
-    }
+    places = set()
+    for code, space in trace.codes.items():
+        module = _module_name(space.get("__name__", ""))
+        places.update(f"{module}:{path}" for path, _ in named_values(space, code))
+        # The function or the class that has the code: an object of a library in C may lead to it.
+        if (first := code.co_qualname.partition(".")[0]) in space:
+            places.add(f"{module}:{first}")
     return [*sorted(places), *(f"{_VARIABLE}{name}" for name in sorted(trace.variables))]
 
 

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 
 from zerograph._torch import OpOverload, compiled_original, operator_functions, untagged
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
-from zerograph.artifact.names import named_values, names_in
+from zerograph.artifact.names import named_values, names_in, with_inner
 from zerograph.base import source
 
 PLAIN = (
     *(type(None), type(NotImplemented), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum),
 )
-_NN = str(Path(torch.__file__).parent / "nn")
+_OWN_TORCH = tuple(str(Path(torch.__file__).parent / name) + os.sep for name in ("nn", "optim"))
 # Packages with which torch itself computes; what they have cached differs between processes.
 _OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
 # Attributes whose values differ between processes: transformers keeps a hash of strings.
@@ -78,10 +78,10 @@ _HEAP_TYPE = 1 << 9
 
 
 def counts(filename: str) -> bool:
-    """Return whether code of a file is digested: that of users, of installed packages and of ``torch.nn``."""
+    """Return whether code of a file is digested: that of users, of packages, of ``torch.nn`` and ``torch.optim``."""
     if any(f"{os.sep}site-packages{os.sep}{package}{os.sep}" in filename for package in _OF_TORCH):
         return False
-    return source.is_users(filename) or filename.startswith(_NN)
+    return source.is_users(filename) or filename.startswith(_OWN_TORCH)
 
 
 class Digest:
@@ -256,10 +256,10 @@ class Digest:
             return f"{head} {self.of(original)}"
         if not (counts(code.co_filename) or _is_of_text(code) or hasattr(function, "__wrapped__")):
             return head
-        cells = [_cell(cell) for cell in function.__closure__ or ()]
-        values = [function.__defaults__, function.__kwdefaults__, cells, getattr(function, "__wrapped__", None)]
+        values = (function.__defaults__, function.__kwdefaults__, *map(_cell, function.__closure__ or ()))
+        inside = [self.of(value) for value in (*values, getattr(function, "__wrapped__", None))]
         own = self._attributes(function, ("__wrapped__", "__signature__"))
-        return f"{head} {list(map(self.of, values))} {own} {self._globals(function) if self._follows_globals else ''}"
+        return f"{head} {inside} {own} {self._globals(function) if self._follows_globals else ''}"
 
     def _globals(self, function: types.FunctionType) -> list[str]:
         code = function.__code__
@@ -272,13 +272,8 @@ class Digest:
             self.silent = before
 
     def _code(self, code: types.CodeType) -> str:
-        self.codes.add(code)
-        # The line numbers count: messages and views show them.
-        table = hashlib.sha256(code.co_code + code.co_linetable + code.co_exceptiontable).hexdigest()
-        constants = [self.of(constant) for constant in code.co_consts]
-        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
-        return f"{table} {code.co_firstlineno} {code.co_flags} {counts} {constants} {names}"
+        self.codes.update(with_inner(code))
+        return _code_text(code)
 
     def _method(self, method: types.MethodType) -> str:
         return f"{self.of(method.__func__)} {self.of(method.__self__)}"
@@ -336,7 +331,7 @@ class Digest:
         if isinstance(value, threading.local) or not any(_is_in_c(base) for base in kind.__mro__[:-1]):
             return self._parts(value)
         reduce = copyreg.dispatch_table.get(kind, lambda value: value.__reduce_ex__(4))
-        if kind.__module__ not in sys.stdlib_module_names and any(
+        if package not in sys.stdlib_module_names and any(
             isinstance(getattr(kind, name, None), types.FunctionType) for name in _SAVES
         ):
             # The class may leave out what it can compute again.
@@ -391,6 +386,19 @@ def _is_kind(value: Any, kind: type) -> bool:
 def _is_of_text(code: types.CodeType) -> bool:
     """Return whether code was compiled from a string: no trace follows it."""
     return code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")
+
+
+@functools.cache
+def _code_text(code: types.CodeType) -> str:
+    """Return the digest of code. The line numbers count: messages and views show them."""
+    table = hashlib.sha256(code.co_code + code.co_linetable + code.co_exceptiontable).hexdigest()
+    constants = [
+        _code_text(one) if isinstance(one, types.CodeType) else sorted(map(repr, one)) if type(one) is frozenset else one
+        for one in code.co_consts
+    ]
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    return f"{table} {code.co_firstlineno} {code.co_flags} {counts} {constants} {names}"
 
 
 def _is_in_c(cls: type) -> bool:

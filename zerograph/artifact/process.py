@@ -11,7 +11,6 @@ import platform
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def process_texts() -> dict[str, str]:
         "the settings of torch": str(_torch.trace_settings()),
         "the environment variables of torch": _shown(_environment()),
         "the functions of torch that were replaced": ", ".join(_replaced(Digest())) or "none",
-        "the functions of torch.optim": _short("\n".join(_of_updates())),
         "the settings of Python's modules": _ambient(),
         "the functions of torch by name": _short("\n".join(_by_name())),
         "the kernels of torch's operators": _short("\n".join(_torch.python_kernels())),
@@ -83,8 +81,7 @@ def doubts() -> list[str]:
     """Return which functions of torch were replaced by others that no text of :func:`process_texts` tells whole."""
     digest = Digest()
     _replaced(digest)
-    foreign = [line for line in _of_updates() if line.endswith(_FOREIGN)]
-    return [*(f"a function of torch was replaced: {doubt}" for doubt in digest.doubts), *foreign]
+    return [f"a function of torch was replaced: {doubt}" for doubt in digest.doubts]
 
 
 def _ambient() -> str:
@@ -95,70 +92,6 @@ def _ambient() -> str:
     errors = [entry[1:] for entry in warnings.filters if entry[0] == "error"]
     precision = getattr(getattr(sys.modules.get("mpmath"), "mp", None), "prec", None)
     return f"{of_decimal} {traps} {locale.setlocale(locale.LC_ALL)} {errors} {precision} {sys.flags.optimize}"
-
-
-_FOREIGN = " is not torch's own"
-
-
-def _of_updates() -> list[str]:
-    """Return the constants, defaults and foreign functions in the modules of ``torch.optim``.
-
-    A trace of an update is not recorded, so functions that packages have put there would not be seen.
-    """
-    lines: set[str] = set()
-    for name, module in list(sys.modules.items()):
-        if name == "torch.optim" or name.startswith("torch.optim."):
-            for key, value in list(vars(module).items()):
-                lines.update(_of_update(f"{name}.{key}", value, set()))
-    return sorted(lines)
-
-
-def _of_update(path: str, value: Any, seen: set[int]) -> Iterator[str]:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, (staticmethod, classmethod)):
-        yield from _of_update(path, value.__func__, seen)
-    elif isinstance(value, property):
-        for accessor in (value.fget, value.fset, value.fdel):
-            yield from _of_update(path, accessor, seen)
-    elif isinstance(value, types.FunctionType):
-        file = value.__code__.co_filename
-        module = str(value.__globals__.get("__name__"))
-        is_generated = file.startswith("<") and module.startswith(("torch.", "namedtuple_"))
-        if _is_foreign(value) or (file.startswith("<") and not is_generated):
-            yield f"{path} of {file}{_FOREIGN}"
-        # Not the path: torch wraps step() when the first optimizer is made.
-        if value.__defaults__ or value.__kwdefaults__:
-            yield f"{module}.{value.__qualname__} {_plain(value.__defaults__)} {_plain(value.__kwdefaults__)}"
-        inside = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-        for entry in (*inside, getattr(value, "__wrapped__", None)):
-            yield from _of_update(path, entry, seen)
-    elif isinstance(value, functools.partial):
-        for entry in (value.func, *value.args, *value.keywords.values()):
-            yield from _of_update(path, entry, seen)
-    elif isinstance(value, type):
-        if value.__module__.startswith("torch.optim"):
-            for key, entry in sorted(vars(value).items()):
-                yield from _of_update(f"{path}.{key}", entry, seen)
-    elif isinstance(value, (bool, int, float, str, tuple)):
-        yield f"{path} {_plain(value)}"
-    elif callable(value) and _is_users_object(value):
-        yield f"{path} of {type(value).__module__}{_FOREIGN}"
-
-
-def _is_users_object(value: Any) -> bool:
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    return file is not None and source.is_users(file)
-
-
-def _plain(value: Any) -> str:
-    """Return the text of a default: of a value that is no number or text only its class."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
-    if isinstance(value, dict):
-        return str({key: _plain(entry) for key, entry in value.items()})
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__qualname__
 
 
 def _replaced(digest: Digest) -> list[str]:
