@@ -346,6 +346,11 @@ def compiled_original(function: FunctionType) -> Any:
     return getattr(function, "_torchdynamo_orig_callable", None) if is_wrapper else None
 
 
+def is_inherited(cls: type, entry: Any) -> bool:
+    """Return whether an entry of an optimizer's class is ``step()`` of a base, which the first instance puts there."""
+    return getattr(entry, "hooked", False) and not entry.__qualname__.startswith(f"{cls.__qualname__}.")
+
+
 def untagged(entry: Any) -> Any:
     """Return a method as it was before torch replaced it.
 

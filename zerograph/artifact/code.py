@@ -40,7 +40,7 @@ def recorded() -> AbstractContextManager[Recording]:
 
 def names_of(trace: Recording) -> list[str]:
     """Return the places that a trace read: ``module:name``, ``module:name:attribute``, and environment variables."""
-    places = set()
+    places: set[str] = set()
     for code, space in trace.codes.items():
         module = _module_name(space.get("__name__", ""))
         places.update(f"{module}:{path}" for path, _ in named_values(space, code))

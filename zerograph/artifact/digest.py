@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import OpOverload, compiled_original, operator_functions, untagged
+from zerograph._torch import OpOverload, compiled_original, is_inherited, operator_functions, untagged
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
 from zerograph.artifact.names import named_values, names_in, with_inner
 from zerograph.base import source
@@ -40,7 +40,7 @@ PLAIN = (
     *(type(None), type(NotImplemented), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum),
 )
-_OWN_TORCH = tuple(str(Path(torch.__file__).parent / name) + os.sep for name in ("nn", "optim"))
+_NN, _OPTIM = (str(Path(torch.__file__).parent / name) + os.sep for name in ("nn", "optim"))
 # Packages with which torch itself computes; what they have cached differs between processes.
 _OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
 # Attributes whose values differ between processes: transformers keeps a hash of strings.
@@ -78,10 +78,10 @@ _HEAP_TYPE = 1 << 9
 
 
 def counts(filename: str) -> bool:
-    """Return whether code of a file is digested: that of users, of packages, of ``torch.nn`` and ``torch.optim``."""
+    """Return whether code of a file is digested: that of users, of installed packages and of ``torch.nn``."""
     if any(f"{os.sep}site-packages{os.sep}{package}{os.sep}" in filename for package in _OF_TORCH):
         return False
-    return source.is_users(filename) or filename.startswith(_OWN_TORCH)
+    return source.is_users(filename) or filename.startswith(_NN)
 
 
 class Digest:
@@ -251,15 +251,17 @@ class Digest:
         code = function.__code__
         if _is_of_text(code) and not self._follows_globals:
             return self.everything_of(function)
-        head = f"{function.__module__} {function.__qualname__} {self.of(code)}"
+        defaults = [self.of(value) for value in (function.__defaults__, function.__kwdefaults__)]
+        head = f"{function.__module__} {function.__qualname__} {self.of(code)} {defaults}"
         if (original := compiled_original(function)) is not None:
             return f"{head} {self.of(original)}"
-        if not (counts(code.co_filename) or _is_of_text(code) or hasattr(function, "__wrapped__")):
+        is_followed = counts(code.co_filename) or _is_of_text(code)
+        if not is_followed and not hasattr(function, "__wrapped__"):
             return head
-        values = (function.__defaults__, function.__kwdefaults__, *map(_cell, function.__closure__ or ()))
-        inside = [self.of(value) for value in (*values, getattr(function, "__wrapped__", None))]
+        cells = [self.of(_cell(cell)) for cell in function.__closure__ or ()]
+        inside = f"{cells} {self.of(getattr(function, '__wrapped__', None))}"
         own = self._attributes(function, ("__wrapped__", "__signature__"))
-        return f"{head} {inside} {own} {self._globals(function) if self._follows_globals else ''}"
+        return f"{head} {inside} {own} {self._globals(function) if is_followed and self._follows_globals else ''}"
 
     def _globals(self, function: types.FunctionType) -> list[str]:
         code = function.__code__
@@ -284,12 +286,13 @@ class Digest:
         if counts(_file_of(type(cls))):
             texts.append(self.of(type(cls)))
         for kind in cls.__mro__:
-            if counts(_file_of(kind)) and _OURS.isdisjoint(vars(kind)):
+            file = _file_of(kind)
+            if (counts(file) or file.startswith(_OPTIM)) and _OURS.isdisjoint(vars(kind)):
                 texts.append(f"{kind.__module__}.{kind.__qualname__}:")
                 # No trace follows the code of a function of autograd.
                 digest = self._of_everything if issubclass(kind, torch.autograd.Function) else self
                 for name, entry in sorted(vars(kind).items()):
-                    if name not in _OF_CLASSES:
+                    if name not in _OF_CLASSES and not is_inherited(kind, entry):
                         texts.append(f"{name}={entry if _is_kind(entry, type) else digest.of(untagged(entry))}")
         return " ".join(texts)
 
@@ -393,7 +396,11 @@ def _code_text(code: types.CodeType) -> str:
     """Return the digest of code. The line numbers count: messages and views show them."""
     table = hashlib.sha256(code.co_code + code.co_linetable + code.co_exceptiontable).hexdigest()
     constants = [
-        _code_text(one) if isinstance(one, types.CodeType) else sorted(map(repr, one)) if type(one) is frozenset else one
+        _code_text(one)
+        if isinstance(one, types.CodeType)
+        else sorted(map(repr, one))
+        if type(one) is frozenset
+        else one
         for one in code.co_consts
     ]
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)

@@ -57,16 +57,16 @@ def named_values(space: Mapping[str, Any], code: types.CodeType) -> Iterator[tup
             if (module := sys.modules.get(f"{outer}.{name}")) is not None:
                 yield from _with_attributes(f"{outer}.{name}", module, names)
     if "globals" in names:
-        yield _ALL, _values(space)
+        yield _ALL, values_of(space)
 
 
 def value_at(space: Mapping[str, Any], path: str) -> Any:
     """Return what a path stands for among globals; None if there is nothing."""
     first, *rest = path.split(":")
-    value = _values(space) if first == _ALL else _look_up(space, first)
+    value = values_of(space) if first == _ALL else _look_up(space, first)
     for name in rest:
         attributes = vars(value) if isinstance(value, types.ModuleType) else {}
-        value = _values(attributes) if name == _ALL else attributes.get(name)
+        value = values_of(attributes) if name == _ALL else attributes.get(name)
     return value
 
 
@@ -81,11 +81,11 @@ def _with_attributes(path: str, value: Any, names: Collection[str], depth: int =
             if (attribute := vars(value).get(name)) is not None:
                 yield from _with_attributes(f"{path}:{name}", attribute, names, depth - 1)
         if depth == _DEPTH and not BY_TEXT.isdisjoint(names) and source.is_users(value.__dict__.get("__file__") or "<"):
-            yield f"{path}:{_ALL}", _values(vars(value))
+            yield f"{path}:{_ALL}", values_of(vars(value))
 
 
-def _values(space: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a module's names."""
+def values_of(space: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a module's names, sorted by these."""
     return {name: value for name, value in sorted(space.items()) if name[:2] != "__"}
 
 
