@@ -25,6 +25,7 @@ from zerograph.compiler.input_layout import ranks_of_row, with_rows
 from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.members import Members
 from zerograph.compiler.preparation import Target
+from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.steps import Steps
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError, ZeroGraphWarning
@@ -82,6 +83,7 @@ class ZeroGraph(Inspected, Stateful):
             self._traced_build, self._optimizers, Config(), EnvironmentObserver(type(self).__name__)
         )
         self._steps = Steps(self._compiler, self._attributes, self._attributes_of_code)
+        self._request = StepRequest()
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
@@ -139,7 +141,8 @@ class ZeroGraph(Inspected, Stateful):
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
         self._compiler.updates.expect_changes(len(self._optimizers) - 1, lr_scheduler)
-        self._compiler.reads_metric |= isinstance(lr_scheduler, ReduceLROnPlateau)
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            self._request = replace(self._request, reads_metric=True)
         guard(optimizer, building)
 
     def set_zero_mode(self, mode: Mode, stage: Stage = DEFAULT_STAGE) -> None:
@@ -274,7 +277,7 @@ class ZeroGraph(Inspected, Stateful):
             ZeroGraphError: as for a call of the graph, except for errors of the run itself.
         """
         mesh = with_rows(mesh, self.config)
-        members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device)
+        members, batch, key = self._steps.inputs_on(mesh, args, kwargs, device, self._request)
         if isinstance(transport, str):
             transport = named_transport(transport, mesh)
         target = Target(mesh, mesh.rank, transport.exchanges, transport.hosts)
@@ -301,7 +304,7 @@ class ZeroGraph(Inspected, Stateful):
         members = self._members()
         if prepared is not None:
             members = replace(members, meta=prepared.device)
-        trace = self._compiler.recording_of(step, members)
+        trace = self._compiler.recording_of(step, members, self._request)
         write_file(path, artifact_content(step, self._steps.dependencies(members).code(trace)))
 
     @one_thread("load_compiled()")
@@ -319,7 +322,8 @@ class ZeroGraph(Inspected, Stateful):
         job, problem = self._join(), None
         try:
             members = self._adopted()
-            required = self._compiler.requirements(members, self._steps.dependencies(members).texts())
+            texts = self._steps.dependencies(members).texts()
+            required = self._compiler.requirements(members, texts, self._request)
             self._compiler.loaded.add(read_artifact(path, members), required)
         except BaseException as error:
             problem = error
@@ -333,7 +337,7 @@ class ZeroGraph(Inspected, Stateful):
             ZeroGraphError: as for :meth:`prepare`, before any pass.
         """
         mesh = with_rows(mesh, self.config)
-        return self._compiler.lay_out(mesh, *self._steps.inputs_on(mesh, args, kwargs, device))
+        return self._compiler.lay_out(mesh, *self._steps.inputs_on(mesh, args, kwargs, device, self._request))
 
     def _ready(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
@@ -360,7 +364,7 @@ class ZeroGraph(Inspected, Stateful):
                 self._latest.check_files()
 
         compilations = self._compilations
-        step, batch = self._steps.ready(job, (args, kwargs), self._doing(), self._counts, checks)
+        step, batch = self._steps.ready(job, (args, kwargs), self._request, self._doing(), self._counts, checks)
         self._latest = step
         if self._seed is None:
             self._seed = broadcast_number(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.zerograph.test_tree import CHANGES, Layer
-from zerograph.compiler.snapshot import Call
+from zerograph.compiler.step_key import Call
 
 
 class Train(zg.ZeroGraph):
@@ -41,7 +41,9 @@ def recognised(step: Train, *args: Any) -> bool:
     """Return whether the next call would run the same step without looking up its facts."""
     snapshot = step._steps._snapshot
     assert snapshot is not None
-    batch = snapshot.match(Call(step._join(), step._attributes(), step._optimizers, step.config, (args, {})))
+    batch = snapshot.match(
+        Call(step._join(), step._attributes(), step._optimizers, step.config, step._request, (args, {}))
+    )
     return batch is not None
 
 

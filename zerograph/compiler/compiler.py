@@ -45,6 +45,7 @@ from zerograph.compiler.plain_inputs import Comparison, check_inputs, compare_in
 from zerograph.compiler.preparation import Observer, Preparation, Target, lay_out
 from zerograph.compiler.shared_memory import check_shared_memory
 from zerograph.compiler.step_cache import StepSource
+from zerograph.compiler.step_key import StepKey, StepRequest
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
@@ -55,7 +56,6 @@ from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.metadata import meta
 from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import output_nodes
-from zerograph.passes.context import GradientUse
 from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
 from zerograph.runtime.job.exchange import broadcast_from_first
@@ -74,11 +74,6 @@ class Compiler:
         optimizers: those of the graph, in order of registration.
         config: the graph's options.
         observer: follows each compilation.
-        reads_metric: a scheduler reads the first 0-d tensor that ``build()`` returns.
-        accumulates: a graph without optimizer has micro-batches too.
-        gradients: the use of gradients in graphs with optimizers.
-        accumulated: the parameters whose accumulated gradients a graph updates by, by name.
-        early_outputs: number of outputs, the first ones, that the loop reads before backward.
         updates: traces the updates of the optimizers.
         loaded: steps that were read from files.
     """
@@ -87,11 +82,6 @@ class Compiler:
     optimizers: Optimizers
     config: Config
     observer: Observer
-    reads_metric: bool = False
-    accumulates: bool = False
-    gradients: GradientUse = "update"
-    accumulated: tuple[str, ...] = ()
-    early_outputs: int = 0
     updates: Updates = field(init=False)
     loaded: LoadedArtifacts = field(default_factory=LoadedArtifacts)
     _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
@@ -106,7 +96,7 @@ class Compiler:
         self.updates = Updates(self.optimizers)
 
     def compile(
-        self, job: Job, members: Members, batch: Batch, key: Hashable, doing: str, dependencies: Dependencies
+        self, job: Job, members: Members, batch: Batch, key: StepKey, doing: str, dependencies: Dependencies
     ) -> CompiledStep:
         """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
@@ -114,7 +104,7 @@ class Compiler:
             job: the ranks.
             members: the graph's modules and tensors.
             batch: the inputs, on this rank.
-            key: equal for equal members and inputs.
+            key: selects the step.
             doing: names the step in messages.
             dependencies: what the captured graph depends on besides its inputs.
 
@@ -127,7 +117,7 @@ class Compiler:
         target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, compare_inputs(job, batch, doing))
         self.observer.started()
         facts = dependencies.texts()
-        present = {**self.requirements(members, facts), **input_requirements(job.mesh, batch)}
+        present = {**self.requirements(members, facts, key.request), **input_requirements(job.mesh, batch)}
         source = StepSource(job, members, batch, present, dependencies)
         source.look_up()
         try:
@@ -159,7 +149,7 @@ class Compiler:
             self._source = None
 
     def prepare(
-        self, target: Target, members: Members, batch: Batch, key: Hashable, facts: Mapping[str, str]
+        self, target: Target, members: Members, batch: Batch, key: StepKey, facts: Mapping[str, str]
     ) -> PreparedStep:
         """Capture, lay out and rewrite a step for one rank. Changes no state and needs no process group.
 
@@ -173,15 +163,15 @@ class Compiler:
         """
         self.observer.started()
         self._check(members)
-        mesh, comparison = target.mesh, target.comparison
-        required, of_inputs = self.requirements(members, facts), input_requirements(mesh, batch)
+        mesh, comparison, request = target.mesh, target.comparison, key.request
+        required, of_inputs = self.requirements(members, facts, request), input_requirements(mesh, batch)
         source = self._source
         artifact = self.loaded.find({**required, **of_inputs}, batch) or (None if source is None else source.artifact)
         with explain_failure(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh, key, artifact)
         if source is not None:
             source.traced(captured.recording)
-        self._check_captured(captured, mesh, batch, comparison)
+        self._check_captured(captured, mesh, batch, comparison, request)
         updates, update_seconds = self._trace_updates(members, captured, artifact)
         preparation = Preparation(
             config=self.config,
@@ -196,10 +186,9 @@ class Compiler:
             update_seconds=update_seconds,
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
-            micro_batches=self.micro_batches,
+            micro_batches=self.micro_batches(request),
             trains=bool(self.optimizers),
-            gradients=self.gradients,
-            early_outputs=self.early_outputs,
+            request=request,
             warn=self._warn,
             requirements=required,
             input_requirements=of_inputs,
@@ -208,13 +197,11 @@ class Compiler:
         self.observer.prepared(step, target.rank)
         return step
 
-    def requirements(self, members: Members, facts: Mapping[str, str]) -> dict[str, str]:
+    def requirements(self, members: Members, facts: Mapping[str, str], request: StepRequest) -> dict[str, str]:
         """Return what must be equal where the captured graph is used again, besides code and inputs."""
-        use = {"the use of gradients": self.gradients, "accumulated gradients": ", ".join(self.accumulated)}
-        use["outputs that are read before backward"] = str(self.early_outputs)
-        return {**requirements(members, facts, self.config), **use}
+        return {**requirements(members, facts, self.config), **request.texts()}
 
-    def recording_of(self, step: RewrittenStep, members: Members) -> Recording:
+    def recording_of(self, step: RewrittenStep, members: Members, request: StepRequest) -> Recording:
         """Return what the trace of a step ran; ``build()`` is traced once more if that was not recorded.
 
         Raises:
@@ -223,7 +210,7 @@ class Compiler:
         if step.captured.recording is not None:
             return step.captured.recording
         with recorded() as recording:
-            traced = self._trace(members, step.batch, step.context.mesh)
+            traced = self._trace(members, step.batch, step.context.mesh, request)
         if graph_lines(traced.graph.graph) != graph_lines(step.captured.graph.graph):
             raise ArtifactError(
                 "build() traces to another graph now than when the step was compiled\n"
@@ -258,13 +245,15 @@ class Compiler:
             may_offload=may_recompute and on_accelerator,
         )
 
-    def _check_captured(self, captured: Captured, mesh: Mesh, batch: Batch, comparison: Comparison) -> None:
+    def _check_captured(
+        self, captured: Captured, mesh: Mesh, batch: Batch, comparison: Comparison, request: StepRequest
+    ) -> None:
         """Show the capture's warnings; raise if the captured graph cannot run on these inputs or on this mesh."""
         for message in captured.state_changes.warnings:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), comparison, self._warn)
         parts = piece_count(rows_on(self.config, mesh), mesh)
-        check_indices(captured, batch, parts, self.micro_batches, comparison, self._warn)
+        check_indices(captured, batch, parts, self.micro_batches(request), comparison, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: nothing would use the gradients\n"
@@ -273,7 +262,8 @@ class Compiler:
         returned = zip(
             output_nodes(captured.graph.graph), meta(captured.graph.graph.output_node())["roles"], strict=True
         )
-        if self.reads_metric and not any(r.kind == "output" and node.meta["val"].dim() == 0 for node, r in returned):
+        has_metric = any(role.kind == "output" and node.meta["val"].dim() == 0 for node, role in returned)
+        if request.reads_metric and not has_metric:
             raise CaptureError(
                 "ReduceLROnPlateau reads the first 0-d tensor that build() returns, but it returns none\n"
                 "Return the loss, or another metric, from build()."
@@ -294,32 +284,28 @@ class Compiler:
         values = tuple((place.name, place.read()) for place in self._guards.values())
         return {"Python state that build() changes": values} if values else {}
 
-    def keys_after(
-        self, step: CompiledStep, batch: Batch, facts: Mapping[str, Any], read: Callable[[], Mapping[str, Any]]
-    ) -> list[tuple[Hashable, Hashable]]:
-        """Return a second key for a step whose trace changed the facts, if its graph is valid for the new facts too.
+    def key_after(
+        self, step: CompiledStep, batch: Batch, key: StepKey, read: Callable[[], Mapping[str, Any]]
+    ) -> StepKey:
+        """Return the key of a step for the facts that its trace left, if its graph is valid for them; else the same.
 
         Args:
             step: the step, just compiled.
             batch: the inputs that it was compiled for.
-            facts: the facts that it was compiled for.
+            key: the key that it was compiled for.
             read: returns the current facts.
-
-        Returns:
-            One key, or none.
         """
         if not step.captured.state_changes.valid_after_trace:
-            return []
+            return key
         now = read()
-        if now != {**facts, **{name: now[name] for name in ("modules", "attributes of the graph")}}:
-            return []
-        before, after = ((tuple(values.values()), batch.key()) for values in (facts, now))
-        self._captures |= {
-            (after, *rest): capture for (first, *rest), capture in self._captures.items() if first == before
-        }
-        return [(after, self.config.key())]
+        if now != {**dict(key.facts), **{name: now[name] for name in ("modules", "attributes of the graph")}}:
+            return key
+        after = replace(key, facts=tuple(now.items()))
+        captures = [(rest, capture) for (of, *rest), capture in self._captures.items() if of == key.of_capture(batch)]
+        self._captures |= {(after.of_capture(batch), *rest): capture for rest, capture in captures}
+        return after
 
-    def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: Hashable) -> tuple[PlannedBucket, ...]:
+    def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: StepKey) -> tuple[PlannedBucket, ...]:
         """Return the buckets of the step that :meth:`prepare` would make. No pass is run."""
         self._check(members)
         captured, _ = self._capture(members, batch, mesh, key)
@@ -369,56 +355,51 @@ class Compiler:
         """Return whether the backend runs symbolic sizes; CUDA graphs and a user's backend get static ones."""
         return self._resolve_backend(members)[1] in (backends.eager, backends.inductor)
 
-    @property
-    def micro_batches(self) -> int:
-        """Number of micro-batches into which each rank's part of the batch is cut."""
-        return self.config.gradient_accumulation_steps if self.optimizers or self.accumulates else 1
+    def micro_batches(self, request: StepRequest) -> int:
+        """Return the number of micro-batches into which each rank's part of the batch is cut."""
+        return self.config.gradient_accumulation_steps if self.optimizers or request.accumulates else 1
 
-    @property
-    def _scaled(self) -> bool:
-        """True if the graph scales the loss."""
-        return self.config.scaler is not None and bool(self.optimizers) and self.gradients == "update"
-
-    @property
-    def _checked(self) -> bool:
-        """True if the graph returns whether losses and gradients are finite."""
-        return self.config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated")
+    def _flags(self, request: StepRequest) -> tuple[bool, bool]:
+        """Return whether the graph scales the loss, and whether it returns if losses and gradients are finite."""
+        scaled = self.config.scaler is not None and bool(self.optimizers) and request.gradients == "update"
+        return scaled, self.config.on_nonfinite != "ignore" and request.gradients in ("update", "accumulated")
 
     def _capture(
-        self, members: Members, batch: Batch, mesh: Mesh, key: Hashable, artifact: Artifact | None = None
+        self, members: Members, batch: Batch, mesh: Mesh, key: StepKey, artifact: Artifact | None = None
     ) -> tuple[Captured, float]:
         """Return the captured graph, and the seconds that capturing took.
 
         Args:
             mesh: the ranks.
-            key: equal for equal members and inputs. The options that the capture depends on are added to it.
+            key: selects the step; the capture depends on a part of it.
             artifact: has the captured graph, if it was loaded from a file.
         """
-        clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * self.micro_batches
-        groups = tuple(expert_groups(members, mesh, self.config, self.micro_batches).values())
+        micro_batches = self.micro_batches(key.request)
+        clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * micro_batches
+        groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        options = (self.micro_batches > 1, self.config.amp_dtype, self._scaled, self._checked, self.accumulated)
-        key = (key, clip, batch_norm_groups, groups, *options)
-        cached = self._captures.get(key)
+        options = (micro_batches > 1, self.config.amp_dtype, *self._flags(key.request), key.request.accumulated)
+        own = (key.of_capture(batch), clip, batch_norm_groups, groups, *options)
+        cached = self._captures.get(own)
         # Only local regions depend on the number of parts.
         if cached is not None and (not cached[0].regions or cached[2] == parts):
             return cached[:2]
         start = time.perf_counter()
         if artifact is not None:
-            self._captures[key] = artifact.captured, time.perf_counter() - start, parts
-            return self._captures[key][:2]
+            self._captures[own] = artifact.captured, time.perf_counter() - start, parts
+            return self._captures[own][:2]
         tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
         if self._source is not None and self._source.records:
             with recorded() as recording:
-                captured = self._trace(members, batch, mesh)
+                captured = self._trace(members, batch, mesh, key.request)
             captured = replace(captured, recording=recording)
         else:
-            captured = self._trace(members, batch, mesh)
+            captured = self._trace(members, batch, mesh, key.request)
         seconds = time.perf_counter() - start
-        self._captures[key] = captured, seconds, parts
+        self._captures[own] = captured, seconds, parts
         return captured, seconds
 
-    def _trace(self, members: Members, batch: Batch, mesh: Mesh) -> Captured:
+    def _trace(self, members: Members, batch: Batch, mesh: Mesh, request: StepRequest) -> Captured:
         """Trace ``build()``; see :meth:`_capture`."""
 
         def on_traced_device(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
@@ -426,7 +407,8 @@ class Compiler:
                 return list(specs)
             return [replace(spec, device=torch.device("cpu")) for spec in specs]
 
-        config, parts = self.config, mesh.size * self.micro_batches
+        config, micro_batches = self.config, self.micro_batches(request)
+        parts, (scaled, checked) = mesh.size * micro_batches, self._flags(request)
         capture = capturing.Capture(
             self.build,
             members.root,
@@ -442,13 +424,13 @@ class Compiler:
             clip_grad_norm=config.clip_grad_norm if self.optimizers else None,
             batch_norm_groups=parts if config.batch_norm == "local" else 1,
             amp_dtype=config.amp_dtype,
-            scaled=self._scaled,
-            checked=self._checked,
-            accumulated=self.accumulated,
+            scaled=scaled,
+            checked=checked,
+            accumulated=request.accumulated,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         )
-        with in_groups(expert_groups(members, mesh, config, self.micro_batches), is_cut=self.micro_batches > 1):
+        with in_groups(expert_groups(members, mesh, config, micro_batches), is_cut=micro_batches > 1):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         return accelerator.moved(captured) if members.on_accelerator else captured

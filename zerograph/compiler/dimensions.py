@@ -19,7 +19,6 @@ from torch import Tensor
 
 from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.size_variants import Shapes, SizeChange, Variant, Where, size_change
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
 from zerograph.ir.mesh import Mesh, global_shape
@@ -31,6 +30,9 @@ _NO_LIMITS = (0, None)
 # Smaller primes are likely sizes that a program computes or has as constants.
 _SMALLEST_HINT = 11
 Mode = Literal["auto"] | bool
+# Number of an input, and one of its dimensions.
+Where = tuple[int, int]
+Shapes = Sequence[Sequence[int]]
 
 
 def local_sizes(batch: Batch) -> list[int]:
@@ -45,6 +47,121 @@ def part_numbers(batch: Batch) -> list[int]:
         for number, tensor in enumerate(batch.tensors)
         if batch.plain[number] and tensor.dim() and not batch.whole[number]
     ]
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The sizes of the inputs of a call on all ranks.
+
+    Attributes:
+        shapes: the global shapes.
+        rows: the rows of each part that mesh dimensions make.
+        parts: the rows of each rank's part, by number of the input.
+        uneven: dimensions whose rows ranks or micro-batches split unequally.
+    """
+
+    shapes: Shapes
+    rows: Mapping[Where, tuple[int, ...]]
+    parts: Mapping[int, tuple[int, ...]]
+    uneven: Collection[Where]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One form of the sizes of a kind of inputs, for which one step is compiled.
+
+    Attributes:
+        shapes: global shape of each input, with :class:`Dim` for dynamic dimensions.
+        number: its number among those of the kind.
+        guards: conditions on sizes that the captured graph relies on.
+    """
+
+    shapes: tuple[tuple[int | Dim, ...], ...]
+    number: int
+    guards: tuple[SizeGuard, ...] = ()
+
+    @property
+    def dims(self) -> set[Dim]:
+        """The dynamic dimensions."""
+        return {size for shape in self.shapes for size in shape if isinstance(size, Dim)}
+
+    def matched(self, call: _Sizes) -> dict[str, tuple[int, ...]] | None:
+        """Return the sizes of each dynamic dimension along the ranks, or None for shapes of another form."""
+        matched: dict[str, tuple[int, ...]] = {}
+        for number, (wanted, actual) in enumerate(zip(self.shapes, call.shapes, strict=True)):
+            for dim, (want, size) in enumerate(zip(wanted, actual, strict=True)):
+                if not isinstance(want, Dim):
+                    if want != size or (number, dim) in call.uneven:
+                        return None
+                    continue
+                each = call.rows[number, dim] if want.rows else (size,)
+                small = size < SMALLEST_DYNAMIC and (number, dim) not in call.uneven
+                if small or matched.setdefault(want.name, each) != each:
+                    return None
+        return matched
+
+    def refuting(self, sizes: Mapping[str, tuple[int, ...]]) -> SizeGuard | None:
+        """Return a condition that does not hold for sizes of the dynamic dimensions, or None."""
+        totals = {name: sum(each) for name, each in sizes.items()}
+        return next((guard for guard in self.guards if not guard.holds(totals)), None)
+
+    def names_of(self, symbols: Collection[str], inputs: Sequence[str]) -> str:
+        """Return the dimensions that symbols stand for in messages, each by the first input that has it."""
+        places: dict[str, str] = {}
+        for name, shape in zip(inputs, self.shapes, strict=True):
+            for dim, size in enumerate(shape):
+                if isinstance(size, Dim) and size.name in symbols:
+                    places.setdefault(size.name, f"dimension {dim} of {name} ({size.name})")
+        return " and ".join(places.values())
+
+    def grown(self, sizes: Mapping[str, tuple[int, ...]]) -> Variant:
+        """Return this variant with the largest sizes after a call of these sizes."""
+        if all(dim.holds(sizes[dim.name]) for dim in self.dims):
+            return self
+
+        def grown(size: int | Dim) -> int | Dim:
+            return size.grown(sizes[size.name]) if isinstance(size, Dim) else size
+
+        return replace(self, shapes=tuple(tuple(map(grown, shape)) for shape in self.shapes))
+
+
+@dataclass(frozen=True)
+class SizeChange:
+    """The cause of a further compilation for sizes.
+
+    Attributes:
+        dims: the dimensions, for messages.
+        reason: why no symbol stands for all their sizes.
+        place: the user's line and its code, or empty.
+    """
+
+    dims: str
+    reason: str
+    place: str = ""
+
+
+def _change(variants: Sequence[Variant], names: Sequence[str], call: _Sizes, static: str | None) -> SizeChange | None:
+    """Return why none of the variants serves a call; None where a further dimension has become dynamic.
+
+    Args:
+        static: why all dimensions are static; None if they are not.
+    """
+    for variant in reversed(variants):
+        sizes = variant.matched(call)
+        guard = None if sizes is None else variant.refuting(sizes)
+        if guard is not None:
+            place = f"{guard.line}   {guard.code}" if guard.line else ""
+            need = "build() needs it as a Python number" if guard.fixes else "build() decides by it"
+            return SizeChange(variant.names_of(guard.symbols, names), f"{need} ({guard.condition})", place)
+    if static is None or not variants:
+        return None
+    changed = [
+        f"dimension {dim} of {name}"
+        for name, old, new in zip(names, variants[-1].shapes, call.shapes, strict=True)
+        for dim, (before, after) in enumerate(zip(old, new, strict=True))
+        if before != after
+    ]
+    return SizeChange(" and ".join(changed), static)
 
 
 # Inputs without their sizes and marks (``Batch.pattern()``), and ``config.dynamic_shapes``.
@@ -77,21 +194,15 @@ class _History:
         """Return why all ranks and micro-batches must hold equally many rows; None if they need not."""
         if mode is False:
             return "config.dynamic_shapes is False, or config.backend is a function, which gets a graph of one size"
-        return None if self.refused is None else f"the step has equal parts only: {self.refused}"
+        return self.refused and f"the step has equal parts only: {self.refused}"
 
-    def note(
-        self,
-        batch: Batch,
-        shapes: Shapes,
-        parts: Mapping[int, tuple[int, ...]],
-        uneven: Collection[Where],
-        mode: Mode,
-    ) -> None:
+    def note(self, batch: Batch, call: _Sizes, mode: Mode) -> None:
         """Note the sizes of a call, and which dimensions they make dynamic.
 
         Raises:
             InputError: a size is outside of the limits that the user declared.
         """
+        shapes, parts = call.shapes, call.parts
         marked = {(number, dim): limits for number in parts for dim, limits in batch.marks[number]}
         for (number, dim), limits in {**self.limits, **marked}.items():
             _check_limits(limits, batch.names[number], dim, parts[number] if dim == 0 else (shapes[number][dim],))
@@ -111,7 +222,7 @@ class _History:
                 self.largest_part[where] = max(self.largest_part.get(where, 0), *parts[number])
                 if mode is True or (mode == "auto" and size != self.first[number][dim]):
                     self.dynamic.add(where)
-        if uneven:
+        if call.uneven:
             self.dynamic.update((number, 0) for number in parts)
 
 
@@ -157,8 +268,9 @@ class Dimensions:
         """Note what the captured graph of a variant relies on: other sizes select another variant."""
         history = self._kinds[kind]
         if guards:
-            at = next(index for index, one in enumerate(history.variants) if one.number == variant)
-            history.variants[at] = replace(history.variants[at], guards=tuple(guards))
+            history.variants = [
+                replace(one, guards=tuple(guards)) if one.number == variant else one for one in history.variants
+            ]
             history.selected.clear()
 
     def change(self, kind: Kind, variant: int) -> SizeChange | None:
@@ -169,7 +281,7 @@ class Dimensions:
         """Select static sizes only from now on, since a step with dynamic dimensions could not be compiled."""
         history = self._kinds[kind]
         history.refused = reason
-        history.variants = [variant for variant in history.variants if not _is_dynamic(variant)]
+        history.variants = [variant for variant in history.variants if not variant.dims]
         history.selected.clear()
 
     def _select(
@@ -185,42 +297,35 @@ class Dimensions:
         """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions."""
         if history.refused is None and batch.splits_sequence:
             history.refused = "ranks split another dimension of an input than 0"
-        shapes, rows, parts = _global_shapes(batch, everybody, mesh, grid)
-        uneven = {where for where, each in rows.items() if _is_uneven(each, batch.micro_batches)}
+        call = _sizes(batch, everybody, mesh, grid)
         reason = history.needs_equal_rows(mode)
-        if uneven and reason is not None:
-            raise InputError(_unequal(batch, everybody, uneven, reason))
-        history.note(batch, shapes, parts, uneven, mode)
+        if call.uneven and reason is not None:
+            raise InputError(_unequal(batch, everybody, call.uneven, reason))
+        history.note(batch, call, mode)
         if history.refused is not None:
             history.dynamic.clear()
         for at, variant in enumerate(history.variants):
-            sizes = variant.sizes(rows, shapes, uneven)
-            if sizes is not None:
+            sizes = variant.matched(call)
+            if sizes is not None and variant.refuting(sizes) is None:
                 history.variants[at] = variant.grown(sizes)
                 return history.variants[at], sizes
-        symbolic = _symbolic(history, batch, shapes, rows, uneven, mesh, taken)
-        variant = Variant(symbolic, next(history.numbers))
-        change = size_change(history.variants, batch.names, rows, shapes, uneven, reason)
-        if change is not None:
+        variant = Variant(_symbolic(history, batch, call, mesh, taken), next(history.numbers))
+        if (change := _change(history.variants, batch.names, call, reason)) is not None:
             history.changes[variant.number] = change
         history.variants.append(variant)
-        sizes = variant.sizes(rows, shapes, uneven)
+        sizes = variant.matched(call)
         assert sizes is not None
         return variant, sizes
 
 
-def _global_shapes(
-    batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: Any
-) -> tuple[list[tuple[int, ...]], dict[Where, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """Return the global shape of each input, the rows of each part that mesh dimensions make, and those of each rank.
+def _sizes(batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: Any) -> _Sizes:
+    """Return the sizes of a call.
 
     Raises:
         InputError: no rank has rows, ranks differ in another dimension, or those that hold the same part in rows.
     """
     shapes = [tuple(size for size in spec.shape if isinstance(size, int)) for spec in batch.specs]
-    rows: dict[Where, tuple[int, ...]] = {}
-    parts: dict[int, tuple[int, ...]] = {}
-    at = 0
+    rows, parts, at = dict[Where, tuple[int, ...]](), dict[int, tuple[int, ...]](), 0
     for number in part_numbers(batch):
         dims = batch.tensors[number].dim()
         each = [tuple(sizes[at : at + dims]) for sizes in everybody]
@@ -230,7 +335,13 @@ def _global_shapes(
         others = tuple(broadcast if entry == Split(0) else entry for entry in batch.sbp[number])
         shapes[number] = global_shape((sum(lengths), *_other_sizes(batch.names[number], each)), others, mesh)
         rows[number, 0] = lengths
-    return shapes, rows, parts
+    # Ranks hold unequal numbers of rows, or micro-batches do.
+    uneven = {
+        where
+        for where, each in rows.items()
+        if len(set(each)) > 1 or any(count % batch.micro_batches for count in each)
+    }
+    return _Sizes(shapes, rows, parts, uneven)
 
 
 def _check_limits(limits: tuple[int, int | None], name: str, dim: int, each: Sequence[int]) -> None:
@@ -249,19 +360,14 @@ def _check_limits(limits: tuple[int, int | None], name: str, dim: int, each: Seq
 def _other_sizes(name: str, each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the sizes of an input in all dimensions but 0, which are equal on all ranks that have rows.
 
-    Args:
-        name: the input, for messages.
-        each: its shape on each rank.
-
     Raises:
         InputError: they are not equal, or no rank has rows.
     """
     filled = {rank: shape for rank, shape in enumerate(each) if shape[0]}
-    if not filled:
+    if (first := next(iter(filled), None)) is None:
         raise InputError(
             f"{name} has no rows on any rank\nStop when all ranks are out of data: zg.batches(loader) does."
         )
-    first = next(iter(filled))
     for rank, shape in filled.items():
         if shape[1:] != filled[first][1:]:
             raise InputError(
@@ -303,15 +409,6 @@ def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
     return [dim for dim, sbp in enumerate(batch.sbp[number]) if sbp == Split(0) and mesh.shape[dim] > 1]
 
 
-def _is_dynamic(variant: Variant) -> bool:
-    return any(isinstance(size, Dim) for shape in variant.shapes for size in shape)
-
-
-def _is_uneven(rows: Sequence[int], micro_batches: int) -> bool:
-    """Return whether ranks hold unequal numbers of rows, or micro-batches do."""
-    return len(set(rows)) > 1 or any(count % micro_batches for count in rows)
-
-
 def _unequal(batch: Batch, everybody: Sequence[Sequence[int]], uneven: Collection[Where], reason: str) -> str:
     """Return a message that ranks hold unequal parts, or parts that micro-batches do not divide."""
     first = min(number for number, _ in uneven)
@@ -331,22 +428,16 @@ def _unequal(batch: Batch, everybody: Sequence[Sequence[int]], uneven: Collectio
 
 
 def _symbolic(
-    history: _History,
-    batch: Batch,
-    shapes: Shapes,
-    rows: Mapping[Where, tuple[int, ...]],
-    uneven: Collection[Where],
-    mesh: Mesh,
-    taken: Collection[int],
+    history: _History, batch: Batch, call: _Sizes, mesh: Mesh, taken: Collection[int]
 ) -> tuple[tuple[int | Dim, ...], ...]:
     """Return the shapes with symbols in place of dynamic dimensions; equal sizes share one."""
-    primes = _primes(set(taken))
+    primes, shapes, rows = _primes(set(taken)), call.shapes, call.rows
     dims: dict[Hashable, Dim] = {}
     identities: dict[Where, Hashable] = {}
     for number, shape in enumerate(shapes):
         for dim, size in enumerate(shape):
             where = number, dim
-            if where not in history.dynamic or (size < SMALLEST_DYNAMIC and where not in uneven):
+            if where not in history.dynamic or (size < SMALLEST_DYNAMIC and where not in call.uneven):
                 continue
             identities[where] = identity = where in rows, rows.get(where, size)
             if identity not in dims:
@@ -400,9 +491,8 @@ def _primes(taken: set[int]) -> Callable[[int], int]:
         return prime and not any(size and size % number == 0 for size in taken)
 
     def near(size: int) -> int:
-        below, above = range(size, _SMALLEST_HINT - 1, -1), itertools.count(max(size, _SMALLEST_HINT))
-        prime = next(filter(is_free, itertools.chain(below, above)))
-        taken.add(prime)
+        sizes = itertools.chain(range(size, _SMALLEST_HINT - 1, -1), itertools.count(max(size, _SMALLEST_HINT)))
+        taken.add(prime := next(filter(is_free, sizes)))
         return prime
 
     return near

@@ -18,6 +18,7 @@ from zerograph.compiler.layout import PlannedBucket, Update, plan_layout
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
+from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
 from zerograph.errors import ArtifactError, PlacementError
@@ -31,7 +32,6 @@ from zerograph.passes.context import (
     BatchLayout,
     BucketUpdate,
     Context,
-    GradientUse,
     MemoryOptions,
     MissingRules,
     Numerics,
@@ -129,8 +129,7 @@ class Preparation:
         backend: compiles the emitted graph.
         micro_batches: number of micro-batches.
         trains: the graph has optimizers.
-        gradients: the use of gradients.
-        early_outputs: number of outputs, the first ones, that the loop reads before backward.
+        request: what the caller asks for.
         warn: shows a message to the user.
         requirements, input_requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
     """
@@ -149,8 +148,7 @@ class Preparation:
     backend: backends.Backend
     micro_batches: int
     trains: bool
-    gradients: GradientUse
-    early_outputs: int
+    request: StepRequest
     warn: Callable[[str], None]
     requirements: Mapping[str, str]
     input_requirements: Mapping[str, str]
@@ -228,7 +226,7 @@ class Preparation:
         )
 
     def _context(self, candidate: Candidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]) -> Context:
-        config = self.config
+        config, gradients = self.config, self.request.gradients
         return Context(
             mesh=self.target.mesh,
             policy=replace(config.policy if self.trains else OFF, dims=self.zero_dims),
@@ -239,15 +237,15 @@ class Preparation:
                 micro_batches=self.micro_batches,
                 cut=self.batch.cut,
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
-                early_outputs=self.early_outputs,
+                early_outputs=self.request.early_outputs,
                 attention=config.attention,
                 expert_capacity=config.expert_capacity,
             ),
-            gradients=self.gradients,
+            gradients=gradients,
             numerics=Numerics(
                 reduce_dtype=config.reduce_dtype,
-                scaler=config.scaler if self.trains and self.gradients == "update" else None,
-                checked=config.on_nonfinite != "ignore" and self.gradients in ("update", "accumulated"),
+                scaler=config.scaler if self.trains and gradients == "update" else None,
+                checked=config.on_nonfinite != "ignore" and gradients in ("update", "accumulated"),
                 wire=config.wire,
             ),
             memory=MemoryOptions(

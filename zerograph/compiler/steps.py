@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dependencies import Dependencies
-from zerograph.compiler.dimensions import Dimensions, Kind, Mode, local_sizes
+from zerograph.compiler.dimensions import Dimensions, Kind, Mode, SizeChange, local_sizes
 from zerograph.compiler.dynamic_memory import keeps_budget
 from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import (
@@ -24,20 +25,65 @@ from zerograph.compiler.members import (
     capture_facts,
     check_devices,
     current,
+    first_updates,
     has_global,
     layout_facts,
     model_sizes,
 )
 from zerograph.compiler.plain_inputs import check_whole, digests_of_whole
 from zerograph.compiler.preparation import check_target
-from zerograph.compiler.selection import CacheEntry, LastCall, Recompiles, Selection, Situation, show_facts
-from zerograph.compiler.snapshot import Call, Snapshot, take_snapshot
+from zerograph.compiler.step_key import Call, Snapshot, StepKey, StepRequest, take_snapshot, texts_of_facts
 from zerograph.errors import CommunicationError, InputError, MemoryBudgetError, ZeroGraphWarning
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.optimizer_state import guarded_state
 from zerograph.runtime.state import Store, stores_of
+
+# torch.compile compiles a function at most this often.
+RECOMPILE_LIMIT = 8
+# Compilations in a row, all because of the same line, that are worth a warning.
+_SAME_LINE_LIMIT = 3
+
+
+@dataclass(eq=False, slots=True)
+class Selection:
+    """A call on this rank, before the sizes of the other ranks are known.
+
+    Attributes:
+        batch: the call's inputs.
+        key: what selects the step besides sizes.
+        members: the graph's modules and tensors; None if a snapshot of the last call matched.
+        repeated: the last call had the same key.
+    """
+
+    batch: Batch
+    key: StepKey
+    members: Members | None = None
+    repeated: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LastCall:
+    """The inputs of the last call without their values, and the step that it ran.
+
+    Attributes:
+        key: what selected the step besides sizes.
+        everybody: the sizes of the inputs on each rank.
+        batch: the call's inputs, whose sizes are resolved; without tensors.
+        step: the step that the call ran.
+    """
+
+    key: StepKey
+    everybody: Sequence[Sequence[int]]
+    batch: Batch
+    step: CompiledStep
+
+    def resolve(self, selection: Selection, everybody: Sequence[Sequence[int]]) -> Batch | None:
+        """Return the inputs of a call with the same key, and with equal sizes on all ranks; None for any other."""
+        if selection.key is not self.key or everybody != self.everybody:
+            return None
+        return selection.batch.resolved(self.batch.specs, self.batch.sizes, self.batch.variant)
 
 
 class Steps:
@@ -67,7 +113,7 @@ class Steps:
         self._dimensions = Dimensions()
         self._snapshot: Snapshot | None = None
         self._last_call: LastCall | None = None
-        self._last_situation: Situation | None = None
+        self._last_key: StepKey | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -89,45 +135,42 @@ class Steps:
         return self.members()
 
     def inputs_on(
-        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], device: str
-    ) -> tuple[Members, Batch, Hashable]:
-        """Return the members and the batch as they would be on the mesh and device, and the key of their capture."""
+        self, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], device: str, request: StepRequest
+    ) -> tuple[Members, Batch, StepKey]:
+        """Return the members and the batch as they would be on the mesh and device, and the key of their step."""
         check_target(mesh, device)
         refuse_hooks_before(self._compiler.optimizers)
         members = replace(self.members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         config = self._compiler.config
-        batch = self._read((args, kwargs), mesh, grid, members.meta)
-        kind = batch.pattern()[0], config.dynamic_shapes
+        batch = self._read((args, kwargs), mesh, grid, request, members.meta)
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
+        facts = {**self._facts(members), "the device": members.meta}
+        key = StepKey(tuple(facts.items()), config.key(), request, None, batch.pattern(), config.dynamic_shapes)
         sizes = [local_sizes(batch)] * mesh.size
-        batch = Dimensions().resolve(batch, kind, sizes, mesh, grid, lambda: model_sizes(members))
-        facts = self._facts(members)
-        return members, batch, (tuple(facts.values()), batch.key(), members.meta)
+        return members, Dimensions().resolve(batch, key.kind, sizes, mesh, grid, lambda: model_sizes(members)), key
 
     def _read(
-        self, arguments: tuple[tuple[Any, ...], dict[str, Any]], mesh: Mesh, grid: Any, meta: torch.device | None = None
+        self,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        mesh: Mesh,
+        grid: Any,
+        request: StepRequest,
+        meta: torch.device | None = None,
     ) -> Batch:
-        config = self._compiler.config
-        plain = batch_on(config, mesh)
-        return read_batch(*arguments, mesh, grid, plain, self._compiler.micro_batches, meta, config.sequence_parallel)
+        config, micro_batches = self._compiler.config, self._compiler.micro_batches(request)
+        return read_batch(*arguments, mesh, grid, batch_on(config, mesh), micro_batches, meta, config.sequence_parallel)
 
-    def dependencies(self, members: Members, facts: Mapping[str, Any] | None = None) -> Dependencies:
+    def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
         """Return what a captured graph depends on besides its inputs.
 
         Args:
-            facts: those of the graph now, if they are known.
+            key: has the facts of the graph now, if they are known.
         """
-
-        def shown(facts: Mapping[str, Any]) -> dict[str, str]:
-            texts = show_facts(facts, "")
-            del texts["configuration"]
-            return texts
-
         compiler = self._compiler
         return Dependencies(
-            shown(self._facts(members) if facts is None else facts),
-            lambda: shown(self._facts(self.members())),
+            texts_of_facts(self._facts(members) if key is None else dict(key.facts)),
+            lambda: texts_of_facts(self._facts(self.members())),
             getattr(compiler.build, "__self__", None),
             self._state(),
             members,
@@ -139,6 +182,7 @@ class Steps:
         self,
         job: Job,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        request: StepRequest,
         doing: str,
         counts: Callable[[], Mapping[str, str]],
         check: Callable[[], object],
@@ -148,11 +192,12 @@ class Steps:
         Args:
             job: the ranks.
             arguments: ``(args, kwargs)`` of the call on this rank.
+            request: what the caller asks for.
             doing: names the call in messages.
             counts: returns the numbers of steps so far as text, by name.
             check: a further check of the call; an error that it raises on one rank is raised on all.
         """
-        call = Call(job, self._attributes(), self._compiler.optimizers, self._compiler.config, arguments)
+        call = Call(job, self._attributes(), self._compiler.optimizers, self._compiler.config, request, arguments)
         selection: Selection | None = None
         problem: BaseException | None = None
         try:
@@ -164,8 +209,8 @@ class Steps:
         assert selection is not None
         last = self._last_call
         batch = None if last is None else last.resolve(selection, everybody)
-        if last is not None and last.entry.step is not None and batch is not None:
-            step, selection.batch = last.entry.step, batch
+        if last is not None and batch is not None:
+            step, selection.batch = last.step, batch
         else:
             step = self._step_of(job, selection, everybody, doing)
         if selection.members is not None:
@@ -174,13 +219,12 @@ class Steps:
 
     def _step_of(self, job: Job, selection: Selection, everybody: Sequence[Sequence[int]], doing: str) -> CompiledStep:
         """Return the step for a selection, compiled if there is none yet; resolve the sizes of its batch."""
-        unresolved, kind = selection.batch, selection.situation.kind
+        unresolved, kind = selection.batch, selection.key.kind
         selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
-        entry = self._entry(selection)
-        step = entry.step
+        step = self._find(selection)
         if step is None and selection.batch.sizes:
             try:
-                step = self._compile(job, selection, entry, doing)
+                step = self._compile(job, selection, doing)
             except (CommunicationError, MemoryBudgetError):
                 raise
             except Exception as error:
@@ -188,15 +232,12 @@ class Steps:
                     raise
                 self._compile_static(kind, error, doing)
                 selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
-                entry = self._entry(selection)
-                step = entry.step
+                step = self._find(selection)
         if step is not None and not keeps_budget(step, selection.batch):
             _warn_of_larger_sizes(selection.batch, doing)
             step = None
-        step = step or self._compile(job, selection, entry, doing)
-        # Compiling moves parameters into stores: the layout is that of the calls to come.
-        entry = CacheEntry(entry.key, selection.situation.layout, step)
-        self._last_call = LastCall(selection.situation, everybody, selection.batch.with_tensors(()), entry)
+        step = step or self._compile(job, selection, doing)
+        self._last_call = LastCall(selection.key, everybody, selection.batch.with_tensors(()), step)
         return step
 
     def _select(self, call: Call) -> Selection:
@@ -206,34 +247,27 @@ class Steps:
             batch = snapshot.match(call)
             if batch is not None:
                 _check_usable(snapshot.stores)
-                return Selection(batch, snapshot.situation)
+                return Selection(batch, snapshot.key)
         self._snapshot = None
         members = self.adopted(lambda: call.job)
         _check_usable(stores_of(members.parameters.values()))
         refuse_hooks_before(call.optimizers)
-        batch = self._read(call.arguments, call.job.mesh, call.job.grid)
+        batch = self._read(call.arguments, call.job.mesh, call.job.grid, call.request)
         check_devices(
             members, [(name, spec.device) for name, spec in zip(batch.names, batch.specs, strict=True) if spec.shape]
         )
         self._compiler.updates.lift_changed(call.config)
-        facts = self._facts(members)
-        situation = Situation(
-            tuple(facts.values()),
-            call.config.key(),
-            layout_facts(members),
-            batch.pattern(),
-            self._shape_mode(members),
-            digest=0,
-        )
-        last = self._last_situation
-        if last is not None and situation.is_like(last):
-            return Selection(batch, last, members, facts, repeated=True)
+        facts = tuple(self._facts(members).items())
+        layout, mode = layout_facts(members), self._shape_mode(members)
+        key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
+        if self._last_key is not None and key == self._last_key:
+            return Selection(batch, self._last_key, members, repeated=True)
         if call.job.size > 1:
-            key = situation.facts, situation.config, situation.pattern
-            if key not in self._digests:
-                self._digests[key] = digest({**batch.facts(), **show_facts(facts, call.config.shown())})
-            situation = replace(situation, digest=self._digests[key])
-        return Selection(batch, situation, members, facts)
+            on_ranks = key.facts, key.config, key.request, key.pattern
+            if on_ranks not in self._digests:
+                self._digests[on_ranks] = digest({**batch.facts(), **key.texts(call.config.shown())})
+            key = replace(key, digest=self._digests[on_ranks])
+        return Selection(batch, key, members)
 
     def _agree(
         self,
@@ -252,14 +286,14 @@ class Steps:
         """
         number, sizes, digests = 0, [], []
         if selection is not None:
-            number = selection.situation.digest ^ self.compilations
+            number = selection.key.digest ^ self.compilations
             sizes, digests = local_sizes(selection.batch), digests_of_whole(selection.batch)
             if call.config.check_replicas:
                 number ^= digest(counts())  # The counts decide whether replicas are compared now.
 
         def texts() -> dict[str, str]:
             assert selection is not None
-            shown = show_facts(selection.facts or self._facts(self.members()), call.config.shown())
+            shown = selection.key.texts(call.config.shown())
             compilations = {"the number of compiled steps": str(self.compilations)}
             return {**selection.batch.facts(), **shown, **compilations, **counts(), **selection.batch.shapes()}
 
@@ -288,45 +322,44 @@ class Steps:
         """Return ``config.dynamic_shapes``; a backend that is a function gets static sizes only."""
         return self._compiler.config.dynamic_shapes if self._compiler.runs_symbolic_sizes(members) else False
 
-    def _entry(self, selection: Selection) -> CacheEntry:
-        """Return the step for a selection whose sizes are resolved, or the key to compile one under."""
-        situation, batch, last = selection.situation, selection.batch, self._last_call
-        selected = situation, batch.variant, batch.specs
-        if last is not None and selected == (last.situation, last.batch.variant, last.batch.specs):
-            return last.entry
-        key = situation.key(batch)
-        if last is not None and (last.entry.key, last.entry.layout) == (key, situation.layout):
-            return last.entry
-        return CacheEntry(key, situation.layout, self._steps.get((key, situation.layout)))
+    def _find(self, selection: Selection) -> CompiledStep | None:
+        """Return the step for a selection whose sizes are resolved, if there is one."""
+        key, batch, last = selection.key, selection.batch, self._last_call
+        if (
+            last is not None
+            and key is last.key
+            and (batch.variant, batch.specs) == (last.batch.variant, last.batch.specs)
+        ):
+            return last.step
+        return self._steps.get(key.of_step(batch))
 
-    def _compile(self, job: Job, selection: Selection, entry: CacheEntry, doing: str) -> CompiledStep:
+    def _compile(self, job: Job, selection: Selection, doing: str) -> CompiledStep:
         """Compile the step for a selection that has none, and keep it."""
-        batch, config, key = selection.batch, self._compiler.config, entry.key
+        key, batch, config = selection.key, selection.batch, self._compiler.config
         members = self.adopted(lambda: job) if selection.members is None else selection.members
-        facts = selection.facts or self._facts(members)
-        shown = show_facts(facts, config.shown())
-        texts = {**dict(batch.constants), **shown}
+        texts = {**dict(batch.constants), **key.texts(config.shown())}
         self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
-        kind = selection.situation.kind
-        self._recompiles.count_sizes((kind, config.key()), self._dimensions.change(kind, batch.variant), doing)
-        step = self._compiler.compile(job, members, batch, key[0], doing, self.dependencies(members, facts))
+        change = self._dimensions.change(key.kind, batch.variant)
+        self._recompiles.count_sizes((key.kind, config.key()), change, doing)
+        step = self._compiler.compile(job, members, batch, key, doing, self.dependencies(members, key))
         self.compilations += 1
-        self._dimensions.add_guards(selection.situation.kind, batch.variant, step.captured.guards)
+        self._dimensions.add_guards(key.kind, batch.variant, step.captured.guards)
         # Steps bound to dissolved stores would keep their memory.
         self._steps = {
             k: s for k, s in self._steps.items() if not any(store.is_released for store in s.stores.values())
         }
-        keys = [key, *self._compiler.keys_after(step, batch, facts, lambda: self._facts(self.members()))]
-        layout = layout_facts(members)
-        self._steps |= {(one, layout): step for one in keys}
-        selection.situation = replace(selection.situation, layout=layout)
+        # Compiling moves parameters into stores: the layout is that of the calls to come.
+        moved = replace(key, layout=layout_facts(members))
+        now = self._compiler.key_after(step, batch, moved, lambda: self._facts(self.members()))
+        self._steps |= {one.of_step(batch): step for one in (moved, now)}
+        selection.key = moved
         return step
 
     def _remember(self, call: Call, selection: Selection) -> None:
-        """Keep the situation as the last one; on the second such call in a row, take a snapshot of the call."""
-        self._last_situation = selection.situation
+        """Keep the key as the last one; on the second such call in a row, take a snapshot of the call."""
+        self._last_key = selection.key
         if selection.repeated and self._tree is not None and not self._compiler.guards():
-            self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.situation)
+            self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
 
     def _current(self) -> Tree:
         self._tree = current(self._tree, self._attributes())
@@ -337,6 +370,66 @@ class Steps:
         constants = self._compiler.updates.constants
         facts = capture_facts(members, self._attributes(), self._compiler.optimizers, constants)
         return facts | self._compiler.guards()
+
+
+class Recompiles:
+    """Count the compilations for each kind of inputs, and keep the facts of the last one."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Hashable] = Counter()
+        self._latest_facts: dict[Hashable, Mapping[str, str]] = {}
+        self._size_changes: defaultdict[Hashable, list[SizeChange]] = defaultdict(list)
+
+    def count(self, inputs: Hashable, members: Members, facts: Mapping[str, str], doing: str) -> None:
+        """Count a compilation. At the eighth for inputs of one kind, warn once and name the ``facts`` that changed.
+
+        Args:
+            inputs: the kind of the inputs and the configuration; equal where, but for constants, one step could serve.
+            members: those of the graph; the first update of its optimizers may be computed in another way.
+            facts: constants, and what else the step depends on, as text by name.
+            doing: names the step in messages.
+        """
+        facts = {**facts, **first_updates(members)}
+        before, self._latest_facts[inputs] = self._latest_facts.get(inputs, {}), facts
+        self._counts[inputs] += 1
+        if self._counts[inputs] == RECOMPILE_LIMIT:
+            changed = [name for name, fact in facts.items() if before.get(name) != fact]
+            what = ", ".join(changed) or "the buckets of parameters, which another graph lays out in between"
+            warnings.warn(
+                f"{doing} is compiled for the {RECOMPILE_LIMIT}th time for inputs of one kind; since the last time "
+                f"this has changed: {what}\nPass a value that changes in every step as a tensor, or keep it in a "
+                "buffer. Keep a value that build() does not need in an object that is not a module.",
+                ZeroGraphWarning,
+                stacklevel=2,
+            )
+
+    def count_sizes(self, kind: Hashable, change: SizeChange | None, doing: str) -> None:
+        """Count a compilation for sizes. Warn of a line that each of the last ones failed at, and at the eighth.
+
+        Args:
+            kind: the kind of the inputs, without their sizes.
+            change: why no earlier step serves the sizes; None where a further dimension has become dynamic.
+            doing: names the step in messages.
+        """
+        if change is None:
+            return
+        changes = self._size_changes[kind]
+        changes.append(change)
+        last = changes[-_SAME_LINE_LIMIT:]
+        if len(changes) == RECOMPILE_LIMIT:
+            problem = f"{doing} is compiled for the {RECOMPILE_LIMIT}th time because of sizes alone"
+        elif len(changes) == _SAME_LINE_LIMIT and change.place and len({(one.dims, one.place) for one in last}) == 1:
+            problem = f"each of the last {_SAME_LINE_LIMIT} new sizes compiled {doing} again"
+        else:
+            return
+        place = f"\n  {change.place}" if change.place else ""
+        warnings.warn(
+            f"{problem}: {change.dims} cannot be symbolic, because {change.reason}{place}\n"
+            "Use operators on whole tensors for a loop over a dimension, torch.where for a branch on a size, "
+            "x.shape[0] for len(x); or pad to few different sizes.",
+            ZeroGraphWarning,
+            stacklevel=levels_to_user(),
+        )
 
 
 def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:

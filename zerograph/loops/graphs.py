@@ -145,7 +145,7 @@ class Recorded(ZeroGraph):
     ) -> T:
         """Make this program the graph's, and return what a function returns for the program's inputs."""
         self._program, text = program, f"{self.purpose}{program.text}"
-        self._compiler.early_outputs = program.early
+        self._request = replace(self._request, early_outputs=program.early)
         if text != self.tape:
             # An equal text must stay the same object: a call is compared with the last one object by object.
             self.tape = text
@@ -256,7 +256,7 @@ class Preview(Forward):
     def __init__(self, step: Step, *, whole: bool) -> None:
         super().__init__(step._recorded_modules, step.config, step._words)
         self._step = step
-        self._compiler.accumulates = whole
+        self._request = replace(self._request, accumulates=whole)
 
     def build(self, *tensors: Tensor) -> Any:
         """Run the step's program on copies of the buffers."""

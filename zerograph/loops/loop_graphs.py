@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -118,7 +118,7 @@ class LoopStep(OfLoop, Step):
 
     def use_gradients(self, use: GradientUse) -> LoopStep:
         """Set how the graph uses gradients; return it."""
-        self._compiler.gradients = use
+        self._request = replace(self._request, gradients=use)
         return self
 
     def gradients(self) -> Sequence[str]:
@@ -127,7 +127,7 @@ class LoopStep(OfLoop, Step):
 
     def run_loop(self, program: Program) -> list[Tensor]:
         """Run a program; return this rank's part of each output."""
-        self._compiler.accumulated = self.accumulated
+        self._request = replace(self._request, accumulated=self.accumulated)
         return super().run_loop(program)
 
     @interruptible("a step")
@@ -137,7 +137,7 @@ class LoopStep(OfLoop, Step):
         Returns:
             What finishes it; None if the step cannot pause. It is the same on all ranks.
         """
-        self._compiler.accumulated = self.accumulated
+        self._request = replace(self._request, accumulated=self.accumulated)
         self._note_rows(program)
         return self._with_inputs(lambda *inputs: self._start(program, inputs), program, [program.tensors])
 
@@ -165,13 +165,13 @@ class LoopStep(OfLoop, Step):
         return [self._part(value, sbp, meta) for value, (sbp, _), meta in placed]
 
     def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
-        if self._compiler.gradients in ("update", "accumulated"):
+        if self._request.gradients in ("update", "accumulated"):
             super()._finish_step(step, values, skipped)
         else:
             self._passes_done += 1
 
     def _doing(self) -> str:
-        use = self._compiler.gradients
+        use = self._request.gradients
         doing = {"accumulate": "backward() before ", "edit": "changing gradients before "}.get(use, "")
         return f"{doing}step {self.steps_done + 1}"
 

@@ -1,14 +1,14 @@
-"""A snapshot of all that the last call depended on: while nothing changes, the next call runs the same step.
+"""The key of a step: all that selects it besides sizes, and the snapshot by which equal calls in a row share one key.
 
-The comparison is object by object and allocates next to nothing. Collecting the facts that select a compiled step takes
-longer than running a small step. Any difference leads back to those facts, which decide.
+The snapshot compares object by object and allocates next to nothing. Collecting the facts of a key takes longer than
+running a small step. Any difference leads back to those facts, which decide.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +17,99 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.batch import Batch, collect_leaves
+from zerograph.compiler.dimensions import Kind, Mode
 from zerograph.compiler.members import Optimizers, Tree
-from zerograph.compiler.selection import Situation
 from zerograph.config import Config
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.marks import marks_of
+from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.state import stores_of
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The request of a caller for a step, besides options.
+
+    Attributes:
+        reads_metric: a scheduler reads the first 0-d tensor that ``build()`` returns.
+        accumulates: a graph without optimizer has micro-batches too.
+        gradients: the use of gradients in graphs with optimizers.
+        accumulated: the parameters whose accumulated gradients a graph updates by, by name.
+        early_outputs: number of outputs, the first ones, that the loop reads before backward.
+    """
+
+    reads_metric: bool = False
+    accumulates: bool = False
+    gradients: GradientUse = "update"
+    accumulated: tuple[str, ...] = ()
+    early_outputs: int = 0
+
+    def texts(self) -> dict[str, str]:
+        """Return what a step that another process has rewritten depends on, as text by name."""
+        return {
+            "the use of gradients": self.gradients,
+            "accumulated gradients": ", ".join(self.accumulated),
+            "outputs that are read before backward": str(self.early_outputs),
+        }
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """All that selects a step besides the sizes of the inputs. Equal keys and sizes select equal steps.
+
+    Attributes:
+        facts: what the captured graph depends on besides its inputs: name and value.
+        config: key of the graph's options.
+        request: what the caller asks for.
+        layout: the store of each parameter.
+        pattern: the inputs without their sizes, and their marks.
+        mode: ``config.dynamic_shapes``; False for a backend that is a function, which gets each size by itself.
+        digest: equal on ranks whose keys are equal but for the layout; 0 in a job of one rank.
+    """
+
+    facts: tuple[tuple[str, Any], ...]
+    config: Hashable
+    request: StepRequest
+    layout: Hashable
+    pattern: tuple[Hashable, Hashable]
+    mode: Mode
+    digest: int = field(default=0, compare=False)
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of inputs whose sizes are followed. A mark counts for later calls of the same kind too."""
+        return self.pattern[0], self.mode
+
+    def of_capture(self, batch: Batch) -> Hashable:
+        """Return the part that the captured graph depends on, for a batch whose sizes are resolved."""
+        return self.facts, batch.key()
+
+    def of_step(self, batch: Batch) -> Hashable:
+        """Return the key of the step for a batch whose sizes are resolved."""
+        return self.of_capture(batch), self.config, self.request, self.layout
+
+    def texts(self, configuration: str) -> dict[str, str]:
+        """Return the facts and options as text by name, equal on ranks where they are.
+
+        Parameters, buffers and modules are one entry each, so that a difference has a short name.
+
+        Args:
+            configuration: the options as text.
+        """
+        return {"configuration": configuration, **texts_of_facts(dict(self.facts))}
+
+
+def texts_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return facts as text by name."""
+    shown: dict[str, str] = {}
+    for name, value in facts.items():
+        if name in ("parameters", "buffers", "modules"):
+            shown |= {f"{name}: {entry[0] or 'the graph'}": str(entry[1:]) for entry in value}
+        else:
+            shown[name] = str(value)
+    return shown
+
 
 # No compiled step depends on these values.
 _NOT_COMPARED = frozenset({"params", "lr", "initial_lr"})
@@ -39,6 +125,7 @@ class Call:
         attributes: the graph's public attributes, by name.
         optimizers: those of the graph, in order of registration.
         config: the graph's options.
+        request: what the caller asks for.
         arguments: ``(args, kwargs)``.
     """
 
@@ -46,21 +133,22 @@ class Call:
     attributes: Mapping[str, Any]
     optimizers: Optimizers
     config: Config
+    request: StepRequest
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Snapshot:
-    """The objects that a call depended on, and the step that it ran.
+    """The objects that a call depended on, and the key of its step.
 
     Args:
         call: the call.
         tree: the graph's members.
         batch: the call's arguments, as they were read.
-        situation: what selected the step of the call, besides sizes.
+        key: the key of the step of the call.
     """
 
-    def __init__(self, call: Call, tree: Tree, batch: Batch, situation: Situation) -> None:
-        self.situation, self.stores = situation, stores_of(tree.members.parameters.values())
+    def __init__(self, call: Call, tree: Tree, batch: Batch, key: StepKey) -> None:
+        self.key, self.stores = key, stores_of(tree.members.parameters.values())
         self._job, self._config, self._tree = call.job, call.config, tree
         self._attributes = list(call.attributes.items())
         parameters: Iterable[nn.Parameter] = tree.members.parameters.values()
@@ -89,6 +177,7 @@ class Snapshot:
         unchanged = (
             call.job is self._job
             and call.config is self._config
+            and call.request == self.key.request
             and self._dictionaries.are_same()
             and list(call.attributes) == [name for name, _ in self._attributes]
             and all(map(operator.is_, call.attributes.values(), [value for _, value in self._attributes]))
@@ -135,7 +224,7 @@ class Snapshot:
         return self._batch.with_tensors(tuple(tensors))
 
 
-def take_snapshot(call: Call, tree: Tree, batch: Batch, situation: Situation) -> Snapshot | None:
+def take_snapshot(call: Call, tree: Tree, batch: Batch, key: StepKey) -> Snapshot | None:
     """Return the snapshot of a call, or None where identical objects may still have changed.
 
     That is so for global tensors, hooks on gradients, and hyperparameters that can change in place. Pieces of whole
@@ -149,7 +238,7 @@ def take_snapshot(call: Call, tree: Tree, batch: Batch, situation: Situation) ->
         or not all(map(_Group.is_comparable, groups))
     ):
         return None
-    return Snapshot(call, tree, batch, situation)
+    return Snapshot(call, tree, batch, key)
 
 
 @dataclass(eq=False)
