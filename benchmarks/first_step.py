@@ -194,7 +194,7 @@ def llama_main(file: Path) -> None:
     if is_second := file.exists():
         # load_compiled() needs parameters on a device: this is what it does, for a model that has none.
         members = replace(step._members(), meta=torch.device("cpu"))
-        required = step._compiler.requirements(members, step._steps.dependencies(members).texts())
+        required = step._compiler.requirements(members, step._steps.dependencies(members).texts(), step._request)
         step._compiler.loaded.add(read_artifact(file, members), required)
     prepared = step.prepare(mesh, ids)
     print("measured", time.perf_counter() - began, time.process_time() - before)

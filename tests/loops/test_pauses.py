@@ -15,6 +15,7 @@ import zerograph as zg
 from tests.harness import LossStep, prepare
 from tests.loops.test_prepare import X, Y, loop_of, network
 from zerograph._torch import written_arguments
+from zerograph.compiler.step_key import StepRequest
 from zerograph.ir.alias import WAIT
 from zerograph.ir.metadata import role
 from zerograph.ir.pause import pause_of
@@ -228,7 +229,7 @@ def test_nothing_is_in_flight_and_no_state_changes_before_a_pause(budget: str | 
     model = network(nn.BatchNorm1d(16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = LossStep(model, optimizer, 3, lambda module, x, y: F.cross_entropy(module(x), y), **options)
-    step._compiler.early_outputs = 1
+    step._request = StepRequest(early_outputs=1)
     graph = prepare(step, X, Y).step.emitted
     pause = pause_of(graph)
     assert pause is not None

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import LossStep, prepare
 from zerograph.compiler.compiled import PreparedStep
+from zerograph.compiler.step_key import StepRequest
 from zerograph.inspection.step import texts
 from zerograph.ir.mesh import Mesh, line
 from zerograph.passes.pipeline import PIPELINE
@@ -163,7 +164,7 @@ def read_early() -> PreparedStep:
     """With a loss that a loop reads before backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
     step = LossStep(model, sgd(model), 3, mean_square, backend="eager", shard_min_size=1)
-    step._compiler.early_outputs = 1
+    step._request = StepRequest(early_outputs=1)
     return prepare(step, torch.ones(4, 4)).step
 
 

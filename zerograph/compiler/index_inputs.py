@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph._torch import OpOverload, schema_arguments
 from zerograph.capture.captured import Captured
@@ -24,16 +24,13 @@ from zerograph.compiler.plain_inputs import Comparison, is_part
 from zerograph.errors import InputError
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.region import local
-from zerograph.ir.sbp import Split
 from zerograph.ir.sizes import sizes_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes import rules
 from zerograph.passes.normalize.offsets import BAGS, counts_from_whole
+from zerograph.passes.rules.batch_dims import batch_dims
 
 aten = torch.ops.aten
-
-# A dimension of a tensor: the node, the number of its output, and the dimension.
-_Dim = tuple[fx.Node, int, int]
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ def check_indices(
     comparison: Comparison,
     warn: Callable[[str], None],
 ) -> None:
-    """Refuse inputs whose positions are those in one rank's part; warn where so few positions may be so by chance.
+    """Refuse inputs whose positions cannot be those in the whole batch; warn where they may be those in one part.
 
     Args:
         captured: the captured graph.
@@ -93,12 +90,11 @@ def check_indices(
     reads = [read for read in _reads(graph) if _number_of_input(read.index, split) in integers]
     problems = [(read, *problem) for read in reads if (problem := _problem(read, split, batch, ranks, comparison))]
     # Following dimensions takes as long as a typical pass, so only suspicious values lead to it.
-    dims = _batch_dims(graph, list(split), ranks) if problems else set()
+    dims = batch_dims(graph, list(split), ranks) if problems else set()
     of_batch = [(message, certain) for read, message, certain in problems if (read.source, 0, read.dim) in dims]
-    for message, certain in of_batch:
+    for message, certain in sorted(of_batch, key=lambda problem: not problem[1]):
         if certain:
             raise InputError(message)
-    for message, _ in of_batch:
         warn(message)
 
 
@@ -280,70 +276,6 @@ _ALONG_DIM = {
 _ADVANCED = {aten.index, aten._unsafe_index, aten.index_put, aten._unsafe_index_put}
 
 
-def _batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[_Dim]:
-    """Return the dimensions of all tensors that run over the batch.
-
-    A signature that splits one factor lists the dimensions of an operator that run over the same index. If one of them
-    is a batch dimension, all are.
-    """
-    groups: dict[_Dim, list[list[_Dim]]] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or not isinstance(node.target, OpOverload):
-            continue
-        if origin(node).phase != "forward" or not rules.output_values(node):
-            continue
-        operands = [_output(argument) for argument in rules.tensor_arguments(node)]
-        outputs = [(node, number) for number in range(len(rules.output_values(node)))]
-        same_index = []
-        for signature in rules.signatures_of(node, ranks) or ():
-            sbps = zip((*operands, *outputs), (*signature.inputs, *signature.outputs), strict=True)
-            same_index.append([(*tensor, sbp.dim) for tensor, sbp in sbps if isinstance(sbp, Split)])
-        if node.target.overloadpacket in _LIKE_FIRST:
-            same_index += [[(*operands[0], dim), (*outputs[0], dim)] for dim in range(meta(node)["val"].dim())]
-        for group in same_index:
-            for dim in group:
-                groups.setdefault(dim, []).append(group)
-    batch_dims: set[_Dim] = set()
-    stack: list[_Dim] = [(node, 0, 0) for node in inputs]
-    while stack:
-        dim = stack.pop()
-        if dim not in batch_dims and _may_be_batch(dim[0]):
-            batch_dims.add(dim)
-            stack += [other for group in groups.get(dim, ()) for other in group]
-    return batch_dims
-
-
-# Operators whose result has the dimensions of the first operand, although no signature splits one of them.
-_LIKE_FIRST = {
-    aten._log_softmax,
-    aten._softmax,
-    aten.cumsum,
-    aten.index_add,
-    aten.index_copy,
-    aten.index_fill,
-    aten.index_put,
-    aten.logcumsumexp,
-    aten.scatter,
-    aten.scatter_add,
-    aten.scatter_reduce,
-}
-
-
-def _output(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that computes the tensor, and the tensor's number among its output tensors."""
-    if node.target is not operator.getitem:
-        return node, 0
-    parts, index = node.args
-    assert isinstance(parts, fx.Node)
-    assert isinstance(index, int)
-    return parts, sum(isinstance(value, Tensor) for value in meta(parts)["val"][:index])
-
-
-def _may_be_batch(node: fx.Node) -> bool:
-    """Return False for parameters and buffers, which have no batch dimension."""
-    return node.op != "placeholder" or meta(node)["role"].kind == "input"
-
-
 def _problem(
     read: _Read, split: Mapping[fx.Node, int], batch: Batch, ranks: int, comparison: Comparison
 ) -> tuple[str, bool] | None:
@@ -370,22 +302,18 @@ def _problem(
             f"{about}build() uses single rows of it as positions, but a plain input is split along dimension 0: the "
             f"whole has the shape {batch.specs[number].shape}, and rows of other ranks would be ignored.\n{advice}"
         ), True
-    # As many on all ranks, so that all ranks decide alike.
-    rows = sum(_parts(meta(placeholder)["val"].shape[0], batch, ranks))
-    count = rows * math.prod(shape[1:]) * (comparison.ranks - 1) // ranks
     # 0 for a dimension that is smaller than the number of ranks: no position is below it.
     smallest = min((part for part in parts if part), default=0)
-    if comparison.ranks < 2 or not count or not all(row[number].highest < smallest for row in comparison.values):
+    empty = not math.prod(shape[1:]) or not sum(_parts(meta(placeholder)["val"].shape[0], batch, ranks))
+    if comparison.ranks < 2 or empty or not all(row[number].highest < smallest for row in comparison.values):
         return None
-    # Only few positions point by chance to rows of the first rank alone.
-    certain = count * math.log2(ranks) >= _CERTAIN_BITS or len(comparison.digests(number)) == 1
-    reads = "every rank would read" if certain else "if they number the rows of each rank's part, every rank reads"
     return (
         f"{about}On every rank all of them are below {smallest}, the rows of one rank's part, but the step "
-        f"computes with the {sum(parts)} rows of all {ranks} parts: {reads} the first part's.\n{advice}\n"
+        f"computes with the {sum(parts)} rows of all {ranks} parts: if they number the rows of each rank's part, every "
+        f"rank reads the first part's.\n{advice}\n"
         f"If you mean the first {parts[0]} rows of the whole batch, pass "
         f"zg.to_global({name}, placement=..., sbp=zg.sbp.split(0))."
-    ), certain
+    ), False
 
 
 def _parts(size: Any, batch: Batch, ranks: int) -> list[int]:
@@ -398,7 +326,3 @@ def _parts(size: Any, batch: Batch, ranks: int) -> list[int]:
     if dim is None:
         return [sizes.at(size, totals) // ranks] * ranks
     return [sizes.at(size, {**totals, dim.name: rows}) for rows in each[dim.name]]
-
-
-# The probability of an error is 2**-20, one in a million.
-_CERTAIN_BITS = 20

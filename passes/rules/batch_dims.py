@@ -1,0 +1,83 @@
+"""The dimensions of tensors that run over the batch, as the rules tell: those that a signature splits together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, fx
+
+from zerograph._torch import OpOverload
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.sbp import Split
+from zerograph.passes.rules.registry import output_values, signatures_of, tensor_arguments
+
+aten = torch.ops.aten
+
+# The node, the number of its output, and the dimension.
+TensorDim = tuple[fx.Node, int, int]
+
+
+def batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[TensorDim]:
+    """Return the dimensions of all tensors that run over the batch.
+
+    A signature that splits one factor lists the dimensions of an operator that run over the same index. If one of them
+    is a batch dimension, all are.
+    """
+    groups: dict[TensorDim, list[list[TensorDim]]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem or not isinstance(node.target, OpOverload):
+            continue
+        if origin(node).phase != "forward" or not output_values(node):
+            continue
+        operands = [_output(argument) for argument in tensor_arguments(node)]
+        outputs = [(node, number) for number in range(len(output_values(node)))]
+        same_index = []
+        for signature in signatures_of(node, ranks) or ():
+            sbps = zip((*operands, *outputs), (*signature.inputs, *signature.outputs), strict=True)
+            same_index.append([(*tensor, sbp.dim) for tensor, sbp in sbps if isinstance(sbp, Split)])
+        if node.target.overloadpacket in _LIKE_FIRST:
+            same_index += [[(*operands[0], dim), (*outputs[0], dim)] for dim in range(meta(node)["val"].dim())]
+        for group in same_index:
+            for dim in group:
+                groups.setdefault(dim, []).append(group)
+    batch_dims: set[TensorDim] = set()
+    stack: list[TensorDim] = [(node, 0, 0) for node in inputs]
+    while stack:
+        dim = stack.pop()
+        if dim not in batch_dims and _may_be_batch(dim[0]):
+            batch_dims.add(dim)
+            stack += [other for group in groups.get(dim, ()) for other in group]
+    return batch_dims
+
+
+# Operators whose result has the dimensions of the first operand, although no signature splits one of them.
+_LIKE_FIRST = {
+    aten._log_softmax,
+    aten._softmax,
+    aten.cumsum,
+    aten.index_add,
+    aten.index_copy,
+    aten.index_fill,
+    aten.index_put,
+    aten.logcumsumexp,
+    aten.scatter,
+    aten.scatter_add,
+    aten.scatter_reduce,
+}
+
+
+def _output(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the node that computes the tensor, and the tensor's number among its output tensors."""
+    if node.target is not operator.getitem:
+        return node, 0
+    parts, index = node.args
+    assert isinstance(parts, fx.Node)
+    assert isinstance(index, int)
+    return parts, sum(isinstance(value, Tensor) for value in meta(parts)["val"][:index])
+
+
+def _may_be_batch(node: fx.Node) -> bool:
+    """Return False for parameters and buffers, which have no batch dimension."""
+    return node.op != "placeholder" or meta(node)["role"].kind == "input"
