@@ -12,25 +12,17 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import nn
-
-from zerograph._torch import hook_tables
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
 from zerograph.artifact.digest import Digest, counts
-from zerograph.artifact.names import BY_TEXT, named_values, texts_of, value_at
 from zerograph.base import recording, source
+from zerograph.base.names import BY_TEXT, named_values, texts_of, value_at
 from zerograph.base.recording import Recording
 
-_NUMBERS = (bool, int, float, str)
 _VARIABLE = "environment variable "
-# Attributes of torch in every module: its tables are compared, or hold modules and tensors, which are.
-_MODULES_OWN = frozenset(vars(nn.Module()))
 
 
 def recorded() -> AbstractContextManager[Recording]:
@@ -107,58 +99,6 @@ def read_names(trace: Recording) -> frozenset[str] | None:
 def own_names(trace: Recording) -> frozenset[str]:
     """Return the names and strings in the user's own code that ran."""
     return frozenset().union(*(texts_of(code) for code in trace.codes if _is_own(code)))
-
-
-def digest_of_graph(root: nn.Module, own: Collection[object]) -> Digest:
-    """Return a digest to which the graph, its modules and their tensors are names, as they are compared by themselves.
-
-    Args:
-        root: has the modules as children.
-        own: the graph, and what else is no value of the step.
-    """
-    named = [*root.named_modules(), *root.named_parameters(), *root.named_buffers()]
-    return Digest({**{id(one): name for name, one in named}, **{id(one): "graph" for one in (*own, root)}})
-
-
-def attribute_digests(
-    root: nn.Module,
-    attributes: Mapping[str, Any],
-    own: Collection[object],
-    digest: Digest,
-    names: Collection[str] | None = None,
-) -> dict[str, str]:
-    """Return digests of what a graph and its modules hold besides modules and tensors, and of their classes.
-
-    Args:
-        root, own: see :func:`digest_of_graph`.
-        attributes: the attributes of the graph.
-        digest: collects doubts.
-        names: digest attributes of modules of these names only.
-    """
-    modules = {name: module for name, module in root.named_modules() if name}
-    texts = {}
-    holders = {"self": attributes, **{name: vars(module) for name, module in modules.items()}}
-    for path, values in holders.items():
-        for name, value in values.items():
-            if name in _MODULES_OWN or _is_compared(path, name, value) or isinstance(value, (nn.Module, nn.Parameter)):
-                continue
-            if names is None or name in names:
-                texts[f"the attribute {path}.{name}"] = digest.of(value)
-    for path, module in modules.items():
-        if isinstance(module, torch.jit.ScriptModule):
-            digest.doubts[f"{path} is compiled by TorchScript"] = None
-        if hooks := [hook for table in hook_tables(module) for hook in table.values()]:
-            texts[f"the hooks of {path}"] = digest.of(hooks)
-    classes = dict.fromkeys(map(type, [*own, *modules.values()]))
-    texts |= {f"the class {cls.__module__}.{cls.__qualname__}": digest.of(cls) for cls in classes}
-    return texts
-
-
-def _is_compared(path: str, name: str, value: Any) -> bool:
-    """Return whether guards compare an attribute as it is, see :mod:`zerograph.capture.guards`."""
-    if name[0] == "_":
-        return path != "self" and isinstance(value, _NUMBERS)
-    return value is None or isinstance(value, (*_NUMBERS, torch.dtype, torch.device))
 
 
 def _digest_of(name: str, digest: Digest) -> str:

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from zerograph._torch import OpOverload, compiled_original, is_inherited, operator_functions, untagged
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
-from zerograph.artifact.names import named_values, names_in, with_inner
 from zerograph.base import source
+from zerograph.base.names import named_values, names_in, with_inner
 
 PLAIN = (
     *(type(None), type(NotImplemented), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),

@@ -19,8 +19,8 @@ import torch
 import zerograph
 from zerograph import _torch
 from zerograph.artifact.digest import ADDED, Digest
-from zerograph.artifact.names import values_of
 from zerograph.base import source
+from zerograph.base.names import values_of
 
 # Variables that torch reads in C, or when it is imported.
 _READ_BY_TORCH = ("TORCH", "PYTORCH", "ATEN_", "DISABLE_ADDMM", "CUBLAS_WORKSPACE")

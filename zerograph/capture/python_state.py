@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zerograph._torch import FakeTensor, hook_tables
 from zerograph.base import source
+from zerograph.base.names import names_in
 from zerograph.capture.guards import attribute_guards
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -396,7 +397,7 @@ class _Reach:
             self._queue.append((value, owner))
 
     def _function(self, function: types.FunctionType, owner: type | None) -> None:
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._add(cell, name, ("cell", None))
             self._meet_value(cell, ("cell", None), names)
@@ -443,15 +444,6 @@ class _Reach:
                         self._meet(value, kind)
                     elif not name.startswith("__") and not isinstance(value, type):
                         self._add(base, base.__name__, ("attr", name))
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes that a function and the functions inside it use."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _names(constant)
-    return names
 
 
 def _generator(value: Any) -> Generator | None:

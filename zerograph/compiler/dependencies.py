@@ -11,15 +11,7 @@ from torch import nn
 
 from zerograph import _torch
 from zerograph.artifact import process
-from zerograph.artifact.code import (
-    attribute_digests,
-    digest_of_graph,
-    digests,
-    names_of,
-    own_names,
-    read_names,
-    unseen,
-)
+from zerograph.artifact.code import digests, names_of, own_names, read_names, unseen
 from zerograph.artifact.digest import PLAIN, Digest
 from zerograph.base.recording import Recording
 from zerograph.compiler.members import Members, Optimizers
@@ -29,6 +21,9 @@ from zerograph.passes.rules.registry import user_rules
 # The name among the attributes of a graph for the calls of a loop that its ``build()`` repeats.
 RECORDED = "the recorded calls"
 _FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
+_NUMBERS = (bool, int, float, str)
+# Attributes of torch in every module: its tables are compared, or hold modules and tensors, which are.
+_MODULES_OWN = frozenset(vars(nn.Module()))
 # Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step")
 
@@ -111,11 +106,34 @@ class Dependencies:
         return RECORDED in self.attributes
 
     def _digest(self) -> Digest:
-        return digest_of_graph(self.members.root, [self.graph])
+        """Return a digest to which the graph, its modules and their tensors are names: they are compared here."""
+        root = self.members.root
+        named = [*root.named_modules(), *root.named_parameters(), *root.named_buffers()]
+        return Digest({**{id(one): name for name, one in named}, id(self.graph): "graph", id(root): "graph"})
 
     def _digests(self, digest: Digest, attributes: Mapping[str, Any], names: Collection[str] | None) -> dict[str, str]:
+        """Return digests of what a graph, its modules and optimizers hold besides tensors, of their classes, and more.
+
+        Args:
+            digest: collects doubts.
+            attributes: those of the graph.
+            names: digest attributes of these names only; None for all.
+        """
+        texts: dict[str, str] = {}
+        modules = {name: module for name, module in self.members.root.named_modules() if name}
         own = {name: value for name, value in attributes.items() if name != RECORDED}
-        texts = attribute_digests(self.members.root, own, [self.graph], digest, names)
+        for path, values in {"self": own, **{name: vars(module) for name, module in modules.items()}}.items():
+            for name, value in values.items():
+                is_compared = name in _MODULES_OWN or _is_compared(path, name, value)
+                if not is_compared and (names is None or name in names):
+                    texts[f"the attribute {path}.{name}"] = digest.of(value)
+        for path, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                digest.doubts[f"{path} is compiled by TorchScript"] = None
+            if hooks := [hook for table in _torch.hook_tables(module) for hook in table.values()]:
+                texts[f"the hooks of {path}"] = digest.of(hooks)
+        for cls in dict.fromkeys(map(type, [self.graph, *modules.values()])):
+            texts[f"the class {cls.__module__}.{cls.__qualname__}"] = digest.of(cls)
         if self._is_recorded:
             texts[RECORDED] = digest.of(attributes[RECORDED])
         tensors = {**self.members.parameters, **self.members.buffers}
@@ -149,3 +167,12 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, (*PLAIN, torch.Tensor))
+
+
+def _is_compared(path: str, name: str, value: Any) -> bool:
+    """Return whether guards compare an attribute as it is, see :mod:`zerograph.capture.guards`, or the members do."""
+    if isinstance(value, (nn.Module, nn.Parameter)):
+        return True
+    if name[0] == "_":
+        return path != "self" and isinstance(value, _NUMBERS)
+    return value is None or isinstance(value, (*_NUMBERS, torch.dtype, torch.device))
