@@ -128,6 +128,9 @@ def by_name(name: str) -> Any:
 class Base(nn.Module):
     FACTOR = 0.5
 
+    class Inner:
+        GAIN = 1.0
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear, self.gain, self.act = nn.Linear(4, 4), 1.0, times(0.5)
@@ -146,6 +149,10 @@ class Base(nn.Module):
         with CONTEXT as gain:
             x = MADE_BY_NAME(x) * Measured.GAIN * NUMBER.gain * Kind.ONE.gain * LOCAL.gain * gain  # type: ignore[attr-defined]
         x = x * scaled.gain * QUEUE_LIMIT.maxlen * STRIDED.stride(0) * TABLE.gain * SLOTS.gain()  # type: ignore[attr-defined]
+        try:
+            x = x * A_NAME_OF_NOTHING  # type: ignore[name-defined]
+        except NameError:
+            x = x * self.Inner.GAIN
         x = x * GAIN_OF_A_STEP  # type: ignore[name-defined]  # noqa: F821
         x = self._gate[0](torch.ops.zerograph_changes.lifted(compiled(x)))
         return self.finished(x + round(1.75)) * getattr(self.linear.weight, "gain", 1.0)
@@ -309,6 +316,8 @@ CHANGES: dict[str, Change] = {
     "a variable that forward reads": on(lambda p, n: p.setenv("STEP_SHIFT", str(n))),
     "a variable that torch reads": on(lambda p, n: p.setenv("TORCH_SHOW_CPP_STACKTRACES", str(n))),
     "a constant of a class": on(lambda p, n: p.setattr(Base, "FACTOR", n)),
+    "a constant of a class in a class": on(lambda p, n: p.setattr(Base.Inner, "GAIN", n)),
+    "a name that stood for nothing": on(lambda p, n: p.setitem(globals(), "A_NAME_OF_NOTHING", n)),
     "a method of a subclass": on(class_with_method),
     "a setting of torch": on(lambda p, n: p.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)),
     "the default dtype": on(lambda p, n: p.setattr(torch, "get_default_dtype", lambda: torch.float64)),

@@ -9,17 +9,18 @@ too.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
 from zerograph.artifact.digest import Digest, counts
 from zerograph.base import recording, source
-from zerograph.base.names import BY_TEXT, named_values, texts_of, value_at
+from zerograph.base.names import BY_TEXT, named_values, names_in, texts_of, value_at
 from zerograph.base.recording import Recording
 
 _VARIABLE = "environment variable "
@@ -39,6 +40,8 @@ def names_of(trace: Recording) -> list[str]:
         # The function or the class that has the code: an object of a library in C may lead to it.
         if (first := code.co_qualname.partition(".")[0]) in space:
             places.add(f"{module}:{first}")
+        # Names that stand for nothing now, but may in another process.
+        places.update(f"{module}:{name}" for name in names_in(code) if _is_own(code))
     return [*sorted(places), *(f"{_VARIABLE}{name}" for name in sorted(trace.variables))]
 
 
@@ -53,25 +56,31 @@ def described(name: str) -> str:
     return f"the {name}" if name.startswith(_VARIABLE) else f"the code or the value of {name.replace(':', '.')}"
 
 
-def unseen(
-    trace: Recording, codes: Collection[types.CodeType], memos: Iterable[tuple[types.FunctionType, int]]
-) -> list[str]:
+def unseen(trace: Recording, seen: Sequence[Digest]) -> list[str]:
     """Return what ran in a trace, but is in no digest: code that no place leads to, and results from before it.
 
     Args:
         trace: what ran.
-        codes, memos: those that digests saw of the places that the trace read, and of what the graph holds.
+        seen: have seen the places that the trace read, and what the graph holds.
     """
-    missing = []
+    missing, codes = [], set().union(*(digest.codes for digest in seen))
+    made = {inner for code in trace.codes for inner in code.co_consts if isinstance(inner, types.CodeType)}
+
+    def is_seen(code: types.CodeType) -> bool:
+        """Return whether digests saw the code, and each closure of it but for those that the trace has made."""
+        known = [cells for digest in seen for cells in digest.cells.get(code, ())]
+        ran = () if code in made else trace.cells.get(code, ())
+        return code in codes and all(any(all(map(operator.is_, cells, one)) for one in known) for cells in ran)
+
     for code, space in trace.codes.items():
         name = f"{space.get('__name__')}:{code.co_qualname}"
         module = _module(_module_name(space.get("__name__", "")))
         is_torchs = not source.is_users(code.co_filename)
-        if not is_torchs and (code not in codes or module is None or vars(module) is not space):
+        if not is_torchs and (not is_seen(code) or module is None or vars(module) is not space):
             missing.append(f"{name} ran, and no name leads to it")
         if _is_own(code):
             missing += [f"{name} reads {text}" for text in sorted(REFLECTION.intersection(code.co_names))]
-    for function, entries in memos:
+    for function, entries in (memo for digest in seen for memo in digest.memos):
         if entries > trace.runs[function.__code__] and _is_own(function.__code__):
             missing.append(f"{function.__qualname__} keeps a result from before the trace")
     return missing

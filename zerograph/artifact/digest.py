@@ -94,6 +94,7 @@ class Digest:
     Attributes:
         doubts: values that a digest does not tell whole, as text.
         codes: the code of all functions seen, with that of the functions inside.
+        cells: what is in the closures of the functions seen as objects, by their code.
         memos: functions that keep their results, and how many.
         silent: what code of torch calls is compared, or changes no graph, so it is no doubt.
     """
@@ -101,6 +102,7 @@ class Digest:
     def __init__(self, own: Mapping[int, str] | None = None, *, everything: bool = False) -> None:
         self.doubts: dict[str, None] = {}
         self.codes: set[types.CodeType] = set()
+        self.cells: dict[types.CodeType, list[list[Any]]] = {}
         self.memos: list[tuple[types.FunctionType, int]] = []
         self.silent = False
         self._own, self._follows_globals = own or {}, everything
@@ -145,7 +147,7 @@ class Digest:
         if self._follows_globals:
             return self
         digest = Digest(self._own, everything=True)
-        digest.doubts, digest.codes, digest.memos = self.doubts, self.codes, self.memos
+        digest.doubts, digest.codes, digest.cells, digest.memos = self.doubts, self.codes, self.cells, self.memos
         return digest
 
     def _unknown(self, value: Any, why: str = "its value cannot be compared") -> str:
@@ -258,8 +260,9 @@ class Digest:
         is_followed = counts(code.co_filename) or _is_of_text(code)
         if not is_followed and not hasattr(function, "__wrapped__"):
             return head
-        cells = [self.of(_cell(cell)) for cell in function.__closure__ or ()]
-        inside = f"{cells} {self.of(getattr(function, '__wrapped__', None))}"
+        cells = [_cell(cell) for cell in function.__closure__ or ()]
+        self.cells.setdefault(code, []).append(cells)
+        inside = f"{list(map(self.of, cells))} {self.of(getattr(function, '__wrapped__', None))}"
         own = self._attributes(function, ("__wrapped__", "__signature__"))
         return f"{head} {inside} {own} {self._globals(function) if is_followed and self._follows_globals else ''}"
 
@@ -281,7 +284,7 @@ class Digest:
         return f"{self.of(method.__func__)} {self.of(method.__self__)}"
 
     def _class(self, cls: type) -> str:
-        """Return the digest of a class: the names and values in it and in its bases; of a class in it only the name."""
+        """Return the digest of a class: the names and values in it and in its bases."""
         texts = [f"{cls.__module__}.{cls.__qualname__}"]
         if counts(_file_of(type(cls))):
             texts.append(self.of(type(cls)))
@@ -293,7 +296,7 @@ class Digest:
                 digest = self._of_everything if issubclass(kind, torch.autograd.Function) else self
                 for name, entry in sorted(vars(kind).items()):
                     if name not in _OF_CLASSES and not is_inherited(kind, entry):
-                        texts.append(f"{name}={entry if _is_kind(entry, type) else digest.of(untagged(entry))}")
+                        texts.append(f"{name}={digest.of(untagged(entry))}")
         return " ".join(texts)
 
     def _module(self, module: nn.Module) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
 import sys
 import types
@@ -36,6 +37,7 @@ class Recording:
         refused_in_c: returns the same for a function in C.
         codes: the globals of functions that ran, by their code.
         runs: number of runs, by code.
+        cells: what the closures of functions contain that ran, by code. Two functions of equal code may differ in it.
         variables: names of the environment variables that were read.
         doubts: reads of something that another process cannot compare, as text.
     """
@@ -45,6 +47,7 @@ class Recording:
     refused_in_c: Callable[[Any], str]
     codes: dict[types.CodeType, dict[str, Any]] = field(default_factory=dict)
     runs: Counter[types.CodeType] = field(default_factory=Counter)
+    cells: dict[types.CodeType, list[list[Any]]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     doubts: dict[str, None] = field(default_factory=dict)
     # By ``id``: code is equal where only its file differs, and to hash it takes long.
@@ -73,6 +76,11 @@ class Recording:
                     names = " and ".join(str(one.get("__name__")) for one in (frame.f_globals, space))
                     self.doubts[f"{names} have the same {code.co_qualname}()"] = None
                 self.runs[code] += 1
+                if code.co_freevars:
+                    values, cells = frame.f_locals, self.cells.setdefault(code, [])
+                    inside = [values.get(name) for name in code.co_freevars]
+                    if not any(all(map(operator.is_, inside, others)) for others in cells):
+                        cells.append(inside)
             else:
                 self._other[id(code)] = code
                 self._note_outside(frame)

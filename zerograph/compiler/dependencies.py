@@ -77,7 +77,7 @@ class Dependencies:
         }
         self._digests(digest, attributes, names)
         doubts = [*trace.doubts, *of_code.doubts, *digest.doubts]
-        doubts += [*unseen(trace, of_code.codes | digest.codes, of_code.memos + digest.memos), *self.foreseen_doubts()]
+        doubts += [*unseen(trace, [of_code, digest]), *self.foreseen_doubts()]
         if self._is_recorded:
             # No code of the user has the graph.
             return doubts if trace.codes else [*doubts, "no code of the model ran"]
