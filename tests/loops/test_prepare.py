@@ -165,6 +165,13 @@ def test_values_read_early_are_those_of_the_step_and_change_nothing() -> None:
     assert model.state_dict()["1.num_batches_tracked"] == 3
 
 
+def test_a_model_without_an_optimizer_computes_what_is_read() -> None:
+    model = torch.nn.Linear(4, 2)
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    expected = model(x).sum().item()
+    assert zg.prepare(model)(x).sum().item() == pytest.approx(expected)
+
+
 def test_a_forward_that_nobody_uses_still_counts_in_batch_norm() -> None:
     model, _ = ready(nn.BatchNorm1d(16))
     for _ in range(3):

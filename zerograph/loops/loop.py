@@ -206,9 +206,11 @@ class Loop:
             self._accumulate(deferred)
             if (value := _value_of(deferred)) is not None:
                 return value
-        if not tape.losses and not any(
+        takes_gradient = (
             isinstance(leaf, Meta) and leaf.requires_grad for call in tape.calls for leaf in call.outcome.leaves
-        ):
+        )
+        # Without an optimizer no step is to come.
+        if not tape.losses and (self._preview is None or not any(takes_gradient)):
             self._run_forward(tape)
             value = _value_of(deferred)
             assert value is not None
