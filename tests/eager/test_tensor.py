@@ -161,7 +161,18 @@ def wrong_shapes() -> None:
         distributed(whole(), (4, 4)) + torch.zeros(5)
 
 
-ERRORS = [pickling, changed_shape, wrong_sbp, other_parts, wrong_shapes]
+def plain_parts() -> None:
+    with pytest.raises(zg.errors.RankMismatchError, match="a plain tensor beside a global one"):
+        distributed(whole(), (4, 4)) + torch.full((16,), float(zg.rank()), dtype=torch.float64)
+
+
+def other_seeds() -> None:
+    torch.manual_seed(zg.rank())
+    with pytest.raises(zg.errors.RankMismatchError, match="seed torch equally"):
+        torch.rand_like(distributed(whole(), (4, 4)))
+
+
+ERRORS = [pickling, changed_shape, wrong_sbp, other_parts, wrong_shapes, plain_parts, other_seeds]
 
 
 @pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import OpOverload, pytree
@@ -19,6 +19,8 @@ from zerograph.errors import InputError
 from zerograph.ir.mesh import local_part
 from zerograph.ir.sbp import NdSbp, PartialSum, Split, broadcast
 from zerograph.passes.rules import rule_of
+from zerograph.runtime.job.process_group import agree, digest
+from zerograph.runtime.tensor_hash import hash_bits
 
 # The class in :mod:`.tensor`, which imports this module.
 GlobalTensor = Any
@@ -320,6 +322,7 @@ def _compiled(
         return known.operator(*positional, **named)
 
     operator = known.operator
+    _check_alike(operator, [one for one in tensors if type(one) is not kind and not isinstance(one, nn.Parameter)], now)
     try:
         program = now.compilation.compile(function, specs, operator=operator)
         is_flat = not any(isinstance(one, (list, tuple)) and any(isinstance(t, Tensor) for t in one) for one in args)
@@ -337,6 +340,21 @@ def _compiled(
             "Give it a rule with zg.register_rule."
         )
         return None
+
+
+def _check_alike(operator: OpOverload, plain: Sequence[Tensor], now: World) -> None:
+    """Compare plain tensors beside global ones across ranks, at an operator's first call for their shapes.
+
+    Raises:
+        RankMismatchError: ranks have other values.
+    """
+    if not plain or now.job.size == 1:
+        return
+    number = digest([int(hash_bits(one.detach().contiguous())) for one in plain])
+    shapes = ", ".join(str(tuple(one.shape)) for one in plain)
+    advice = f"with the digest {number}: make this rank's part global by zg.global_tensor(part, sbp)"
+    facts = {f"a plain tensor beside a global one, of shape {shapes},": advice}
+    agree(now.job, f"running {operator}", number, lambda: facts)
 
 
 def _run_whole(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, now: World) -> Any:

@@ -62,6 +62,10 @@ class World:
         """Return the metadata of a tensor that every rank has."""
         return self.spec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, self.whole)
 
+    def release(self) -> None:
+        """Drop what refers to the ranks in cycles, which would keep threads of a destroyed process group."""
+        vars(self).clear()
+
     def make_space(self, programs: dict[Any, Any]) -> None:
         """Clear a full table of programs: in a loop whose sizes differ from step to step it grows."""
         if len(programs) >= _MOST_PROGRAMS:
@@ -100,5 +104,7 @@ def world() -> World:
     """Return the world of all ranks, which it joins at the first call. Every rank must call it then."""
     global _world
     if _world is None or _world.job.world is not dist.group.WORLD:
+        if _world is not None:
+            _world.release()
         _world = World(join(Config().timeout))
     return _world
