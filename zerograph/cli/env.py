@@ -16,7 +16,7 @@ from zerograph.base.sizes import show_bytes
 from zerograph.cli.failing import as_json
 
 _PACKAGES = ("zerograph", "torch", "numpy", "networkx", "safetensors", "rich", "typer", "filelock", "transformers")
-_OPTIONAL_PACKAGES = ("triton", "deepspeed", "tensorboard")
+_OPTIONAL_PACKAGES = ("triton", "deepspeed")
 # Only variables that change the behaviour of zerograph or torch: others may be private.
 _VARIABLES = (
     "ZEROGRAPH_",

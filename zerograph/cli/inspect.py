@@ -30,9 +30,8 @@ def inspect(
     full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
     text: Annotated[bool, typer.Option("--text", help="the graph, one node per line")] = False,
     pass_name: Annotated[str | None, typer.Option("--pass", help="the graph after this pass (with --text)")] = None,
-    module: Annotated[str | None, typer.Option(help="only this module's nodes (with --text or --dot)")] = None,
+    module: Annotated[str | None, typer.Option(help="only this module's nodes (with --text)")] = None,
     explain: Annotated[str | None, typer.Option(metavar="TENSOR", help="the lifetime of one tensor")] = None,
-    dot: Annotated[Path | None, typer.Option(help="write a drawing: out.dot, or out.svg with Graphviz")] = None,
     report: Annotated[Path | None, typer.Option(help="write one HTML page of the step")] = None,
     beside_stage: Annotated[int | None, typer.Option(help="with --report: this ZeRO stage on the same page")] = None,
     machine: Annotated[
@@ -64,28 +63,18 @@ def inspect(
             device = device or device_of(described)
         device = device or "cpu"
         prepared = prepare(step, batch, mesh_of(world_size, rank, mesh), device=device, stage=stage)
-        written = [path for path in (dot, report) if path is not None]
-        if dot is not None:
-            if dot.suffix == ".svg":
-                prepared.to_graphviz(module, pass_name, svg=dot)
-            else:
-                drawing = prepared.to_graphviz(module, pass_name) + "\n"
-                try:
-                    dot.write_text(drawing)
-                except OSError as error:
-                    raise ConfigError(f"{dot} cannot be written: {error.strerror}") from error
         shown: Any = None
         if explain is not None:
             life = prepared.explain(explain)
             shown = asdict(life) if json else life
-        elif text or pass_name is not None or (module is not None and not written):
+        elif text or pass_name is not None or (module is not None and report is None):
             lines = prepared.text(pass_name, module)
             shown = lines.splitlines() if json else lines
         elif json:
             options = step.config.shown(changed=True)
             shown = {"script": script, "options": options, "precision": shown_precision(step)}
             shown |= prepared.summary.as_dict()
-        elif not written:
+        elif report is None:
             options = step.config.shown(changed=True)
             where = f"as rank {rank} of {mesh or world_size}, in {shown_precision(step)}"
             head = f"{type(step).__name__} of {script}, {where}: {options}"
@@ -97,7 +86,7 @@ def inspect(
                 other = prepare(step, batch, mesh_of(world_size, rank, mesh), device=device, stage=beside_stage)
             tell("report", 0, 0, f"writing {report}")
             write(prepared, report, title=type(step).__name__, machine=machine, beside=other)
-    for path in written:
-        typer.echo(path, err=json)
+    if report is not None:
+        typer.echo(report, err=json)
     if shown is not None:
         as_json(shown) if json else typer.echo(shown)

@@ -78,16 +78,6 @@ class Inspected(inspection.Views):
         """
         return inspection.Inspection(self._compiled()).graph_after(name)
 
-    def to_tensorboard(self, folder: str | os.PathLike[str]) -> None:
-        """Write memory, traffic and the graph into ``folder`` for TensorBoard, at the number of steps done so far.
-
-        Call it on one rank, with a folder of its own: TensorBoard follows only the last file of a folder.
-
-        Raises:
-            ConfigError: nothing is compiled yet, or tensorboard is not installed.
-        """
-        inspection.Inspection(self._compiled()).to_tensorboard(folder, self.steps_done)
-
     def report(
         self,
         path: str | os.PathLike[str],

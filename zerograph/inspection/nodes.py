@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
@@ -17,6 +17,9 @@ from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.ir.sbp import show
 from zerograph.ir.sizes import largest
 from zerograph.passes.context import Context
+
+if TYPE_CHECKING:
+    import networkx
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,21 @@ class Edge:
     source: str
     target: str
     argument: int
+
+
+def to_networkx(graph: fx.Graph, context: Context) -> networkx.MultiDiGraph[str]:
+    """Return a graph whose nodes have the attributes of :class:`zerograph.inspection.nodes.NodeFacts`.
+
+    Nodes are named by ``id``. An edge leads from a node to a reader of its value; its attribute ``argument`` is the
+    value's number among the reader's inputs. An operand of a loop has edges to the loop and to the input of its body.
+    """
+    import networkx
+
+    nodes, edges = facts(graph, context)
+    exported: networkx.MultiDiGraph[str] = networkx.MultiDiGraph()
+    exported.add_nodes_from((node.id, node.as_dict()) for node in nodes)
+    exported.add_edges_from((edge.source, edge.target, {"argument": edge.argument}) for edge in edges)
+    return exported
 
 
 def facts(graph: fx.Graph, context: Context) -> tuple[list[NodeFacts], list[Edge]]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +15,8 @@ from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.collectives import Collective, collectives
 from zerograph.inspection.diff import Diff, compare
 from zerograph.inspection.explain import explain
-from zerograph.inspection.exports import to_graphviz, to_networkx, write_tensorboard
 from zerograph.inspection.lifetime import Life
+from zerograph.inspection.nodes import to_networkx
 from zerograph.inspection.pages import description, page
 from zerograph.inspection.placements import planned_placements
 from zerograph.inspection.summary import Summary, summary
@@ -121,22 +119,6 @@ class Views:
         step = self._inspected()
         return to_networkx(_graph_after(step, pass_name).graph, step.context)
 
-    def to_graphviz(
-        self, module: str | None = None, pass_name: str | None = None, svg: str | os.PathLike[str] | None = None
-    ) -> str:
-        """Draw the graph, or a module's part of it, in Graphviz's language DOT.
-
-        Args:
-            module: qualified name of a module.
-            pass_name: draw the graph after this pass; default: the graph that runs.
-            svg: file to draw into, with Graphviz's program ``dot``.
-
-        Raises:
-            ConfigError: nothing is compiled yet; there is no such pass or module; or ``dot`` is missing or failed.
-        """
-        step = self._inspected()
-        return to_graphviz(_graph_after(step, pass_name).graph, step.context, module, svg)
-
 
 class Inspection(Views):
     """Views of one step."""
@@ -200,17 +182,6 @@ class Inspection(Views):
             ConfigError: there is no such pass, or the module has no nodes.
         """
         return texts(self.step, *names, module=module)
-
-    def to_tensorboard(self, folder: str | os.PathLike[str], step: int = 0) -> Path:
-        """Write memory, traffic and the emitted graph for TensorBoard; return the folder.
-
-        Args:
-            step: the number on TensorBoard's axis.
-
-        Raises:
-            ConfigError: tensorboard is not installed.
-        """
-        return write_tensorboard(self.step, folder, step)
 
 
 class Prepared(Inspection):

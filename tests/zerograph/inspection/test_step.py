@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
-import shutil
-from pathlib import Path
-from xml.etree import ElementTree
 
 import networkx
 import pytest
@@ -14,7 +10,6 @@ from torch import fx
 
 from tests.zerograph.inspection.models import prepared
 from zerograph.errors import ConfigError
-from zerograph.inspection import exports
 from zerograph.inspection.lifetime import Life
 from zerograph.inspection.names import labels
 from zerograph.inspection.step import Prepared
@@ -155,97 +150,6 @@ def test_networkx_has_every_node_and_every_read(found: Prepared) -> None:
     gathers = [about for _, about in graph.nodes(data=True) if about["boxing"] == "all-gather"]
     assert {about["tensor"] for about in gathers} == {bucket.name for bucket in found.context.buckets}
     networkx.write_graphml(graph, io.BytesIO())
-
-
-def test_graphviz_draws_a_module_and_what_enters_it(found: Prepared) -> None:
-    text = found.to_graphviz("model.blocks.0.up")
-    assert text.startswith('digraph "model.blocks.0.up" {')
-    assert 'label="model.blocks.0.up"' in text
-    assert text.count("{") == text.count("}")
-    with pytest.raises(ConfigError, match="no node of this graph belongs"):
-        found.to_graphviz("model.nothing")
-
-
-def test_frames_of_modules_are_nested(found: Prepared) -> None:
-    depth, at = 0, {}
-    for line in found.to_graphviz("model.blocks").splitlines():
-        if (frame := re.match(r' *subgraph "cluster (.+?)" {', line)) is not None:
-            at[frame[1]] = depth
-            depth += 1
-        depth -= line.strip() == "}"
-    # Nothing computes in model.blocks itself: it has no frame.
-    assert at["model.blocks.0"] == at["model.blocks.1"] == 0
-    assert at["model.blocks.0.up"] == at["model.blocks.1.norm"] == 1
-
-
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_dot_draws_every_node_and_edge(tmp_path: Path, micro_batches: int) -> None:
-    found = prepared(micro_batches=micro_batches)
-    found.to_graphviz(svg=tmp_path / "step.svg")
-    space = "{http://www.w3.org/2000/svg}"
-    drawn = ElementTree.parse(tmp_path / "step.svg").getroot().findall(f".//{space}g")
-    graph = found.to_networkx()
-    assert {one.findtext(f"{space}title") for one in drawn if one.get("class") == "node"} == set(graph)
-    assert sum(one.get("class") == "edge" for one in drawn) == graph.number_of_edges()
-    frames = {one.findtext(f"{space}text") for one in drawn if one.get("class") == "cluster"}
-    assert {"model.first", "model.blocks.0", "model.blocks.0.up"} <= frames
-    assert [one.name for one in tmp_path.iterdir()] == ["step.svg"]
-
-
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
-def test_a_drawing_that_cannot_be_written_is_an_error(found: Prepared, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a writable folder"):
-        found.to_graphviz(svg=tmp_path / "nowhere" / "step.svg")
-
-
-def test_without_graphviz_a_drawing_is_an_error_that_says_so(found: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(ConfigError, match="Install Graphviz"):
-        found.to_graphviz("model.first", svg="drawing.svg")
-
-
-def test_tensorboards_numbers_are_those_of_the_step(found: Prepared) -> None:
-    scalars = exports.scalars(found)
-    assert scalars["zerograph/memory/peak"] == found.memory.peak
-    assert scalars["zerograph/bytes sent/all"] == sum(one.bytes for one in found.collectives())
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_tensorboard_reads_what_is_written(tmp_path: Path, micro_batches: int) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = prepared(micro_batches=micro_batches)
-    found.to_tensorboard(tmp_path / "runs", step=7)
-    # TensorBoard goes on reading only the last file of a folder.
-    assert len(list((tmp_path / "runs").iterdir())) == 1
-    read = EventAccumulator(str(tmp_path / "runs"))
-    read.Reload()
-    expected = exports.scalars(found)
-    assert {name: [(one.step, one.value) for one in read.Scalars(name)] for name in read.Tags()["scalars"]} == {
-        name: [(7, pytest.approx(value))] for name, value in expected.items()
-    }
-    assert read.Tags()["run_metadata"] == []
-    graph, drawn = found.to_networkx(), {node.name: node for node in read.Graph().node}
-    places = {one: _place(one, about) for one, about in graph.nodes(data=True)}
-    assert set(drawn) == set(places.values())
-    reads = sorted((source, name) for name, node in drawn.items() for source in node.input)
-    assert reads == sorted((places[source], places[target]) for source, target in graph.edges())
-    gathers = [node for node in drawn.values() if node.op == "all-gather"]
-    assert {node.attr["tensor"].s.decode() for node in gathers} == {bucket.name for bucket in found.context.buckets}
-
-
-def _place(name: str, about: dict[str, str]) -> str:
-    """In TensorBoard's tree: below its module, or where it has none its phase."""
-    return "/".join([*(about["module"] or about["phase"] or about["kind"]).split("."), name])
-
-
-def test_without_tensorboard_its_files_are_an_error_that_says_so(
-    found: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match="pip install tensorboard"):
-        found.to_tensorboard("runs")
 
 
 def test_placements_of_what_is_only_prepared(found: Prepared) -> None:
