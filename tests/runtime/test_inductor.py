@@ -12,7 +12,6 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import Tensor, fx, nn
-from torch._inductor import cpu_vec_isa
 
 from tests.harness import Case, needs_compiler, prepare
 from tests.models import Gpt, TrainStep, adamw, batches, make, part
@@ -20,7 +19,6 @@ from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph import _torch
-from zerograph._torch.inductor_start import _Template, remembered_vector_units
 from zerograph.errors import CaptureError
 from zerograph.ir import buckets
 from zerograph.ir.mesh import line
@@ -319,38 +317,6 @@ def test_an_update_whose_rate_is_a_number_of_an_operator_is_in_pieces(
     program = cut(prepare(TrainStep(model, optimizer, 2, backend="eager"), *batches("mlp", 1)[0]).graph.graph)
     alone = [one for one in program if isinstance(one, fx.Node) and origin(one).phase == "update"]
     assert [node for node in alone if isinstance(node.meta["val"], Tensor) and node.meta["val"].dim()] == []
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_vector_instructions_that_work_are_tried_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool
-) -> None:
-    trials = []
-
-    def trial(unit: cpu_vec_isa.VecISA, code: str) -> bool:
-        trials.append(code)
-        return works
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", trial)
-    monkeypatch.setattr(cpu_vec_isa, "_get_isa_dry_compile_fingerprint", str)
-    with remembered_vector_units():
-        results = [cpu_vec_isa.VecAVX2().check_build(code) for code in ("one", "one", "other")]
-    assert results == [works] * 3
-    assert trials == (["one", "other"] if works else ["one", "one", "other"])
-
-
-def test_a_template_of_a_kernel_is_compiled_once_when_it_is_read() -> None:
-    compiled = []
-
-    def compile_template(source: str) -> str:
-        compiled.append(source)
-        return source
-
-    template = _Template(compile_template, "a kernel")
-    assert compiled == []
-    assert [template.upper(), template.title()] == ["A KERNEL", "A Kernel"]
-    assert compiled == ["a kernel"]
 
 
 def test_an_output_in_another_layout_is_copied_to_the_strides_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:

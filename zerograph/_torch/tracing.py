@@ -250,9 +250,6 @@ def inductor(
         A function from a list of inputs, which it clears, to outputs. A symbolic size is an int at run time.
     """
     # These imports take seconds.
-    from zerograph._torch.inductor_start import import_inductor, remembered_vector_units
-
-    import_inductor()
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -279,7 +276,7 @@ def inductor(
         # Code outside the graph relies on the strides that it was traced with.
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         tracing = torch._guards.tracing(torch._guards.TracingContext(mode))
-        with tracing, V.set_fake_mode(mode), torch.no_grad(), remembered_vector_units():
+        with tracing, V.set_fake_mode(mode), torch.no_grad():
             compiled: Any = compile_fx_inner(traced, fakes, is_inference=True)
 
     # Outputs in another layout than asked for: Inductor of torch 2.11 returns a transposed copy of a view as the view.
