@@ -21,9 +21,8 @@ from zerograph.compiler.artifacts import artifact_content, read_artifact
 from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
-from zerograph.compiler.input_layout import ranks_of_row, with_rows
+from zerograph.compiler.input_layout import with_rows
 from zerograph.compiler.layout import PlannedBucket
-from zerograph.compiler.members import Members
 from zerograph.compiler.preparation import Target
 from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.steps import Steps
@@ -42,12 +41,12 @@ from zerograph.optim import refuse_unsupported
 from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
-from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.wire.selection import Transport, named_transport
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error
 from zerograph.state.sharded_init import is_recording
-from zerograph.state.stateful import Stateful, interruptible
+from zerograph.state.stateful import interruptible
 from zerograph.state.threads import check_refused, one_thread
 
 _building: ContextVar[str | None] = ContextVar("building", default=None)
@@ -58,7 +57,7 @@ def building() -> bool:
     return _building.get() is not None
 
 
-class ZeroGraph(Inspected, Stateful):
+class ZeroGraph(Inspected):
     """A training step, or a forward pass, as one graph.
 
     Subclass it: assign modules to attributes in ``__init__`` (after ``super().__init__()``), register optimizers, and
@@ -458,12 +457,6 @@ class ZeroGraph(Inspected, Stateful):
         finally:
             _building.reset(token)
 
-    def _join(self) -> Job:
-        wanted = self.config.timeout, self.config.placement, ranks_of_row(self.config)
-        if self._job is None or self._joined != wanted:
-            self._job, self._joined = join(*wanted), wanted
-        return self._job
-
     def _attributes(self) -> dict[str, Any]:
         own = ("steps_done", "steps_skipped")
         return {name: value for name, value in vars(self).items() if name[0] != "_" and name not in own}
@@ -472,18 +465,6 @@ class ZeroGraph(Inspected, Stateful):
         """Return the attributes, with the private ones of the user's class."""
         private = {name: value for name, value in vars(self).items() if name[0] == "_" and name not in _OWN}
         return {**self._attributes(), **private}
-
-    def _members(self) -> Members:
-        return self._steps.members()
-
-    def _adopted(self) -> Members:
-        """Return the members, after replacing those that are global tensors by plain ones."""
-        return self._steps.adopted(self._join)
-
-    def _compiled(self) -> CompiledStep:
-        if self._latest is None:
-            raise ConfigError("nothing is compiled yet: call the graph, or compile(*inputs)")
-        return self._latest
 
     def _doing(self) -> str:
         return f"step {self.steps_done + 1}" if self._optimizers else "a forward pass"

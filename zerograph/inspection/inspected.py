@@ -5,32 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import torch
 from torch import fx, nn
 
 from zerograph import inspection
 from zerograph.compiler.compiled import CompiledStep
-from zerograph.compiler.members import Members
-from zerograph.config import Config
 from zerograph.ir.sbp import NdSbp, Sbp
+from zerograph.state.stateful import Stateful
 
 if TYPE_CHECKING:
     from zerograph.planner.machine import Machine
 
 
-class Inspected(inspection.Views):
+class Inspected(Stateful, inspection.Views):
     """The read-only part of :class:`zerograph.ZeroGraph`."""
-
-    config: Config
-    steps_done: int
-    _optimizers: list[torch.optim.Optimizer]
-    _latest: CompiledStep | None
-
-    def _compiled(self) -> CompiledStep:
-        raise NotImplementedError
-
-    def _members(self) -> Members:
-        raise NotImplementedError
 
     def _inspected(self) -> CompiledStep:
         return self._compiled()

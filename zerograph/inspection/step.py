@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,13 +36,8 @@ class Views:
     ``ZeroGraph`` shows the step that it compiled last, :class:`Inspection` the step of its argument.
     """
 
-    def _inspected(self) -> RewrittenStep:
-        """Return the step to look at.
-
-        Raises:
-            ConfigError: nothing is compiled yet.
-        """
-        raise NotImplementedError
+    # Returns the step to look at, or raises ConfigError: nothing is compiled yet.
+    _inspected: Callable[[], RewrittenStep]
 
     @property
     def passes(self) -> tuple[PassRecord, ...]:

@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zerograph.compiler.compiled import CompiledStep
+from zerograph.compiler.input_layout import ranks_of_row
 from zerograph.compiler.members import Members
+from zerograph.compiler.steps import Steps
 from zerograph.config import Config
-from zerograph.errors import InputError
+from zerograph.errors import ConfigError, InputError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.state import Store, reshard, set_residuals, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
 from zerograph.state.generate import Generation, check_call, facts_of, generate
@@ -60,7 +63,7 @@ def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class Stateful:
-    """The part of :class:`zerograph.ZeroGraph` that reads and writes its training state."""
+    """The part of :class:`zerograph.ZeroGraph` that has its training state, reads and writes it."""
 
     config: Config
     steps_done: int
@@ -69,19 +72,14 @@ class Stateful:
     # The seed of random numbers if config.seed is None, and the number of forward passes and skipped steps.
     _seed: int | None
     _passes_done: int
+    _steps: Steps
     # The step that was compiled or run last.
-    _latest: Any
+    _latest: CompiledStep | None
+    # The job, and the options that it was joined with.
+    _job: Job | None
+    _joined: tuple[Any, ...]
     # Created by the first save.
     _saver: Saver | None
-
-    def _join(self) -> Job:
-        raise NotImplementedError
-
-    def _members(self) -> Members:
-        raise NotImplementedError
-
-    def _adopted(self) -> Members:
-        raise NotImplementedError
 
     def state_bytes(self) -> int:
         """Return the bytes of parameters and optimizer state that this rank has in memory between steps.
@@ -396,6 +394,24 @@ class Stateful:
         budget = self.config.memory_bytes
         whole = budget is None or max(size for (size,) in sizes) <= budget
         return generate(job, call, whole=whole)
+
+    def _join(self) -> Job:
+        wanted = self.config.timeout, self.config.placement, ranks_of_row(self.config)
+        if self._job is None or self._joined != wanted:
+            self._job, self._joined = join(*wanted), wanted
+        return self._job
+
+    def _members(self) -> Members:
+        return self._steps.members()
+
+    def _adopted(self) -> Members:
+        """Return the members, after replacing those that are global tensors by plain ones."""
+        return self._steps.adopted(self._join)
+
+    def _compiled(self) -> CompiledStep:
+        if self._latest is None:
+            raise ConfigError("nothing is compiled yet: call the graph, or compile(*inputs)")
+        return self._latest
 
     def _agree_to_gather(self, doing: str, layouts: Iterable[Bucket]) -> None:
         """Check that all ranks are about to gather the buckets, if any is split."""
