@@ -1,0 +1,58 @@
+"""The code does not grow unnoticed: code lines by folder stay within a budget.
+
+A folder that has become smaller lowers its number. One that must grow raises it, in the commit that says what for.
+"""
+
+from __future__ import annotations
+
+from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
+
+BUDGET = {
+    "zerograph": 1175,
+    "zerograph/_torch": 1350,
+    "zerograph/artifact": 1375,
+    "zerograph/base": 450,
+    "zerograph/capture": 3425,
+    "zerograph/cli": 1000,
+    "zerograph/compat": 3500,
+    "zerograph/compiler": 4250,
+    "zerograph/eager": 725,
+    "zerograph/inspection": 2600,
+    "zerograph/integrations": 1625,
+    "zerograph/ir": 4125,
+    "zerograph/loops": 3500,
+    "zerograph/optim": 925,
+    "zerograph/planner": 2150,
+    "zerograph/state": 3700,
+    "passes": 8075,
+    "runtime": 5875,
+    "benchmarks": 5900,
+    "tests": 36_600,
+}
+PACKAGE = 49_650
+
+
+def test_every_folder_is_within_its_budget() -> None:
+    lines = of_checkout()
+    assert {folder: lines[folder] for folder in lines if lines[folder] > BUDGET.get(folder, 0)} == {}
+
+
+def test_the_package_is_within_its_budget() -> None:
+    assert sum(lines for folder, lines in of_checkout().items() if folder not in OUTSIDE_OF_PACKAGE) <= PACKAGE
+
+
+TEXT = '''"""A module."""
+
+# A comment.
+def f(x):  # with code
+    """Return x,
+
+    as it is."""
+    return (
+        x
+    )
+'''
+
+
+def test_blanks_comments_and_docstrings_do_not_count() -> None:
+    assert code_lines(TEXT) == 4
