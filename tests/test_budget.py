@@ -8,7 +8,7 @@ from __future__ import annotations
 from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
-    "zerograph": 1175,
+    "zerograph": 1200,
     "zerograph/_torch": 1350,
     "zerograph/artifact": 1375,
     "zerograph/base": 450,
@@ -27,7 +27,7 @@ BUDGET = {
     "passes": 8075,
     "runtime": 5875,
     "benchmarks": 5900,
-    "tests": 36_600,
+    "tests": 36_725,
 }
 PACKAGE = 49_650
 

@@ -30,9 +30,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# In a checkout without symbolic links, passes/ and runtime/ are found beside this folder.
+if not os.path.isdir(os.path.join(os.path.dirname(__file__), "passes")):
+    __path__.append(os.path.dirname(os.path.dirname(__file__)))
 
 if TYPE_CHECKING:
     from zerograph import sbp

@@ -11,7 +11,6 @@ import platform
 import sys
 import types
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,9 +54,8 @@ def process_texts() -> dict[str, str]:
 @functools.cache
 def _own_digest() -> str:
     """Return a digest of zerograph's own source files."""
-    package = Path(zerograph.__file__).parent
     digest = hashlib.sha256()
-    for folder in (package, package / "passes", package / "runtime"):
+    for folder in source.OWN_FOLDERS:
         for path in sorted(folder.resolve().rglob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -14,16 +14,16 @@ from types import FrameType, TracebackType
 import torch
 
 _PACKAGE = Path(__file__).parent.parent
-# Code that is not the user's: torch and zerograph (also through the links passes/ and runtime/).
-_NOT_USER = tuple(
-    str(path) + os.sep
-    for path in (
-        Path(torch.__file__).parent,
-        _PACKAGE,
-        (_PACKAGE / "passes").resolve(),
-        (_PACKAGE / "runtime").resolve(),
-    )
+# The folders of zerograph's code. In a checkout passes/ and runtime/ are links, or lie beside the package.
+OWN_FOLDERS = (
+    _PACKAGE,
+    *(
+        (folder if folder.is_dir() else _PACKAGE.parent / folder.name).resolve()
+        for folder in (_PACKAGE / "passes", _PACKAGE / "runtime")
+    ),
 )
+# Code that is not the user's.
+_NOT_USER = tuple(str(path) + os.sep for path in (Path(torch.__file__).parent, *OWN_FOLDERS))
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
 # A rewritten ``assert`` of a test refers to pytest, which keeps logs and the whole run: nothing of a step.
