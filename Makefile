@@ -1,4 +1,5 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
+# make lint: the checks without tests: ruff and mypy.
 # make test-faults: what happens when ranks die, saves are cut short, files are damaged, jobs resume elsewhere: the long
 # form, with a table.
 # make test-long: what the tests of make test show on some models, at some stages, on all: the whole suite with
@@ -23,16 +24,18 @@ READY := .venv/.ready
 BENCH_READY := .venv/.bench-ready
 DOCS_READY := .venv/.docs-ready
 
-.PHONY: train test test-faults test-long test-torch test-gpu bench readme bench-memory bench-gpu docs pictures clean
+.PHONY: train lint test test-faults test-long test-torch test-gpu bench readme bench-memory bench-gpu docs pictures clean
 
 train: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 examples/train_gpt.py
 
-# The tests start hundreds of processes, which load the modules faster as bytecode.
-test: $(READY)
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The tests start hundreds of processes, which load the modules faster as bytecode.
+test: lint
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-faults: $(READY)
