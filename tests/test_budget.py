@@ -9,27 +9,27 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1200,
-    "zerograph/_torch": 1350,
-    "zerograph/artifact": 1375,
-    "zerograph/base": 450,
-    "zerograph/capture": 3425,
-    "zerograph/cli": 1000,
+    "zerograph/_torch": 1375,
+    "zerograph/artifact": 1200,
+    "zerograph/base": 500,
+    "zerograph/capture": 3500,
+    "zerograph/cli": 1025,
     "zerograph/compat": 3500,
-    "zerograph/compiler": 4250,
+    "zerograph/compiler": 4200,
     "zerograph/eager": 725,
-    "zerograph/inspection": 2600,
+    "zerograph/inspection": 2650,
     "zerograph/integrations": 1625,
     "zerograph/ir": 4125,
     "zerograph/loops": 3500,
-    "zerograph/optim": 925,
+    "zerograph/optim": 1025,
     "zerograph/planner": 2150,
     "zerograph/state": 3700,
-    "passes": 8075,
+    "passes": 8150,
     "runtime": 5875,
     "benchmarks": 5900,
-    "tests": 36_750,
+    "tests": 37_200,
 }
-PACKAGE = 49_650
+PACKAGE = 49_800
 
 
 def test_every_folder_is_within_its_budget() -> None:
