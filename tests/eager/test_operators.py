@@ -197,6 +197,23 @@ def test_a_number_that_changes_compiles_nothing_anew(pool: Pool) -> None:
     assert max(pool.run(2, numbers_that_change)) < 40
 
 
+def numbers_of_programs() -> None:
+    y = whole()
+    for number in (2, 3):
+        x, weight = distributed(y, (4, 4)), zg.global_tensor(torch.zeros(8, 16, dtype=y.dtype), zg.sbp.broadcast)
+        weight.add_(x, alpha=number)
+        torch.testing.assert_close(weight.full_tensor(), y * number)
+        kept = distributed(y > 0, (4, 4))
+        masked = torch.ops.aten.native_dropout_backward(x, kept, float(number))
+        torch.testing.assert_close(masked.full_tensor(), y * (y > 0) * number)
+        torch.testing.assert_close(x.sum(0).add_(number).full_tensor(), y.sum(0) + number)
+        torch.testing.assert_close((x.sum(0) + number).full_tensor(), y.sum(0) + number)
+
+
+def test_a_number_inside_a_program_is_that_of_the_call(pool: Pool) -> None:
+    pool.run(2, numbers_of_programs)
+
+
 def draws() -> list[list[float]]:
     torch.manual_seed(3)
     x = distributed(torch.zeros(8, 16), (4, 4))

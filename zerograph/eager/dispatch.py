@@ -102,9 +102,17 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
         return _run_whole(kind, known, args, kwargs, now)
     wanted = tuple(key)
     program = known.programs.get(wanted, _UNKNOWN)
+    if program is _NUMBERED:
+        wanted = wanted, _numbers_in((args, kwargs))
+        program = known.programs.get(wanted, _UNKNOWN)
     if program is _UNKNOWN:
         now.make_space(known.programs)
-        program = known.programs[wanted] = _compiled(kind, known, args, kwargs, tensors, now)
+        program = _compiled(kind, known, args, kwargs, tensors, now)
+        if known.pointwise and program is not None and not program.keeps_arguments and wanted == tuple(key):
+            # The program has the call's numbers inside.
+            known.programs[wanted] = _NUMBERED
+            wanted = wanted, _numbers_in((args, kwargs))
+        known.programs[wanted] = program
     if program is None:
         return _run_gathered(kind, known, args, kwargs, now)
     if program.is_direct:
@@ -129,6 +137,13 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
 
 
 _UNKNOWN: Any = object()
+# In place of the program of a pointwise operator that has one for each value of its numbers.
+_NUMBERED: Any = object()
+
+
+def _numbers_in(arguments: Any) -> tuple[str, ...]:
+    """Return the numbers among arguments, as texts that differ where they do."""
+    return tuple(repr(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, (bool, int, float)))
 
 
 @dataclass

@@ -25,7 +25,6 @@ class World:
     Attributes:
         job: the ranks.
         whole: the SBP of a tensor that every rank has.
-        split: the SBP of a batch of which each rank has rows.
         operators: what :mod:`.dispatch` knows of operators, by identity.
         boxings: programs that change an SBP, by metadata, SBP and rows.
     """
@@ -33,7 +32,6 @@ class World:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.whole: NdSbp = all_broadcast(job.mesh.dims)
-        self.split: NdSbp = (Split(0),) * job.mesh.dims
         self._specs: dict[tuple[Any, ...], Spec] = {}
         self.operators: dict[int, Any] = {}
         self.boxings: dict[Any, Program] = {}
