@@ -51,7 +51,8 @@ def peers_table(file: Path) -> str:
             cells = (number(row.median, 1000, 1), number(relative, 1, 3), number(row.peak, 1e-6, 1))
             lines.append(line((stage, row.contender.title, *cells, number(row.sent, 1e-6, 1))))
     goals = verdicts({"mid": table})
-    met = f"{sum(goal.met is True for goal in goals)} of {len(goals)} goals of this model met"
+    judged = [goal.met for goal in goals if goal.met is not None]
+    met = f"{sum(judged)} of {len(judged)} goals of this model met, {len(goals) - len(judged)} not measured"
     facts = f"{run['about']['measured']}; {met}"
     return "\n".join([*lines, "", _source(file, run["about"], facts), ""])
 
