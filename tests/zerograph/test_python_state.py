@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import Step, inputs, model
 from tests.pool import Pool
-from zerograph.capture.python_state import PythonState
+from zerograph.capture.places import PythonState, walk
 from zerograph.ir.mesh import line
 
 needs_lines = pytest.mark.skipif(
@@ -30,12 +30,24 @@ COUNTS = {"calls": 0}
 CALLS = 0
 COLLECTED: list[Any] = []
 CACHE: dict[str, float] = {}
+KEPT = types.SimpleNamespace(loss=None)
 GENERATOR = np.random.default_rng(0)
 
 
 @dataclasses.dataclass
 class State:
     calls: int = 0
+
+
+class Slots:
+    __slots__ = ("__calls",)
+
+    def __init__(self) -> None:
+        self.__calls = 0
+
+    def count(self) -> int:
+        self.__calls += 1
+        return self.__calls
 
 
 def warm_up(calls: int, loss: Tensor) -> Tensor:
@@ -55,6 +67,10 @@ def in_a_nested_list(made: Any, loss: Tensor) -> Tensor:
 def in_an_object(made: Any, loss: Tensor) -> Tensor:
     made.state.calls += 1
     return warm_up(made.state.calls, loss)
+
+
+def in_a_private_slot(made: Any, loss: Tensor) -> Tensor:
+    return warm_up(made.slots.count(), loss)
 
 
 def in_a_namespace(made: Any, loss: Tensor) -> Tensor:
@@ -103,6 +119,7 @@ COUNTERS = {
     "a dict": (lambda: in_a_dict, r"model\.counts\['calls'\]", 'made.counts["calls"] += 1'),
     "a nested list": (lambda: in_a_nested_list, r"model\.nested\['a'\]\[0\]\[1\]", "+= 1"),
     "an object": (lambda: in_an_object, r"model\.state\.calls", "made.state.calls += 1"),
+    "a private slot": (lambda: in_a_private_slot, r"model\.slots\._Slots__calls", "self.__calls += 1"),
     "a namespace": (lambda: in_a_namespace, r"model\.namespace\.calls", "made.namespace.calls += 1"),
     "a global dict": (lambda: in_a_global_dict, r"COUNTS\['calls'\]", 'COUNTS["calls"] += 1'),
     "a global": (lambda: in_a_global, "CALLS", "CALLS += 1"),
@@ -116,7 +133,7 @@ def with_state() -> nn.Module:
     made: Any = model()
     made.counts, made.nested, made.state = {"calls": 0}, {"a": [(0, 1), [2, 0]][1:]}, State()
     made.nested["a"] = [[2, 0]]
-    made.namespace, made.seen = types.SimpleNamespace(calls=0), []
+    made.namespace, made.seen, made.slots = types.SimpleNamespace(calls=0), [], Slots()
     return made
 
 
@@ -232,6 +249,16 @@ def test_tensors_collected_in_a_global_are_lost_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="build.. stores tensors in COLLECTED"):
         losses_of(collect, 2)
     assert not COLLECTED
+
+
+def test_a_tensor_kept_in_an_object_is_lost_with_a_warning() -> None:
+    def keep(made: Any, loss: Tensor) -> Tensor:
+        KEPT.loss = loss.detach()
+        return loss
+
+    with pytest.warns(UserWarning, match="build.. stores tensors in KEPT.loss"):
+        losses_of(keep, 2)
+    assert KEPT.loss is None
 
 
 def carried() -> Callable[[Any, Tensor], Tensor]:
@@ -374,5 +401,5 @@ def checked(made: Any, loss: Tensor) -> Tensor:
 def test_an_assertion_that_pytest_rewrote_does_not_reach_pytest() -> None:
     """Its configuration holds logs and plugins: a capture would walk through them, and find that they change."""
     assert "@pytest_ar" in globals()
-    names = [place.name for place, _ in PythonState(checked, nn.Module(), []).snapshot().values.values()]
+    names = [place.name for place, *_ in walk(PythonState(checked, nn.Module(), []).places())]
     assert not [name for name in names if "_config" in name]

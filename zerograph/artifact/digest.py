@@ -35,11 +35,8 @@ from zerograph._torch import OpOverload, compiled_original, is_inherited, operat
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
 from zerograph.base import source
 from zerograph.base.names import named_values, names_in, with_inner
+from zerograph.capture.places import PLAIN, WRAPPERS, object_attributes, parts
 
-PLAIN = (
-    *(type(None), type(NotImplemented), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, enum.Enum),
-)
 _NN, _OPTIM = (str(Path(torch.__file__).parent / name) + os.sep for name in ("nn", "optim"))
 # Packages with which torch itself computes; what they have cached differs between processes.
 _OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
@@ -47,6 +44,8 @@ _OF_TORCH = ("mpmath", "networkx", "numpy", "sympy")
 _OF_PROCESS = ("_original_object_hash",)
 # Dynamo numbers the functions that it does not compile.
 _OF_DYNAMO = "_torchdynamo_"
+# What containers have besides their entries.
+_FURTHER = ((collections.deque, "maxlen"), (collections.defaultdict, "default_factory"))
 # Objects whose text tells all that counts of them.
 _TEXTS = (PurePath, itertools.count, OpOverload, type(torch.ops.aten), type(torch.ops.aten.add))
 # Objects without a value that a trace could read.
@@ -206,28 +205,19 @@ class Digest:
         if refused:
             self.doubts[f"the code names {refused}"] = None
 
-    def _sequence(self, value: Any) -> str:
+    def _container(self, value: Any) -> str:
         if len(value) > _MAX_LENGTH:
             return f"{self._unknown(value, 'it is long')} {len(value)}"
-        entries = list(map(self.of, value))
-        if isinstance(value, (set, frozenset)) and not all(isinstance(entry, (int, float)) for entry in value):
-            # The order of strings in a set differs between processes.
-            entries.sort()
-        return f"{entries} {getattr(value, 'maxlen', '')} {self._further(value)}"
-
-    def _mapping(self, value: Any) -> str:
-        if len(value) > _MAX_LENGTH:
-            return f"{self._unknown(value, 'it is long')} {len(value)}"
-        factory = self.of(value.default_factory) if isinstance(value, collections.defaultdict) else ""
-        entries = [(self.of(key), self.of(entry)) for key, entry in value.items()]
-        return f"{entries} {factory} {self._further(value)}"
-
-    def _further(self, container: Any) -> str:
-        """Return the digest of what a container has besides its entries."""
-        is_plain = type(container).__module__ in ("builtins", "collections") and not getattr(
-            container, "__dict__", None
-        )
-        return "" if is_plain else self._parts(container)
+        if not isinstance(value, (set, frozenset)):
+            entries = [f"{self.of(key)}={self.of(entry)}" for (_, key), entry in parts(value)]
+        else:
+            entries = list(map(self.of, value))
+            if not all(isinstance(entry, (int, float)) for entry in value):
+                # The order of strings in a set differs between processes.
+                entries.sort()
+        further = [self.of(getattr(value, name)) for kind, name in _FURTHER if isinstance(value, kind)]
+        is_plain = type(value).__module__ in ("builtins", "collections") and not getattr(value, "__dict__", None)
+        return f"{entries} {further} {'' if is_plain else self._parts(value)}"
 
     def _attributes(self, value: Any, without: Collection[str] = ()) -> str:
         """Return the digest of the attributes of a function, or of a tensor; empty without any."""
@@ -279,9 +269,6 @@ class Digest:
     def _code(self, code: types.CodeType) -> str:
         self.codes.update(with_inner(code))
         return _code_text(code)
-
-    def _method(self, method: types.MethodType) -> str:
-        return f"{self.of(method.__func__)} {self.of(method.__self__)}"
 
     def _class(self, cls: type) -> str:
         """Return the digest of a class: the names and values in it and in its bases."""
@@ -350,12 +337,9 @@ class Digest:
 
     def _parts(self, value: Any) -> str:
         """Return the digest of an object's class and attributes."""
-        attributes: dict[str, Any] = {}
-        state: Any = vars(value) if isinstance(value, threading.local) else object.__getstate__(value)
-        for part in state if isinstance(state, tuple) else (state,):
-            attributes |= part or {}
+        attributes = sorted(object_attributes(value).items())
         # Sorted: some classes set their attributes in the order of a set.
-        shown = [f"{name}={self.of(entry)}" for name, entry in sorted(attributes.items()) if name not in _OF_PROCESS]
+        shown = [f"{name}={self.of(entry)}" for name, entry in attributes if name not in _OF_PROCESS]
         return f"object of {self.of(type(value))} {shown}"
 
 
@@ -364,20 +348,10 @@ _SAVES = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__ge
 # In order: the first type that fits counts.
 _TEXT: dict[type, Callable[[Digest, Any], str]] = {
     Tensor: Digest._tensor,
-    dict: Digest._mapping,
-    types.MappingProxyType: Digest._mapping,
-    list: Digest._sequence,
-    tuple: Digest._sequence,
-    set: Digest._sequence,
-    frozenset: Digest._sequence,
-    collections.deque: Digest._sequence,
+    **dict.fromkeys((dict, types.MappingProxyType, list, tuple, set, frozenset, collections.deque), Digest._container),
     types.FunctionType: Digest._function,
     types.CodeType: Digest._code,
-    types.MethodType: Digest._method,
-    staticmethod: lambda digest, value: digest.of(value.__func__),
-    classmethod: lambda digest, value: digest.of(value.__func__),
-    property: lambda digest, value: digest.of([value.fget, value.fset, value.fdel]),
-    functools.partial: lambda digest, value: digest.of([value.func, value.args, value.keywords, vars(value)]),
+    **dict.fromkeys(WRAPPERS, lambda digest, value: f"{[digest.of(part) for _, part in parts(value)]}"),
     type: Digest._class,
     types.ModuleType: Digest._package,
     nn.Module: Digest._module,

@@ -13,11 +13,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.base import source
-from zerograph.capture.python_state import Place, PythonState, Snapshot
+from zerograph.capture.places import CONTAINERS, Place, PythonState, object_attributes, parts, token, walk
 from zerograph.errors import CaptureError
 
 
@@ -47,18 +48,97 @@ class StateChanges:
     valid_after_trace: bool = False
 
 
+@dataclass(frozen=True)
+class Generator:
+    """A random generator of Python or numpy, and its state at one time.
+
+    Attributes:
+        state: the state; compares by ``==``.
+        get_state: returns the present state.
+        set_state: sets the state.
+    """
+
+    state: Any
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], None]
+
+
+class Snapshot:
+    """Values, containers and random states as they were when this was taken.
+
+    Args:
+        state: the state that ``build()`` can reach.
+
+    Attributes:
+        values: every place with its token, by key.
+        restores: functions that restore a container or an object, by ``id``, or a value in a root, by its key.
+        random: every generator, by its name in messages.
+    """
+
+    def __init__(self, state: PythonState) -> None:
+        # A flag that hooks are installed is restored together with the hooks.
+        self.restores: dict[Hashable, Callable[[], None]] = {id(table): _restorer(table) for table in state.tables()}
+        self.values: dict[Hashable, tuple[Place, Hashable]] = {}
+        self.random: dict[str, Generator] = {}
+        places = [*state.places()]
+        self.restores |= {place.key: functools.partial(place.assign, value) for place, value in places}
+        for place, value, is_entered in walk(places):
+            if (generator := _generator(value)) is not None:
+                self.random.setdefault(place.name, generator)
+            elif not is_entered:
+                self.values[place.key] = place, token(value)
+            elif isinstance(value, CONTAINERS):
+                self.restores[id(value)] = _restorer(value)
+                length = place.at(("len", place.own))
+                self.values[length.key] = length, length.read()
+            elif not isinstance(value, tuple):
+                self.restores[id(value)] = _object_restorer(value)
+        self.random["random"] = Generator(random.getstate(), random.getstate, random.setstate)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self.random["numpy.random"] = _numpy_generator(numpy.random.get_state, numpy.random.set_state)
+
+    def restore(self, *, random: bool = True) -> None:
+        """Restore everything that has changed since; generators only with ``random``."""
+        for restore in self.restores.values():
+            restore()
+        if random:
+            self.restore_random()
+
+    def restore_random(self) -> None:
+        """Restore the generators."""
+        for generator in self.random.values():
+            generator.set_state(generator.state)
+
+    def changed(self, later: Snapshot) -> list[Place]:
+        """Return the places whose values differ in a later snapshot; of a container that grew only its length."""
+        places = [
+            place
+            for key, (place, before) in self.values.items()
+            if key in later.values and later.values[key][1] != before
+        ]
+        # Attributes and globals that are new or gone; new entries of a container change its length.
+        for here, other in ((self, later), (later, self)):
+            places += [place for key, (place, _) in here.values.items() if key not in other.values and place.is_in_root]
+        return places
+
+    def drawn(self, later: Snapshot) -> list[str]:
+        """Return the names of the generators that have drawn before a later snapshot."""
+        both = self.random.keys() & later.random.keys()
+        return sorted(name for name in both if self.random[name].state != later.random[name].state)
+
+
 class StateComparison:
     """A comparison of Python state before and after a trace.
 
     Args:
         state: the state that ``build()`` can reach.
         guarded: places that are guards already.
-        read_guards: returns the guards of modules and attributes (:mod:`zerograph.capture.guards`).
+        read_guards: returns the guards of modules and attributes (:mod:`zerograph.capture.places`).
     """
 
     def __init__(self, state: PythonState, guarded: Iterable[Place], read_guards: Callable[[], object]) -> None:
         self._state, self._guarded, self._read_guards = state, {place.key for place in guarded}, read_guards
-        self._before, self._guards_before = state.snapshot(), read_guards()
+        self._before, self._guards_before = Snapshot(state), read_guards()
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -87,16 +167,15 @@ class StateComparison:
 
     def _is_valid_after_trace(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> bool:
         """Return whether a second trace yields the same graph and leaves the guards of the first one unchanged."""
-        after, guards_after = self._state.snapshot(), self._read_guards()
-        for generator in self._before.random.values():
-            generator.set_state(generator.state)
+        after, guards_after = Snapshot(self._state), self._read_guards()
+        self._before.restore_random()
         try:
             return same_graph(traced, retrace()) and self._read_guards() == guards_after
         finally:
             after.restore()
 
     def _state_changes(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> StateChanges:
-        after = self._state.snapshot()
+        after = Snapshot(self._state)
         changed, drawn = self._before.changed(after), self._before.drawn(after)
         new = [place for place in changed if place.key not in self._guarded]
         if not new and not drawn:
@@ -145,12 +224,11 @@ class StateComparison:
         """Trace again from the state after the first trace, and return what the differences mean."""
         after.restore(random=False)
         # Both traces draw the same random numbers, so that only the state makes the graphs differ.
-        for generator in self._before.random.values():
-            generator.set_state(generator.state)
+        self._before.restore_random()
         with lines_that_change(lambda: [place.read() for place in new]) as lines:
             second = retrace()
         _refuse_tensors(second, new)
-        changed = after.changed(self._state.snapshot())
+        changed = after.changed(Snapshot(self._state))
         same = same_graph(traced, second)
         if not changed and same:
             return StateChanges()
@@ -159,10 +237,8 @@ class StateComparison:
             return StateChanges(tuple(new))
         names = ", ".join(dict.fromkeys(place.name for place in changed))
         where = "".join(f"\n  {line}   {code}" for line, code in lines)
-        if same and all(place.steps[-1][0] == "len" or place.read() == _TENSOR for place in changed):
-            collected = [
-                place for place in changed if place.steps[-1][0] == "len" and not _holds_tensors(place.holder())
-            ]
+        if same and all(place.is_length or place.read() == _TENSOR for place in changed):
+            collected = [place for place in changed if place.is_length and not _holds_tensors(place.holder())]
             names = ", ".join(dict.fromkeys(map(_container, collected)))
             message = (
                 f"build() adds to {names}{where}\n"
@@ -184,8 +260,7 @@ class StateComparison:
         with_tensors = [
             place
             for place in changed
-            if not place.own
-            and (place.read() == _TENSOR if place.steps[-1][0] != "len" else _holds_tensors(place.holder()))
+            if not place.own and (place.read() == _TENSOR if not place.is_length else _holds_tensors(place.holder()))
         ]
         for place in with_tensors:
             key = place.key if place.is_in_root else id(place.holder())
@@ -204,12 +279,12 @@ _TENSOR = ("object", "FakeTensor")
 
 def _container(place: Place) -> str:
     """Return the name of the container whose length the place is, or of the place itself."""
-    return place.name.removeprefix("len(").removesuffix(")") if place.steps[-1][0] == "len" else place.name
+    return place.name.removeprefix("len(").removesuffix(")") if place.is_length else place.name
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (dict, list, deque, tuple)) and depth:
-        return any(_holds_tensors(entry, depth - 1) for entry in (value.values() if isinstance(value, dict) else value))
+        return any(_holds_tensors(entry, depth - 1) for _, entry in parts(value))
     return isinstance(value, _torch.FakeTensor)
 
 
@@ -222,7 +297,7 @@ def _refuse_tensors(graph: fx.GraphModule, places: Sequence[Place]) -> None:
     for node in graph.graph.find_nodes(op="get_attr"):
         constant = getattr(graph, str(node.target))
         if isinstance(constant, _torch.FakeTensor):
-            names = [place.name for place in places if place.read() == _TENSOR or place.steps[-1][0] == "len"]
+            names = [place.name for place in places if place.read() == _TENSOR or place.is_length]
             raise CaptureError(
                 f"build() reads a tensor of shape {tuple(constant.shape)} that the step before is to leave in "
                 f"{', '.join(names) or 'Python state'}: what is computed stays in buffers only\n"
@@ -308,3 +383,65 @@ def _extreme(state: Any, *, low: bool) -> Any:
     if isinstance(state, tuple) and state[0] == "MT19937":
         return state[0], words, 0, 0, 0.0
     return state
+
+
+def _restorer(container: Any) -> Callable[[], None]:
+    """Return a function that restores the present entries of the dict, list or deque."""
+    entries = dict(container) if isinstance(container, dict) else list(container)
+
+    def restore() -> None:
+        if isinstance(entries, dict):
+            for key in [key for key in container if key not in entries]:
+                del container[key]
+            for key, value in entries.items():
+                if key not in container or container[key] is not value:
+                    container[key] = value
+        elif len(container) != len(entries) or any(a is not b for a, b in zip(container, entries, strict=True)):
+            container.clear()
+            container.extend(entries)
+
+    return restore
+
+
+def _object_restorer(value: Any) -> Callable[[], None]:
+    """Return a function that restores the present attributes of an object, slots included."""
+    before, restore_dict = object_attributes(value), _restorer(getattr(value, "__dict__", {}))
+
+    def restore() -> None:
+        restore_dict()
+        now = object_attributes(value)
+        for name in now.keys() - before.keys():
+            object.__delattr__(value, name)
+        for name, entry in before.items():
+            if name not in now or now[name] is not entry:
+                object.__setattr__(value, name, entry)
+
+    return restore
+
+
+def _generator(value: Any) -> Generator | None:
+    """Return a random generator of Python or numpy with its state; None for any other value."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return Generator(value.getstate(), value.getstate, value.setstate)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.random.RandomState):
+        return _numpy_generator(value.get_state, value.set_state)
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return _numpy_generator(lambda: bits.state, functools.partial(setattr, bits, "state"))
+    return None
+
+
+def _numpy_generator(get_state: Callable[[], Any], set_state: Callable[[Any], None]) -> Generator:
+    return Generator(_comparable(get_state()), lambda: _comparable(get_state()), set_state)
+
+
+def _comparable(state: Any) -> Any:
+    """Return the state with lists for arrays, whose ``==`` is no bool."""
+    if isinstance(state, dict):
+        return {key: _comparable(entry) for key, entry in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_comparable(entry) for entry in state)
+    return state.tolist() if hasattr(state, "tolist") else state

@@ -19,11 +19,10 @@ from zerograph.capture import decompositions, module_attributes, random_operator
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
 from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
-from zerograph.capture.guards import build_guards
 from zerograph.capture.hints import other_hints
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths
-from zerograph.capture.python_state import Place, PythonState
+from zerograph.capture.places import Place, PythonState, build_guards
 from zerograph.capture.refused_calls import refused_calls
 from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted

@@ -20,7 +20,7 @@ from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.experts import in_groups
-from zerograph.capture.python_state import Place
+from zerograph.capture.places import Place
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.binding import bind_step

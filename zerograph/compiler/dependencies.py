@@ -12,8 +12,9 @@ from torch import nn
 from zerograph import _torch
 from zerograph.artifact import process
 from zerograph.artifact.code import digests, names_of, own_names, read_names, unseen
-from zerograph.artifact.digest import PLAIN, Digest
+from zerograph.artifact.digest import Digest
 from zerograph.base.recording import Recording
+from zerograph.capture.places import PLAIN, attributes_of
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
 from zerograph.passes.rules.registry import user_rules
@@ -21,9 +22,6 @@ from zerograph.passes.rules.registry import user_rules
 # The name among the attributes of a graph for the calls of a loop that its ``build()`` repeats.
 RECORDED = "the recorded calls"
 _FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
-_NUMBERS = (bool, int, float, str)
-# Attributes of torch in every module: its tables are compared, or hold modules and tensors, which are.
-_MODULES_OWN = frozenset(vars(nn.Module()))
 # Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step")
 
@@ -123,8 +121,9 @@ class Dependencies:
         modules = {name: module for name, module in self.members.root.named_modules() if name}
         own = {name: value for name, value in attributes.items() if name != RECORDED}
         for path, values in {"self": own, **{name: vars(module) for name, module in modules.items()}}.items():
-            for name, value in values.items():
-                is_compared = name in _MODULES_OWN or _is_compared(path, name, value)
+            for name, value, guard in attributes_of(values, private=path != "self"):
+                # Guards by value, and the members, are compared as they are.
+                is_compared = guard is value or isinstance(value, nn.Parameter)
                 if not is_compared and (names is None or name in names):
                     texts[f"the attribute {path}.{name}"] = digest.of(value)
         for path, module in modules.items():
@@ -167,12 +166,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, (*PLAIN, torch.Tensor))
-
-
-def _is_compared(path: str, name: str, value: Any) -> bool:
-    """Return whether guards compare an attribute as it is, see :mod:`zerograph.capture.guards`, or the members do."""
-    if isinstance(value, (nn.Module, nn.Parameter)):
-        return True
-    if name[0] == "_":
-        return path != "self" and isinstance(value, _NUMBERS)
-    return value is None or isinstance(value, (*_NUMBERS, torch.dtype, torch.device))

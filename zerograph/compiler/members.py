@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from zerograph._torch import gradient_hooks, module_tables, without_torch_function
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.capture.accelerator import ACCELERATOR
-from zerograph.capture.guards import Identity, attribute_guards, module_guards
+from zerograph.capture.places import Identity, attribute_guards, module_guards
 from zerograph.capture.trace import TensorSpec
 from zerograph.capture.wrappers import check_modules
 from zerograph.compiler.placement import to_local

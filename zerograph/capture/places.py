@@ -1,0 +1,436 @@
+"""Places of the Python state that ``build()`` can reach, and the values there: one walk for all that depends on them.
+
+* Guards are values of attributes that code may branch on or compute with. A captured graph is valid while they are
+  equal.
+* Other values, in containers, objects, closures, globals and random generators, change a step only while ``build()``
+  is traced: a compiled step does not run it. They are collected before the trace and compared after it
+  (:mod:`zerograph.capture.state_changes`).
+* The parts of a value are also what counts in its digest (:mod:`zerograph.artifact.digest`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import inspect
+import itertools
+import random
+import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph._torch import FakeTensor, hook_tables, module_hooks
+from zerograph.base import source
+from zerograph.base.names import names_in
+from zerograph.capture.wrappers import is_seen_through
+
+# Values that cannot change in place, and whose text tells all of them.
+PLAIN = (
+    *(type(None), type(NotImplemented), bool, int, float, complex, str, bytes, type(Ellipsis), range, slice, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+_NUMBERS = (bool, int, float, str)
+CONTAINERS = (dict, list, deque)
+# Wrappers of functions, with the attributes that count; the first is the function.
+WRAPPERS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    functools.partial: ("func", "args", "keywords", "__dict__"),
+}
+# Longer containers are compared by length only. Nothing nested deeper, and no more values, are compared.
+_MAX_LENGTH, _MAX_DEPTH, _MAX_VALUES = 1000, 6, 50_000
+# Attributes of torch in every module.
+_MODULES_OWN = frozenset(vars(nn.Module()))
+
+Step = tuple[str, Any]
+Guards = tuple[tuple[str, Any], ...]
+
+
+class _Nothing:
+    """The guard of a value that is no guard, and the value of a place that is gone."""
+
+
+UNGUARDED, MISSING = _Nothing(), _Nothing()
+
+
+class Identity:
+    """A guard on an object's identity: equal to guards on the same object, which it keeps alive.
+
+    Its text is the same on all ranks.
+    """
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        if isinstance(self._value, Tensor):
+            return f"tensor of shape {tuple(self._value.shape)} and {self._value.dtype}"
+        return str(getattr(self._value, "__qualname__", type(self._value).__qualname__))
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """Where a value is: the steps that lead to it from a root object, which stays when objects between are replaced.
+
+    Attributes:
+        root: an object, a dict or the cell of a closure.
+        title: the name of the root in messages.
+        steps: ``("attr", name)``, ``("key", key)``, ``("index", number)``, ``("cell", None)``; a last ``("len", own)``
+            is the length of a container.
+        own: the root is the graph, one of its modules or an optimizer's group, whose tensors are handled elsewhere.
+    """
+
+    root: Any
+    title: str
+    steps: tuple[Step, ...]
+    own: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """Identity of the place."""
+        return id(self.root), self.steps
+
+    @property
+    def name(self) -> str:
+        """Name of the place in messages, ``self.counts['calls']`` for instance."""
+        name = self.title
+        for kind, key in self.steps:
+            if kind == "attr":
+                name = f"{name}.{key}" if name else str(key)
+            elif kind != "cell":
+                name = f"len({name})" if kind == "len" else f"{name}[{key!r:.60}]" if name else str(key)
+        return name
+
+    @property
+    def is_in_root(self) -> bool:
+        """True if the root itself holds the value."""
+        return len(self.steps) == 1
+
+    @property
+    def is_length(self) -> bool:
+        """True if the value is the length of a container."""
+        return self.steps[-1][0] == "len"
+
+    def at(self, step: Step) -> Place:
+        """Return the place that one more step leads to."""
+        return Place(self.root, self.title, (*self.steps, step), self.own)
+
+    def holder(self) -> Any:
+        """Return the container or object that holds the value, or whose length it is."""
+        return _follow(self.root, self.steps[:-1])
+
+    def value(self) -> Any:
+        """Return the present value; :data:`MISSING` if it is gone."""
+        return _follow(self.root, self.steps)
+
+    def assign(self, value: Any) -> None:
+        """Put a value in a place of the root, if another one is there."""
+        kind, key = self.steps[0]
+        if self.value() is value:
+            return
+        if kind in ("attr", "cell"):
+            setattr(self.root, "cell_contents" if kind == "cell" else key, value)
+        else:
+            self.root[key] = value
+
+    def read(self) -> Hashable:
+        """Return a token of the present value; equal values have equal tokens."""
+        return token(self.value())
+
+
+def _follow(value: Any, steps: Iterable[Step]) -> Any:
+    """Return the value that steps lead to; :data:`MISSING` if there is none."""
+    try:
+        for kind, key in steps:
+            if kind == "cell":
+                value = value.cell_contents
+            elif kind == "len":
+                value = len(_counted(value, own=key))
+            elif kind == "attr":
+                attributes = getattr(value, "__dict__", {})
+                value = attributes[key] if key in attributes else getattr(value, key)
+            else:
+                value = value[key]
+    except (LookupError, AttributeError, TypeError, ValueError):
+        return MISSING
+    return value
+
+
+def _counted(value: Any, *, own: bool) -> Sequence[Any]:
+    """Return the entries of a container to count; tensors that modules collect are left out."""
+    entries = list(value.values()) if isinstance(value, dict) else list(value)
+    return [entry for entry in entries if not isinstance(entry, Tensor)] if own else entries
+
+
+def token(value: Any) -> Hashable:
+    """Return a comparable stand-in for the value, equal on all ranks; for objects and tensors only their kind."""
+    if isinstance(value, float) and value != value:
+        return "float", "nan"
+    if isinstance(value, (tuple, frozenset, set)):
+        tokens = map(token, value)
+        return type(value).__name__, tuple(tokens) if isinstance(value, tuple) else frozenset(tokens)
+    if isinstance(value, (itertools.count, slice)):
+        return type(value).__name__, repr(value)
+    if isinstance(value, PLAIN):
+        return type(value).__name__, value
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.size <= _MAX_LENGTH:
+        return "array", str(value.dtype), value.shape, value.tobytes()
+    return "object", "FakeTensor" if isinstance(value, FakeTensor) else type(value).__qualname__
+
+
+def parts(value: Any) -> Iterator[tuple[Step, Any]]:
+    """Yield what a value consists of: entries, the function inside and what is bound to it, or attributes."""
+    if isinstance(value, (dict, types.MappingProxyType)):
+        yield from ((("key", key), entry) for key, entry in value.items())
+    elif isinstance(value, (list, tuple, deque)):
+        yield from ((("index", number), entry) for number, entry in enumerate(value))
+    elif names := next((names for kind, names in WRAPPERS.items() if isinstance(value, kind)), ()):
+        yield from ((("attr", name), getattr(value, name)) for name in names)
+    else:
+        yield from ((("attr", name), entry) for name, entry in object_attributes(value).items())
+
+
+def object_attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, slots included."""
+    state: Any = vars(value) if isinstance(value, threading.local) else object.__getstate__(value)
+    entries = state if isinstance(state, tuple) else (state,)
+    return {name: entry for part in entries for name, entry in (part or {}).items()}
+
+
+def attributes_of(values: Mapping[str, Any], *, private: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name, value and guard of the attributes of a graph or a module, modules and torch's own tables left out.
+
+    The guard of numbers, flags and tuples of them is the value, that of tensors and functions their identity. Lists,
+    dicts and other objects have the guard :data:`UNGUARDED`: they may grow with every step.
+
+    Args:
+        values: by name.
+        private: numbers and flags in attributes that begin with an underscore are guards too.
+    """
+    for name, value in list(values.items()):
+        guard = _guard(name, value, private=private)
+        if guard is not UNGUARDED or (name not in _MODULES_OWN and not isinstance(value, nn.Module)):
+            yield name, value, guard
+
+
+def _guard(name: str, value: Any, *, private: bool) -> Any:
+    if isinstance(value, _NUMBERS):
+        return value if private or name[0] != "_" else UNGUARDED
+    if name[0] == "_" or isinstance(value, (nn.Module, type, list, dict)):
+        return UNGUARDED
+    if value is None or isinstance(value, (torch.dtype, torch.device)) or _is_of_numbers(value):
+        return value
+    return Identity(value) if isinstance(value, Tensor) or callable(value) else UNGUARDED
+
+
+def _is_of_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(
+        entry is None or isinstance(entry, _NUMBERS) or _is_of_numbers(entry) for entry in value
+    )
+
+
+def attribute_guards(values: Mapping[str, Any], *, private: bool = False) -> Guards:
+    """Return the guards of attributes. The arguments are those of :func:`attributes_of`."""
+    return tuple((name, guard) for name, _, guard in attributes_of(values, private=private) if guard is not UNGUARDED)
+
+
+def module_guards(root: nn.Module) -> tuple[Any, ...]:
+    """Return the guards of a module and its submodules: class, mode, numbers, flags, tensors, functions and hooks.
+
+    Attributes of a wrapper that tracing sees through are none: they differ between ranks.
+    """
+    return tuple(
+        (
+            name,
+            type(module).__qualname__,
+            (
+                *(() if is_seen_through(module) else attribute_guards(vars(module), private=True)),
+                *map(Identity, module_hooks(module)),
+            ),
+        )
+        for name, module in root.named_modules()
+    )
+
+
+def build_guards(build: Callable[..., Any], root: nn.Module) -> tuple[Any, ...]:
+    """Return the guards of the modules, and of the graph that ``build`` is a method of."""
+    owner = getattr(build, "__self__", None)
+    return module_guards(root), () if owner is None else attribute_guards(vars(owner))
+
+
+def walk(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any, bool]]:
+    """Yield places and values with all that is inside these, and whether a value counts by what is inside.
+
+    A container or object is entered once, by the first place that leads to it.
+    """
+    waiting, entered, number = [*places][::-1], set[int](), 0
+    while waiting:
+        place, value = waiting.pop()
+        if place.own and isinstance(value, Tensor):
+            continue
+        inside = [*_inside(value)] if len(place.steps) <= _MAX_DEPTH else []
+        is_entered = bool(inside) or isinstance(value, CONTAINERS)
+        if is_entered and (id(value) in entered or number > _MAX_VALUES):
+            continue
+        if is_entered:
+            entered.add(id(value))
+        number += 1
+        yield place, value, is_entered
+        waiting += [(place.at(step), part) for step, part in reversed(inside)]
+
+
+def _inside(value: Any) -> Iterable[tuple[Step, Any]]:
+    """Return what is inside a container, a tuple of more than plain values, or an object of a user's class."""
+    if isinstance(value, CONTAINERS):
+        is_walked = len(value) <= _MAX_LENGTH
+    elif isinstance(value, tuple):
+        is_walked = any(not isinstance(entry, PLAIN) for entry in value)
+    else:
+        is_walked = is_users_object(value)
+    return parts(value) if is_walked else ()
+
+
+_NO_USERS = (*PLAIN, nn.Module, Tensor, type, types.ModuleType, torch.optim.Optimizer, random.Random)
+
+
+def is_users_object(value: Any) -> bool:
+    """Return whether the value is an instance of a class that a user wrote, or a namespace; no module, no tensor."""
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    if isinstance(value, _NO_USERS) or callable(value):
+        return False
+    return is_users_module(sys.modules.get(type(value).__module__))
+
+
+def is_users_module(module: types.ModuleType | None) -> bool:
+    """Return whether a Python module is the user's, installed models included."""
+    name = getattr(module, "__file__", None)
+    return module is not None and (module.__name__ == "__main__" or (name is not None and source.is_users(name)))
+
+
+class PythonState:
+    """The state that a ``build()`` can reach.
+
+    That is what attributes hold, and what the functions name that a user wrote: from ``build()``, the modules'
+    ``forward()`` and functions in attributes on, their closures, defaults, globals and classes.
+
+    Args:
+        build: the function, bound to its graph if it has one.
+        root: holds the graph's modules.
+        groups: the optimizers' parameter groups.
+    """
+
+    def __init__(self, build: Callable[..., Any], root: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+        graph = getattr(build, "__self__", None)
+        # Owners of attributes, with their titles; other roots with one step, by key.
+        self._owners: list[tuple[Any, str]] = [] if graph is None else [(graph, "self")]
+        self._owners += [(module, path) for path, module in root.named_modules()]
+        self._roots: dict[Hashable, Place] = {}
+        self._met: set[Hashable] = set()
+        self._functions: deque[tuple[types.FunctionType, type | None]] = deque()
+        for number, group in enumerate(groups):
+            for key in group:
+                if key != "params":
+                    self._add(group, f"param_groups[{number}]", ("key", key), own=True)
+        self._meet(build, None)
+        if graph is not None:
+            self._meet(getattr(graph, "build", None), type(graph))
+        for owner, _ in self._owners:
+            if isinstance(owner, nn.Module):
+                # Statically: modules of torch.jit create theirs on access, and only for instances.
+                self._meet(inspect.getattr_static(type(owner), "forward", None), type(owner))
+            for value in vars(owner).values():
+                if callable(value) and not isinstance(value, (nn.Module, type)):
+                    self._meet(value, type(owner))
+        while self._functions:
+            self._follow_names(*self._functions.popleft())
+
+    def _add(self, root: Any, title: str, step: Step, own: bool = False) -> Any:
+        """Add a place of a root; return its value."""
+        place = Place(root, title, (step,), own)
+        return self._roots.setdefault(place.key, place).value()
+
+    def _meet(self, value: Any, owner: type | None) -> None:
+        """Queue the function inside ``value`` if a user wrote it."""
+        while not isinstance(value, types.FunctionType):
+            if isinstance(value, types.MethodType):
+                owner = owner or type(value.__self__)
+            names = next((names for kind, names in WRAPPERS.items() if isinstance(value, kind)), ("func",))
+            if not callable(value := getattr(value, names[0], None)):
+                return
+        if (id(value), owner) not in self._met and source.is_users(value.__code__.co_filename):
+            self._met.add((id(value), owner))
+            self._functions.append((value, owner))
+
+    def _follow_names(self, function: types.FunctionType, owner: type | None) -> None:
+        """Add what a function holds, and what it names among globals and in its class."""
+        names = names_in(function.__code__)
+        title, defaults = function.__qualname__, function.__defaults__ or ()
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._meet_named(self._add(cell, name, ("cell", None)), names)
+        for number in range(len(defaults)):
+            self._add(defaults, f"defaults of {title}", ("index", number))
+        for name in function.__kwdefaults__ or ():
+            self._add(function.__kwdefaults__, f"defaults of {title}", ("key", name))
+        for name, value in vars(function).items():
+            if name == "__wrapped__":
+                self._meet(value, owner)
+            else:
+                self._add(function, title, ("attr", name))
+        for name in names & function.__globals__.keys():
+            self._meet_named(self._add(function.__globals__, "", ("key", name)), names)
+        if owner is not None:
+            self._add_class(owner, names)
+
+    def _meet_named(self, value: Any, names: set[str]) -> None:
+        """Follow a function, and add what a user's module or class has under the names."""
+        if isinstance(value, types.ModuleType):
+            for name in names & vars(value).keys() if is_users_module(value) else ():
+                if not isinstance(vars(value)[name], (types.ModuleType, type)):
+                    self._meet(self._add(value, value.__name__, ("attr", name)), None)
+        elif isinstance(value, types.FunctionType):
+            self._meet(value, None)
+        elif isinstance(value, type) or is_users_object(value):
+            self._add_class(value if isinstance(value, type) else type(value), names)
+
+    def _add_class(self, kind: type, names: set[str]) -> None:
+        """Add the class attributes, own and inherited, with one of the names, and follow the methods among them."""
+        for base in filter(lambda base: is_users_module(sys.modules.get(base.__module__)), kind.__mro__):
+            for name in names & vars(base).keys():
+                value = vars(base)[name]
+                if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
+                    self._meet(value, kind)
+                elif not name.startswith("__") and not isinstance(value, type):
+                    self._add(base, base.__name__, ("attr", name))
+
+    def tables(self) -> Iterator[dict[Any, Any]]:
+        """Yield the dicts that hold the attributes of the graph and its modules, and their hooks."""
+        for owner, _ in self._owners:
+            yield from (vars(owner), *(hook_tables(owner) if isinstance(owner, nn.Module) else ()))
+
+    def places(self) -> Iterator[tuple[Place, Any]]:
+        """Yield the places in roots, but for guards, with their present values."""
+        for owner, title in self._owners:
+            for name, value, guard in attributes_of(vars(owner), private=isinstance(owner, nn.Module)):
+                if guard is UNGUARDED:
+                    yield Place(owner, title, (("attr", name),), own=True), value
+        for place in self._roots.values():
+            if (value := place.value()) is not MISSING:
+                yield place, value
