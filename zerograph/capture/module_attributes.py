@@ -51,15 +51,13 @@ class Attributes:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """At the end remove tensors of the trace from attributes; after an error restore all attributes."""
+        """At the end remove tensors of the trace from attributes."""
         try:
             yield
-        except BaseException:
-            self.restore(everything=True)
-            raise
-        self.restore()
+        finally:
+            self.restore()
 
-    def restore(self, keep: Sequence[Tensor] = (), *, everything: bool = False) -> None:
+    def restore(self, keep: Sequence[Tensor] = ()) -> None:
         """Restore all attributes of modules that hold tensors of the trace, and those attributes of the graph.
 
         A module gets all its attributes back because they belong together, as a table and its length do. Attributes of
@@ -67,7 +65,6 @@ class Attributes:
 
         Args:
             keep: attributes that hold one of these tensors stay.
-            everything: restore the attributes of all modules.
         """
         kept = set(map(id, keep))
         with_fakes = {
@@ -79,7 +76,7 @@ class Attributes:
                 container.clear()
                 container.extend(copy) if isinstance(container, (list, deque)) else container.update(copy)
         for attributes, before in self._before:
-            if everything or id(attributes) in with_fakes:
+            if id(attributes) in with_fakes:
                 self._restore(attributes, before, kept, all_names=attributes is not self._graph)
 
     def _restore(self, attributes: dict[str, Any], before: dict[str, Any], kept: set[int], *, all_names: bool) -> None:
