@@ -26,11 +26,11 @@ needs_lines = pytest.mark.skipif(
     sys.gettrace() is not None, reason="a debugger or coverage traces lines, so a step cannot, and names none"
 )
 
-COUNTS = {"calls": 0}
+COUNTS: dict[str, Any] = {"calls": 0}
 CALLS = 0
 COLLECTED: list[Any] = []
 CACHE: dict[str, float] = {}
-KEPT = types.SimpleNamespace(loss=None)
+KEPT = types.SimpleNamespace(calls=0, loss=None)
 GENERATOR = np.random.default_rng(0)
 
 
@@ -83,6 +83,16 @@ def in_a_global_dict(made: Any, loss: Tensor) -> Tensor:
     return warm_up(COUNTS["calls"], loss)
 
 
+def in_a_dict_beside_a_tensor(made: Any, loss: Tensor) -> Tensor:
+    COUNTS["loss"] = loss.detach()
+    return in_a_global_dict(made, loss)
+
+
+def in_an_object_beside_a_tensor(made: Any, loss: Tensor) -> Tensor:
+    KEPT.calls, KEPT.loss = KEPT.calls + 1, loss.detach()
+    return warm_up(KEPT.calls, loss)
+
+
 def in_a_global(made: Any, loss: Tensor) -> Tensor:
     global CALLS
     CALLS += 1
@@ -122,6 +132,8 @@ COUNTERS = {
     "a private slot": (lambda: in_a_private_slot, r"model\.slots\._Slots__calls", "self.__calls += 1"),
     "a namespace": (lambda: in_a_namespace, r"model\.namespace\.calls", "made.namespace.calls += 1"),
     "a global dict": (lambda: in_a_global_dict, r"COUNTS\['calls'\]", 'COUNTS["calls"] += 1'),
+    "a dict beside a tensor": (lambda: in_a_dict_beside_a_tensor, r"COUNTS\['calls'\]", 'COUNTS["calls"] += 1'),
+    "an object beside a tensor": (lambda: in_an_object_beside_a_tensor, r"KEPT\.calls", "KEPT.calls + 1"),
     "a global": (lambda: in_a_global, "CALLS", "CALLS += 1"),
     "a closure": (counted, "calls", "calls += 1"),
     "a default": (lambda: in_a_default, r"defaults of in_a_default\[0\]\[0\]", "calls[0] += 1"),
@@ -140,7 +152,9 @@ def with_state() -> nn.Module:
 @pytest.fixture(autouse=True)
 def _from_the_beginning() -> None:
     global CALLS
-    COUNTS["calls"] = CALLS = 0
+    COUNTS.clear()
+    COUNTS["calls"] = KEPT.calls = CALLS = 0
+    KEPT.loss = None
     COLLECTED.clear()
     CACHE.clear()
     in_a_default.__defaults__[0][0] = 0  # type: ignore[index]

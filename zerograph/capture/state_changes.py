@@ -17,6 +17,7 @@ import functools
 import random
 import re
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.base import source
-from zerograph.capture.places import CONTAINERS, Place, PythonState, object_attributes, parts, token, walk
+from zerograph.capture.places import CONTAINERS, MISSING, Place, PythonState, object_attributes, parts, token, walk
 from zerograph.errors import CaptureError
 
 
@@ -77,7 +78,7 @@ class Snapshot:
 
     def __init__(self, state: PythonState) -> None:
         # A flag that hooks are installed is restored together with the hooks.
-        self.restores: dict[Hashable, Callable[[], None]] = {id(table): _restorer(table) for table in state.tables()}
+        self.restores: dict[Hashable, Callable[..., None]] = {id(table): _restorer(table) for table in state.tables()}
         self.values: dict[Hashable, tuple[Place, Hashable]] = {}
         self.random: dict[str, Generator] = {}
         places = [*state.places()]
@@ -87,12 +88,11 @@ class Snapshot:
                 self.random.setdefault(place.name, generator)
             elif not is_entered:
                 self.values[place.key] = place, token(value)
-            elif isinstance(value, CONTAINERS):
+            elif not isinstance(value, tuple):
                 self.restores[id(value)] = _restorer(value)
+            if isinstance(value, CONTAINERS):
                 length = place.at(("len", place.own))
                 self.values[length.key] = length, length.read()
-            elif not isinstance(value, tuple):
-                self.restores[id(value)] = _object_restorer(value)
         self.random["random"] = Generator(random.getstate(), random.getstate, random.setstate)
         if (numpy := sys.modules.get("numpy")) is not None:
             self.random["numpy.random"] = _numpy_generator(numpy.random.get_state, numpy.random.set_state)
@@ -263,8 +263,10 @@ class StateComparison:
             if not place.own and (place.read() == _TENSOR if not place.is_length else _holds_tensors(place.holder()))
         ]
         for place in with_tensors:
-            key = place.key if place.is_in_root else id(place.holder())
-            self._before.restores.get(key, lambda: None)()
+            if place.is_in_root:
+                self._before.restores.get(place.key, lambda: None)()
+            else:
+                self._before.restores.get(id(place.holder()), lambda **_: None)(tensors=True)
         if not with_tensors:
             return ()
         names = ", ".join(dict.fromkeys(map(_container, with_tensors)))
@@ -385,38 +387,41 @@ def _extreme(state: Any, *, low: bool) -> Any:
     return state
 
 
-def _restorer(container: Any) -> Callable[[], None]:
-    """Return a function that restores the present entries of the dict, list or deque."""
-    entries = dict(container) if isinstance(container, dict) else list(container)
+def _restorer(value: Any) -> Callable[..., None]:
+    """Return a function that restores the present entries of a container, or the attributes of an object.
 
-    def restore() -> None:
-        if isinstance(entries, dict):
-            for key in [key for key in container if key not in entries]:
-                del container[key]
-            for key, value in entries.items():
-                if key not in container or container[key] is not value:
-                    container[key] = value
-        elif len(container) != len(entries) or any(a is not b for a, b in zip(container, entries, strict=True)):
-            container.clear()
-            container.extend(entries)
+    With ``tensors`` it restores those that hold tensors of a trace now; of a list, all.
+    """
+    is_list = isinstance(value, (list, deque))
+    before = _entries(value)
 
-    return restore
-
-
-def _object_restorer(value: Any) -> Callable[[], None]:
-    """Return a function that restores the present attributes of an object, slots included."""
-    before, restore_dict = object_attributes(value), _restorer(getattr(value, "__dict__", {}))
-
-    def restore() -> None:
-        restore_dict()
-        now = object_attributes(value)
-        for name in now.keys() - before.keys():
-            object.__delattr__(value, name)
-        for name, entry in before.items():
-            if name not in now or now[name] is not entry:
-                object.__setattr__(value, name, entry)
+    def restore(*, tensors: bool = False) -> None:
+        now = _entries(value)
+        changed = [key for key in {**now, **before} if now.get(key, MISSING) is not before.get(key, MISSING)]
+        if tensors:
+            changed = [key for key in changed if _holds_tensors(now.get(key))]
+        if is_list and changed:
+            value.clear()
+            value.extend(before.values())
+        for key in () if is_list else changed:
+            entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            is_slot = entries is not value and isinstance(getattr(type(value), key, None), types.MemberDescriptorType)
+            if is_slot and key in before:
+                object.__setattr__(value, key, before[key])
+            elif is_slot:
+                object.__delattr__(value, key)
+            elif key in before:
+                entries[key] = before[key]
+            else:
+                del entries[key]
 
     return restore
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, (list, deque)) else object_attributes(value)
 
 
 def _generator(value: Any) -> Generator | None:
