@@ -225,9 +225,9 @@ def attributes_of(values: Mapping[str, Any], *, private: bool) -> Iterator[tuple
         private: numbers and flags in attributes that begin with an underscore are guards too.
     """
     for name, value in list(values.items()):
-        guard = _guard(name, value, private=private)
-        if guard is not UNGUARDED or (name not in _MODULES_OWN and not isinstance(value, nn.Module)):
-            yield name, value, guard
+        # Of torch's own only numbers count: the mode, for instance.
+        if (name not in _MODULES_OWN or isinstance(value, _NUMBERS)) and not isinstance(value, nn.Module):
+            yield name, value, _guard(name, value, private=private)
 
 
 def _guard(name: str, value: Any, *, private: bool) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import random
 import re
 import sys
@@ -394,15 +395,18 @@ def _restorer(value: Any) -> Callable[..., None]:
     """
     is_list = isinstance(value, (list, deque))
     before = _entries(value)
+    keys, objects = [*before], [*before.values()]
 
     def restore(*, tensors: bool = False) -> None:
         now = _entries(value)
+        if [*now] == keys and all(map(operator.is_, now.values(), objects)):
+            return
         changed = [key for key in {**now, **before} if now.get(key, MISSING) is not before.get(key, MISSING)]
         if tensors:
             changed = [key for key in changed if _holds_tensors(now.get(key))]
         if is_list and changed:
             value.clear()
-            value.extend(before.values())
+            value.extend(objects)
         for key in () if is_list else changed:
             entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
             is_slot = entries is not value and isinstance(getattr(type(value), key, None), types.MemberDescriptorType)
@@ -420,6 +424,7 @@ def _restorer(value: Any) -> Callable[..., None]:
 
 def _entries(value: Any) -> dict[Any, Any]:
     if isinstance(value, dict):
+        # Not the dict itself: its class may have another get().
         return dict(value)
     return dict(enumerate(value)) if isinstance(value, (list, deque)) else object_attributes(value)
 
