@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.errors import SplitParameterError, ZeroGraphWarning
 
@@ -94,6 +96,19 @@ def has_stored_gradient(parameter: nn.Parameter) -> bool:
     return not isinstance(parameter, SplitParameter) and _STORED.__get__(parameter) is not None
 
 
+def stored_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the gradient that a plain ``backward()`` has given the parameter, split or not; readers are not asked."""
+    with _torch.without_torch_function():
+        gradient: Tensor | None = _STORED.__get__(parameter)
+        return gradient
+
+
+def store_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """Replace the gradient that :func:`stored_gradient` returns."""
+    with _torch.without_torch_function():
+        _STORED.__set__(parameter, gradient)
+
+
 def drop_stored_gradient(parameter: nn.Parameter) -> None:
     """Drop the gradient that a plain ``backward()`` has given the parameter."""
     if has_stored_gradient(parameter):
@@ -105,9 +120,13 @@ class SplitParameter(nn.Parameter):
 
     :func:`hide` and :func:`show` change a parameter in place (``__class__``), so modules and optimizers keep their
     reference. Its storage is one element, expanded.
+
+    Attributes:
+        make_whole: makes it whole where something computes with it, a collective. None: that is an error.
     """
 
     grad = _Grad()
+    make_whole: Callable[[], object] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,6 +139,11 @@ class SplitParameter(nn.Parameter):
             return None
         if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
             return args[0]
+        makers = {one.make_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)}
+        if None not in makers:
+            for make_whole in makers:
+                make_whole()
+            return func(*args, **(kwargs or {}))
         raise SplitParameterError(
             f"{_name(func)} on a parameter whose values are split between the ranks\n{_advice(args)}"
         )

@@ -22,16 +22,22 @@ def route(
         first: the mesh dimension that changes first among routes that are equal. Sums in the order of ZeRO's
             reduce-scatters have the same bits at every stage.
     """
-    return _route(source, target, shape, itemsize, mesh.shape, first) if source != target else ()
+    return _route(source, target, shape, itemsize, mesh.shape, mesh.rows, first) if source != target else ()
 
 
 @functools.lru_cache(maxsize=4096)
 def _route(
-    source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], first: int
+    source: NdSbp,
+    target: NdSbp,
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh_shape: tuple[int, ...],
+    rows: tuple[int, ...] | None,
+    first: int,
 ) -> tuple[NdSbp, ...]:
     import networkx as nx
 
-    mesh = Mesh(mesh_shape, (0,) * len(mesh_shape), ("",) * len(mesh_shape))
+    mesh = Mesh(mesh_shape, (0,) * len(mesh_shape), ("",) * len(mesh_shape), rows=rows)
     graph = nx.DiGraph()
     choices = [dict.fromkeys((a, b, broadcast)) for a, b in zip(source, target, strict=True)]
     for before in itertools.product(*choices):

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.eager import dispatch
 from zerograph.eager.dispatch import View
 from zerograph.eager.program import Spec
 from zerograph.eager.world import world
-from zerograph.errors import InputError, PlacementError
+from zerograph.errors import InputError, PlacementError, ZeroGraphError
 from zerograph.ir.mesh import global_shape
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, to_dtensor
+from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
 
 
@@ -49,7 +50,23 @@ class GlobalTensor(Tensor):
     def __init__(self, local: Tensor, spec: Spec) -> None:
         """Accept the arguments of ``__new__``, which torch's own ``__init__`` does not."""
 
-    __torch_function__: Any = _torch.no_torch_function
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function of torch; where its shapes do not match, take plain tensors of this rank's rows as parts.
+
+        A script that cuts its own rows has plain labels beside a global result of the model.
+        """
+        kwargs = kwargs or {}
+        with _torch.without_torch_function():
+            try:
+                return func(*args, **kwargs)
+            except ZeroGraphError:
+                raise
+            except (RuntimeError, ValueError, IndexError):
+                if (parts := _with_parts((args, kwargs))) is None:
+                    raise
+            args, kwargs = parts
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -105,6 +122,12 @@ class GlobalTensor(Tensor):
         now, sbp = world(), from_dtensor(x.placements)
         part = x.to_local().detach()
         return GlobalTensor(part, now.spec(tuple(x.shape), x.stride(), x.dtype, part.device, sbp))
+
+    @staticmethod
+    def of_part(part: Tensor, spec: Spec) -> GlobalTensor:
+        """Return the global tensor of which ``part`` is this rank's part. Gradients flow to it; nothing is compared."""
+        result: GlobalTensor = _FromLocal.apply(part.contiguous(), spec)
+        return result
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the whole tensor as an array. A collective."""
@@ -184,6 +207,28 @@ class _FromLocal(torch.autograd.Function):
         return dispatch.boxed(GlobalTensor, gradient, sbp).local, None
 
 
+def _with_parts(arguments: Any) -> Any:
+    """Return arguments in which plain tensors of as many rows as this rank has are parts; None if there are none."""
+    leaves, spec = pytree.tree_flatten(arguments)
+    rows = {(len(one.local), len(one)) for one in leaves if type(one) is GlobalTensor and _is_batch(one)}
+    if len(rows) != 1:
+        return None
+    ((own, whole),) = rows
+    found = [one for one in leaves if _is_plain(one) and len(one) == own != whole]
+    if not found:
+        return None
+    made = {id(one): global_tensor(one, split(0)) for one in found}
+    return pytree.tree_unflatten([made.get(id(one), one) for one in leaves], spec)
+
+
+def _is_batch(x: GlobalTensor) -> bool:
+    return x.spec.sbp == (split(0),)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, (GlobalTensor, nn.Parameter)) and x.dim() > 0
+
+
 def _checked(sbp: Sbp | Sequence[Sbp], dims: int) -> NdSbp:
     target = nd_sbp(sbp, world().job.mesh.dims)
     for one in target:
@@ -217,6 +262,4 @@ def global_tensor(part: Tensor, sbp: Sbp | Sequence[Sbp]) -> GlobalTensor:
         if 0 in rows:
             raise PlacementError("each rank needs a part that is not empty")
     stride = torch.empty(shape, device="meta").stride()
-    spec = now.spec(tuple(shape), stride, part.dtype, part.device, target, rows)
-    result: GlobalTensor = _FromLocal.apply(part.contiguous(), spec)
-    return result
+    return GlobalTensor.of_part(part, now.spec(tuple(shape), stride, part.dtype, part.device, target, rows))

@@ -14,7 +14,7 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.compiler.members import Members
 from zerograph.config import Config
-from zerograph.errors import InputError, ZeroGraphWarning
+from zerograph.errors import ConfigError, InputError, ZeroGraphWarning
 from zerograph.loops import hyperparameters
 from zerograph.loops.accumulation import Accumulation
 from zerograph.loops.clearing import Clearing
@@ -22,6 +22,7 @@ from zerograph.loops.deferred import Deferred, Meta, Result, outside_inference_m
 from zerograph.loops.events import Edits
 from zerograph.loops.gradients import Reader
 from zerograph.loops.graphs import Recorded
+from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graphs import LoopForward, LoopPreview, LoopStep
 from zerograph.loops.loop_tape import LoopTape
 from zerograph.loops.metadata import Outcomes
@@ -115,7 +116,18 @@ class Loop:
             self._run_forward(tape)
         return result
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def loader(self, loader: Iterable[Any]) -> SplitLoader:
+        """Return a loader of this rank's rows."""
+        return SplitLoader(loader, self.config)
+
+    def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor:
+        """Unscale the gradients of an optimizer; return 1.0 if one of them is not finite, else 0.0."""
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        found = self.edit(_unscale, parameters, (inverse,), {})
+        value: Tensor = found.tape.value(found)
+        return value.float()
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Make the update of an optimizer: one graph of all calls since the last step.
 
         The update waits if another optimizer trains some of the same losses: its ``step()`` may come next, and is part
@@ -126,6 +138,8 @@ class Loop:
                 cleared.
             ZeroGraphError: on every rank, before any state changes.
         """
+        if closure is not None:
+            raise ConfigError("optimizer.step(closure) evaluates the loss several times, which no graph does")
         number = self._number(optimizer)
         tape = self.tape
         events = [event for event in tape.events.values() if event.concerns([number])]
@@ -496,3 +510,12 @@ class Loop:
 def _value_of(result: Tensor) -> Tensor | None:
     """Return the value of a result, which a step may have turned into an ordinary tensor, or None."""
     return result.value if isinstance(result, Deferred) else result
+
+
+def _unscale(parameters: Sequence[nn.Parameter], inverse: Tensor) -> Tensor:
+    """Multiply gradients by the inverse of the loss scale; return 1.0 if one of them is not finite, else 0.0."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    largest = nn.utils.get_total_norm(gradients, float("inf"))
+    for gradient in gradients:
+        gradient.mul_(inverse.to(gradient.dtype))
+    return torch.isfinite(largest).logical_not().to(torch.promote_types(largest.dtype, torch.float32))

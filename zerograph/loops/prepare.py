@@ -23,7 +23,7 @@ from zerograph.errors import ConfigError, SplitParameterError
 from zerograph.graph import building
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.deferred import is_replaying, replaying
-from zerograph.loops.loaders import SplitLoader
+from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
@@ -86,7 +86,8 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
     _check(objects, modules, optimizers)
     _release_earlier(modules, optimizers)
     names = [f"model{number or ''}" for number in range(len(modules))]
-    loop = Loop(dict(zip(names, modules, strict=True)), optimizers, config)
+    kind: Any = EagerLoop if config.loop == "eager" else Loop
+    loop: Loop | EagerLoop = kind(dict(zip(names, modules, strict=True)), optimizers, config)
     for module in modules:
         _prepare_module(module, loop)
     for optimizer in optimizers:
@@ -156,11 +157,11 @@ def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.op
                 vars(optimizer)["step"] = vars(optimizer)["zero_grad"] = refuse
 
 
-def _prepared(one: Any, loop: Loop) -> Any:
+def _prepared(one: Any, loop: Loop | EagerLoop) -> Any:
     if isinstance(one, (nn.Module, torch.optim.Optimizer, LRScheduler)):
         return one
     if isinstance(one, Iterable) and not isinstance(one, (Tensor, str, bytes, dict)):
-        return SplitLoader(one, loop.config)
+        return loop.loader(one)
     if callable(one):
         return _recorded_function(one, loop)
     raise ConfigError(
@@ -169,7 +170,7 @@ def _prepared(one: Any, loop: Loop) -> Any:
     )
 
 
-def _recorded_function(function: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
+def _recorded_function(function: Callable[..., Any], loop: Loop | EagerLoop) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if is_replaying() or building():
@@ -179,7 +180,7 @@ def _recorded_function(function: Callable[..., Any], loop: Loop) -> Callable[...
     return recorded
 
 
-def _prepare_module(module: nn.Module, loop: Loop) -> None:
+def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
     """Give a module the class that records its calls; it stays the same object."""
     kind: Any = type(module)
 
@@ -253,9 +254,9 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
     module.__class__ = type(kind)(kind.__name__, (kind,), {**methods, **names})
 
 
-def loop_of(module: nn.Module) -> Loop | None:
+def loop_of(module: nn.Module) -> Loop | EagerLoop | None:
     """Return the loop that a module is prepared for, or None."""
-    loop: Loop | None = getattr(type(module), "_zerograph_prepared", None)
+    loop: Loop | EagerLoop | None = getattr(type(module), "_zerograph_prepared", None)
     return loop
 
 
@@ -301,7 +302,7 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
 class _busy:  # noqa: N801
     """A block inside which state dicts are those of plain modules."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop | EagerLoop) -> None:
         self._loop = loop
 
     def __enter__(self) -> None:
@@ -311,22 +312,20 @@ class _busy:  # noqa: N801
         self._loop.busy = False
 
 
-def _is_busy(loop: Loop) -> bool:
+def _is_busy(loop: Loop | EagerLoop) -> bool:
     return loop.busy
 
 
-def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
+def _prepare_optimizer(optimizer: Any, loop: Loop | EagerLoop) -> None:
     """Replace the methods of an optimizer that the loop calls."""
     number = next(n for n, other in enumerate(loop.optimizers) if other is optimizer)
     plain: Any = type(optimizer)
 
-    def step(closure: Callable[[], Any] | None = None) -> None:
-        if closure is not None:
-            raise ConfigError("optimizer.step(closure) evaluates the loss several times, which no graph does")
+    def step(closure: Callable[[], Any] | None = None) -> Any:
         if _only_creates_state(optimizer, loop):
             plain.step(optimizer)
-            return
-        step_scaled(loop, optimizer)
+            return None
+        return step_scaled(loop, optimizer, closure)
 
     def zero_grad(set_to_none: bool = True) -> None:
         loop.zero_grad([number], set_to_none=set_to_none)
@@ -375,7 +374,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     _adopt(optimizer, loop)
 
 
-def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
+def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop | EagerLoop) -> bool:
     """Return whether a step on zero gradients at rate 0 creates the optimizer's state, as torch's checkpoints do."""
     if any(group.get("lr") != 0 for group in optimizer.param_groups) or loop.waits_for_step():
         return False
@@ -386,12 +385,13 @@ def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
     return not any(bool(one.grad.any()) for one in with_gradient)
 
 
-def _adopt(optimizer: Any, loop: Loop) -> None:
+def _adopt(optimizer: Any, loop: Loop | EagerLoop) -> None:
     """Answer for the gradients of an optimizer's parameters."""
     _check_known(optimizer, loop.modules.values())
     parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
     for parameter in parameters:
-        parameter._zerograph_loop = loop
+        # Of a loop that runs at once, torch's own functions clip and unscale the gradients.
+        parameter._zerograph_loop = loop if isinstance(loop, Loop) else None
     loop.watch(parameters)
 
 
@@ -413,8 +413,8 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         if not loops or is_replaying() or building():
             return original(parameters, *args, **kwargs)
         # Parameters that are frozen have no gradient.
-        others = [one for one in parameters if not hasattr(one, "_zerograph_loop") and one.requires_grad]
-        parameters = [one for one in parameters if hasattr(one, "_zerograph_loop")]
+        others = [one for one in parameters if getattr(one, "_zerograph_loop", None) is None and one.requires_grad]
+        parameters = [one for one in parameters if getattr(one, "_zerograph_loop", None) is not None]
         if len(loops) > 1 or others:
             raise ConfigError(f"{original.__name__}() of parameters that one zg.prepare() has prepared, and of others")
         (loop,) = loops.values()

@@ -15,9 +15,7 @@ from torch.utils.data import default_collate
 
 from zerograph._torch import pytree
 from zerograph.errors import InputError
-
-# Values of a batch that are the same on all ranks.
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, numpy.generic)
+from zerograph.loops.containers import PLAIN
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,8 @@ def tensors_of(batch: Any) -> Iterator[Tensor | numpy.ndarray[Any, Any]]:
             yield from tensors_of(value)
     elif not isinstance(batch, PLAIN) and not _is_leaf(batch):
         yield from tensors_of(pytree.tree_leaves(batch))
+    elif hasattr(batch, "__dict__"):
+        yield from tensors_of(vars(batch))
 
 
 def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
@@ -125,10 +125,15 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
             if not nested and len(value) == count:
                 return value[rows]
             return type(value)(map(own, value))
+        if _is_leaf(value) and hasattr(value, "__dict__"):
+            new = copy.copy(value)
+            # Past __setattr__, which frozen classes refuse.
+            vars(new).update({name: own(member) for name, member in vars(value).items()})
+            return new
         if _is_leaf(value):
             raise InputError(
                 f"a batch has a {type(value).__name__}, of which zerograph does not know the ranks' parts\n"
-                "Let a loader yield tensors, arrays and numbers in lists, tuples and dicts."
+                "Let a loader yield tensors, arrays and numbers in lists, tuples, dicts, or objects with attributes."
             )
         leaves, spec = pytree.tree_flatten(value)
         return pytree.tree_unflatten([own(leaf) for leaf in leaves], spec)

@@ -1,0 +1,230 @@
+"""A loop under ``config.loop = "eager"`` on two ranks computes what plain PyTorch computes in one process."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import zerograph as zg
+from tests.loops import scripts
+from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
+from tests.pool import Pool
+
+
+def prepare_eagerly(stage: int) -> Prepare:
+    config = zg.Config()
+    config.loop = "eager"
+    return functools.partial(zg.prepare, stage=stage, config=config)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Any]
+
+
+def loop_of(prepare: Prepare, step: Step, model: Callable[[], nn.Module] = perceptron, rows: int = 8) -> Seen:
+    """Train by a step for each batch; return what it returned, and the state at the end."""
+    module = seeded(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    loader = DataLoader(samples(3 * rows - 1, 6), batch_size=rows, shuffle=True)
+    module, optimizer, loader = prepare(module, optimizer, loader)
+    printed = []
+    torch.manual_seed(3)
+    for _ in range(2):
+        for x, y in loader:
+            printed.append(float(step(module, optimizer, x, y)))
+    return printed, [dict(module.state_dict())]
+
+
+def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def share_of_the_batch(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    losses = F.cross_entropy(model(x), y, reduction="none")
+    hardest = losses.topk(int(0.7 * len(x))).values
+    return update(optimizer, hardest.sum() / len(hardest)).item()
+
+
+def two_views(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    first, second = F.normalize(model(torch.cat([x, x * 0.9])), dim=1).chunk(2)
+    similar = first @ second.T / 0.5
+    return update(optimizer, F.cross_entropy(similar, torch.arange(len(x)))).item()
+
+
+def noise_of_the_loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    noise = torch.randn(len(x), 6, dtype=x.dtype)
+    return update(optimizer, F.cross_entropy(model(x + 0.1 * noise), y) + model(noise).square().mean()).item()
+
+
+def edited_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
+        for one in model.parameters():
+            one.grad.mul_(1 / (1 + norm)).add_(one, alpha=0.01)
+    total = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    return total.item()
+
+
+def several_losses(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    out = model(x)
+    F.cross_entropy(out, y).backward(retain_graph=True)
+    out.square().mean().backward()
+    for part, label in zip(x.chunk(2), y.chunk(2), strict=True):
+        (F.cross_entropy(model(part), label) / 2).backward()
+    optimizer.step()
+    return (out.argmax(1) == y).sum().item()
+
+
+def gradient_penalty(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    x.requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return update(optimizer, F.cross_entropy(out, y) + (gradient.norm(dim=1) - 1).square().mean()).item()
+
+
+def branch_on_a_value(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = F.cross_entropy(model(x), y)
+    if loss.item() > 1.4:
+        loss = loss * 2
+    chosen = x[y > 1]
+    return update(optimizer, loss + model(chosen).pow(2).mean() if len(chosen) else loss).item()
+
+
+def penalty_on_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    penalty = sum(one.abs().sum() for one in model.parameters())
+    return update(optimizer, F.cross_entropy(model[2](torch.relu(model[0](x))), y) + 0.01 * penalty).item()
+
+
+def clipped_weights(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    model(x)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.clamp_(-0.2, 0.2)
+    return loss.item()
+
+
+def features_of_a_hook(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    kept = []
+    handle = model[1].register_forward_hook(lambda module, args, out: kept.append(out))
+    loss = F.cross_entropy(model(x), y)
+    handle.remove()
+    return update(optimizer, loss + kept[0].pow(2).mean()).item()
+
+
+def closure(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return optimizer.step(compute).item()
+
+
+class Counting(nn.Module):
+    """Its coefficient, its count and its auxiliary loss are plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls, self.options = perceptron(), 0, SimpleNamespace(beta=1.0)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out = self.net[2](self.norm(self.net[1](self.net[0](x))))
+        self.auxiliary = self.options.beta * out.pow(2).mean() / self.calls
+        return out
+
+
+def attributes(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    loss = F.cross_entropy(out, y) + model.auxiliary
+    model.options.beta *= 0.5
+    return update(optimizer, loss).item() + model.calls
+
+
+HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
+    "a share of the batch": (share_of_the_batch, perceptron),
+    "two views": (two_views, perceptron),
+    "noise of the loop": (noise_of_the_loop, perceptron),
+    "edited gradients": (edited_gradients, perceptron),
+    "several losses": (several_losses, perceptron),
+    "a gradient penalty": (gradient_penalty, perceptron),
+    "a branch on a value": (branch_on_a_value, perceptron),
+    "a penalty on parameters": (penalty_on_parameters, perceptron),
+    "clipped weights": (clipped_weights, perceptron),
+    "features of a hook": (features_of_a_hook, perceptron),
+    "a closure": (closure, perceptron),
+    "attributes of the module": (attributes, Counting),
+}
+
+
+def habit(name: str, stages: tuple[int, ...], rows: int) -> list[Seen]:
+    step, model = HABITS[name]
+    return [loop_of(prepare_eagerly(stage), step, model, rows) for stage in stages]
+
+
+@pytest.mark.parametrize("rows", [8, 5])
+@pytest.mark.parametrize("name", HABITS)
+def test_a_habit_of_loops_means_what_it_means_in_one_process(pool: Pool, name: str, rows: int) -> None:
+    step, model = HABITS[name]
+    printed, states = loop_of(unprepared, step, model, rows)
+    for seen in pool.run(2, habit, name, (0, 1, 2, 3), rows):
+        for stage_printed, stage_states in seen:
+            assert stage_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
+            torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
+            # Stages add up in one order.
+            torch.testing.assert_close(stage_states, seen[0][1], rtol=0, atol=0)
+
+
+def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no rule says")
+        seen: Seen = getattr(scripts, name)(prepare_eagerly(stage), **options)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "options"),
+    [
+        ("imagenet", 2, {"accumulation": 2}),
+        ("nanogpt", 3, {"accumulation": 2}),
+        ("gan", 3, {}),
+        ("windows", 1, {"clips": False}),
+        ("scaled", 3, {}),
+        ("scaled", 2, {"fused": True}),
+        ("distillation", 3, {}),
+        ("averaged", 3, {}),
+        ("variational", 2, {}),
+        ("two_parts", 1, {}),
+        ("dpo", 3, {}),
+        ("adding_up", 3, {}),
+    ],
+)
+def test_a_script_prints_and_saves_what_one_process_does(
+    pool: Pool, name: str, stage: int, options: dict[str, Any]
+) -> None:
+    printed, states = getattr(scripts, name)(unprepared, **options)
+    for rank_printed, rank_states in pool.run(2, prepared, name, stage, options):
+        assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-12)

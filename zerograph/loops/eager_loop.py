@@ -1,0 +1,278 @@
+"""The driver of an eager loop: what the loop says happens when it says it, on global tensors; updates are graphs.
+
+Loaders yield global tensors. A call of a prepared model computes at once, autograd puts global tensors into
+``parameter.grad``, and ``optimizer.step()`` runs one graph that updates by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.config import Config
+from zerograph.eager import dispatch
+from zerograph.eager.tensor import GlobalTensor
+from zerograph.eager.world import world
+from zerograph.errors import ConfigError
+from zerograph.graph import ZeroGraph
+from zerograph.ir.sbp import PartialSum, all_broadcast, partial_sum
+from zerograph.loops.global_parts import check_equal, of_parts
+from zerograph.loops.loaders import SplitLoader
+from zerograph.loops.words import Words
+from zerograph.runtime.job.process_group import agree, digest
+from zerograph.runtime.parameters import store_gradient, stored_gradient
+from zerograph.runtime.state import Store, load_part, reshard, stores_of, unshard
+from zerograph.runtime.tensor_hash import hash_bits
+
+
+class Update(ZeroGraph):
+    """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
+    ) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+        self.config = config
+        self._request = replace(self._request, gradients="accumulated")
+
+    def build(self) -> list[Tensor]:
+        """Compute nothing: the gradients are there."""
+        return []
+
+    def run(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Update parameters by their gradients. A collective.
+
+        Raises:
+            ZeroGraphError: as calling a graph does.
+        """
+        names = self._members().names()
+        self._request = replace(self._request, accumulated=tuple(names[id(one)] for one in gradients))
+        with _kept(gradients):
+            for parameter in gradients:
+                store_gradient(parameter, None)
+            self.compile()
+            stores = stores_of(gradients)
+            try:
+                for store in stores:
+                    _add_up(store, gradients)
+                self()
+            finally:
+                for store in stores:
+                    store.accumulated = None
+        with _torch.without_torch_function():
+            # A result of the parameters as they were cannot be differentiated any more.
+            torch.autograd.graph.increment_version(list(gradients))
+
+
+class EagerLoop:
+    """Modules and optimizers of a loop whose operators run when they are called.
+
+    Attributes:
+        modules: the prepared modules, by their name in the graphs.
+        optimizers: the prepared optimizers.
+        config: the options of all graphs.
+        busy: state dicts are those of the plain modules now.
+        has_loader: a loader is prepared, so a plain tensor is the whole tensor; else it is this rank's rows.
+    """
+
+    words = Words()
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
+    ) -> None:
+        if config.placement is not None:
+            raise ConfigError("config.loop='eager' with config.placement: eager loops run on one line of ranks")
+        self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
+        self.busy, self.has_loader = False, False
+        self._forward = Update(modules, (), config)
+        self._updates: dict[tuple[int, ...], Update] = {}
+        # Stores whose parameters are whole from a call to the next update, and the versions that they began with.
+        self._shown: list[Store] = []
+        self._versions: list[int] = []
+
+    def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a prepared module or function.
+
+        Raises:
+            RankMismatchError: ranks pass other tensors.
+        """
+        doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
+        if self.has_loader:
+            check_equal((args, kwargs), doing)
+        else:
+            args, kwargs = of_parts((args, kwargs), doing)
+        self._show()
+        run = function
+        if isinstance(function, nn.Module):
+            run = type(function).__bases__[0].__call__.__get__(function)
+        with self._precision():
+            return run(*args, **kwargs)
+
+    def loader(self, loader: Iterable[Any]) -> SplitLoader:
+        """Return a loader of global tensors."""
+        self.has_loader = True
+        return GlobalLoader(loader, self.config)
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the update of an optimizer by ``parameter.grad``. A collective.
+
+        Raises:
+            ZeroGraphError: on every rank, before any state changes.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if gradients := _gradients_of(_parameters_of(optimizer)):
+            self.graph(optimizer).run(gradients)
+        _torch.mark_step_called(optimizer)
+        return result
+
+    def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> None:
+        """Multiply the gradients of an optimizer, which ``GradScaler`` leaves scaled."""
+        for parameter in _parameters_of(optimizer):
+            if parameter.grad is not None:
+                parameter.grad.mul_(inverse.to(parameter.grad.dtype))
+
+    def zero_grad(self, numbers: Iterable[int], *, set_to_none: bool = True) -> None:
+        """Clear the gradients of optimizers."""
+        for number in numbers:
+            _clear(_parameters_of(self.optimizers[number]), set_to_none=set_to_none)
+
+    def zero_grad_of(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Clear the gradients of parameters."""
+        _clear(parameters, set_to_none=set_to_none)
+
+    def waits_for_step(self) -> bool:
+        """Return whether a parameter has a gradient of a global tensor."""
+        return any(
+            isinstance(stored_gradient(one), GlobalTensor)
+            for optimizer in self.optimizers
+            for one in _parameters_of(optimizer)
+        )
+
+    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
+        for parameter in parameters:
+            parameter.make_whole = self._show  # type: ignore[attr-defined]
+
+    def graph(self, *optimizers: torch.optim.Optimizer) -> Update:
+        """Return the graph that updates these optimizers, or without any the one of the modules."""
+        self._hide()
+        if not optimizers:
+            return self._forward
+        numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
+        if numbers not in self._updates:
+            self._updates[numbers] = Update(self.modules, [self.optimizers[n] for n in numbers], self.config)
+        return self._updates[numbers]
+
+    @contextlib.contextmanager
+    def _precision(self) -> Iterator[None]:
+        """Compute in the precision of the options inside the block."""
+        if self.config.amp_dtype is None:
+            yield
+            return
+        device = next((one.device.type for module in self.modules.values() for one in module.parameters()), "cpu")
+        with torch.autocast(device, dtype=self.config.amp_dtype):
+            yield
+
+    def _show(self) -> None:
+        """Make split parameters whole until the next update. A collective where they are not."""
+        parameters = [one for module in self.modules.values() for one in module.parameters()]
+        stores = [store for store in stores_of(parameters) if not store.layout.is_whole and not store.is_unsharded]
+        if stores:
+            with _kept(_gradients_of(one for store in stores for one in store.parameters)):
+                unshard(stores)
+            self._shown += stores
+            self._versions = [_torch.version(one) for store in self._shown for one in store.parameters]
+
+    def _hide(self) -> None:
+        """Split the parameters that :meth:`_show` has made whole, with the changes that the loop has made."""
+        stores, self._shown = self._shown, []
+        if not stores:
+            return
+        parameters = [one for store in stores for one in store.parameters]
+        changed = [_torch.version(one) for one in parameters] != self._versions
+        if changed:
+            facts = {"parameters that the loop has changed": str([int(hash_bits(one.detach())) for one in parameters])}
+            agree(stores[0].job, "the end of a change of parameters", digest(facts), lambda: facts)
+        with _kept(_gradients_of(parameters)):
+            for store in stores:
+                reshard(store, keep_changes=changed)
+
+
+class GlobalLoader(SplitLoader):
+    """Iterate over the batches of a loader as global tensors, of which each rank reads its rows."""
+
+    def __iter__(self) -> Any:
+        """Iterate over the batches."""
+        return map(lambda batch: of_parts(batch, "a batch of a prepared loader"), super().__iter__())
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _clear(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+    for parameter in parameters:
+        gradient = stored_gradient(parameter)
+        if gradient is not None and set_to_none:
+            store_gradient(parameter, None)
+        elif gradient is not None:
+            gradient.detach_().zero_()
+
+
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    return {one: gradient for one in parameters if (gradient := stored_gradient(one)) is not None}
+
+
+@contextlib.contextmanager
+def _kept(gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Give parameters, which the block splits, makes whole or updates, their gradients back at its end."""
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            store_gradient(parameter, gradient)
+
+
+def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Reduce the gradients of a bucket to this rank's part of them.
+
+    Raises:
+        RankMismatchError: a plain gradient differs between ranks: it was computed without global tensors.
+    """
+    layout, now = store.layout, world()
+    sbp = all_broadcast(now.job.mesh.dims)
+    values = [gradients.get(parameter) for parameter in store.parameters]
+    parts = [None if value is None else _summand(value) for value in values]
+    flat = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    load_part(store.job, replace(layout, sbp=sbp), flat, parts)
+    partial = (partial_sum,) * now.job.mesh.dims
+    spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, partial)
+    whole = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp)
+    store.accumulated = whole.local.to(layout.storage_device)
+
+
+def _summand(gradient: Tensor) -> Tensor:
+    """Return this rank's summand of a gradient."""
+    job = world().job
+    if isinstance(gradient, GlobalTensor):
+        if all(isinstance(one, PartialSum) for one in gradient.spec.sbp):
+            return gradient.local
+        whole = dispatch.whole_of(gradient)
+    else:
+        whole = gradient.detach().to_dense()
+        facts = {"a gradient that was computed without global tensors": f"{int(hash_bits(whole)):x}"}
+        agree(job, "optimizer.step()", digest(facts), lambda: facts)
+    return whole if job.rank == 0 else torch.zeros_like(whole)
