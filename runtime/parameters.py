@@ -122,7 +122,8 @@ class SplitParameter(nn.Parameter):
     reference. Its storage is one element, expanded.
 
     Attributes:
-        make_whole: makes it whole where something computes with it, a collective. None: that is an error.
+        make_whole: makes it whole where something computes with it, a collective; its gradient is kept while it is split.
+            None: computing with it is an error, and it has no gradient.
     """
 
     grad = _Grad()
@@ -278,8 +279,9 @@ def hide(parameter: nn.Parameter) -> None:
         return
     with torch.no_grad():
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    # Not through the readers, which reject what the user sets.
-    _STORED.__set__(parameter, None)
+    if getattr(parameter, "make_whole", None) is None:
+        # Not through the readers, which reject what the user sets.
+        _STORED.__set__(parameter, None)
     parameter._plain_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = SplitParameter
 

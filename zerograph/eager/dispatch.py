@@ -348,7 +348,7 @@ def _compiled(
         return program
     except Exception:
         # An error of the user's is raised again where the operator runs on whole tensors.
-        if rule_of(operator) is not None or operator in _WITHOUT_SIZE:
+        if rule_of(operator) is not None or operator in _GATHERED:
             return None
         now.warn(
             f"no rule says how {operator} may be split: it runs on whole tensors, which are gathered\n"
@@ -505,9 +505,10 @@ _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
     aten.equal.default: _is_equal,
 }
 
-# Their results have as many elements as the values say, so no graph has them.
-_WITHOUT_SIZE = frozenset(
+# Their results have as many elements as the values say, so no graph has them; or they judge sums of gradients.
+_GATHERED = frozenset(
     {
+        aten._amp_foreach_non_finite_check_and_unscale_.default,
         aten.nonzero.default,
         aten.masked_select.default,
         aten.index.Tensor,

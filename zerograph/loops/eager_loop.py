@@ -57,18 +57,15 @@ class Update(ZeroGraph):
         """
         names = self._members().names()
         self._request = replace(self._request, accumulated=tuple(names[id(one)] for one in gradients))
-        with _kept(gradients):
-            for parameter in gradients:
-                store_gradient(parameter, None)
-            self.compile()
-            stores = stores_of(gradients)
-            try:
-                for store in stores:
-                    _add_up(store, gradients)
-                self()
-            finally:
-                for store in stores:
-                    store.accumulated = None
+        self.compile()
+        stores = stores_of(gradients)
+        try:
+            for store in stores:
+                _add_up(store, gradients)
+            self()
+        finally:
+            for store in stores:
+                store.accumulated = None
         with _torch.without_torch_function():
             # A result of the parameters as they were cannot be differentiated any more.
             torch.autograd.graph.increment_version(list(gradients))
@@ -191,8 +188,7 @@ class EagerLoop:
         parameters = [one for module in self.modules.values() for one in module.parameters()]
         stores = [store for store in stores_of(parameters) if not store.layout.is_whole and not store.is_unsharded]
         if stores:
-            with _kept(_gradients_of(one for store in stores for one in store.parameters)):
-                unshard(stores)
+            unshard(stores)
             self._shown += stores
             self._versions = [_torch.version(one) for store in self._shown for one in store.parameters]
 
@@ -206,9 +202,8 @@ class EagerLoop:
         if changed:
             facts = {"parameters that the loop has changed": str([int(hash_bits(one.detach())) for one in parameters])}
             agree(stores[0].job, "the end of a change of parameters", digest(facts), lambda: facts)
-        with _kept(_gradients_of(parameters)):
-            for store in stores:
-                reshard(store, keep_changes=changed)
+        for store in stores:
+            reshard(store, keep_changes=changed)
 
 
 class GlobalLoader(SplitLoader):
@@ -234,16 +229,6 @@ def _clear(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     return {one: gradient for one in parameters if (gradient := stored_gradient(one)) is not None}
-
-
-@contextlib.contextmanager
-def _kept(gradients: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """Give parameters, which the block splits, makes whole or updates, their gradients back at its end."""
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients.items():
-            store_gradient(parameter, gradient)
 
 
 def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:

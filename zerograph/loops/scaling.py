@@ -21,13 +21,18 @@ def step_scaled(
 
     Of a fused optimizer it does not unscale the gradients: it leaves the scale and the overflow flag as attributes.
     """
-    found, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-    if found is not None and found.item():
-        _torch.mark_step_called(optimizer)
-        return None
-    if scale is not None:
-        loop.unscale(optimizer, scale.double().reciprocal().float())
-    return loop.step(optimizer, closure)
+    flags = {name: vars(optimizer).pop(name) for name in ("found_inf", "grad_scale") if name in vars(optimizer)}
+    found, scale = flags.get("found_inf"), flags.get("grad_scale")
+    # Without them while the update is traced: it does not unscale.
+    try:
+        if found is not None and found.item():
+            _torch.mark_step_called(optimizer)
+            return None
+        if scale is not None:
+            loop.unscale(optimizer, scale.double().reciprocal().float())
+        return loop.step(optimizer, closure)
+    finally:
+        vars(optimizer).update(flags)
 
 
 @functools.cache
