@@ -102,8 +102,9 @@ class Config:
             lambda value: callable(value) or is_one_of(value, "auto", "eager", "inductor", "cudagraph"),
             "unknown backend; choose 'auto', 'eager', 'inductor', 'cudagraph' or give a callable",
         ),
-        """``"eager"``, ``"inductor"``, ``"cudagraph"`` (Inductor, and one launch a step on one rank), a callable
-        ``(fx.GraphModule, inputs) -> callable``, or ``"auto"`` (default): Inductor on accelerators, eager on CPU.""",
+        """``"eager"``, ``"inductor"``, ``"cudagraph"`` (Inductor, and one launch for what is between two collectives),
+        a callable ``(fx.GraphModule, inputs) -> callable``, or ``"auto"`` (default): Inductor on accelerators, eager on
+        CPU.""",
     )
     batch_norm: str = option(
         "global",

@@ -105,7 +105,7 @@ def inductor(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
 
 
 def cudagraph(graph: fx.GraphModule, example_inputs: list[Any]) -> Compiled:
-    """Compile as :func:`inductor`, and replay the whole step as one CUDA graph, on one rank."""
+    """Compile as :func:`inductor`, and replay what is between two collectives as one CUDA graph."""
     return as_cuda_graph(graph, compile_pieces(graph))
 
 

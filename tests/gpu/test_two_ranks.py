@@ -16,7 +16,9 @@ from tests.pool import Pool
 RANKS = 2
 
 
-def ranks_apart_from_one(name: str, stages: tuple[int, ...], device: str, steps: int) -> dict[int, float]:
+def ranks_apart_from_one(
+    name: str, stages: tuple[int, ...], device: str, steps: int, backend: str = "eager"
+) -> dict[int, float]:
     """Return how far each stage is from plain PyTorch on the whole batches."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.backends.cudnn.allow_tf32 = False
@@ -26,7 +28,8 @@ def ranks_apart_from_one(name: str, stages: tuple[int, ...], device: str, steps:
     for stage in stages:
         model = comparison.family(name, device, 0).model
         # The pass gathers into memory that the group reads from, which a copy through the CPU does not allow.
-        step = FamilyStep(model, stage, device, "fp32", passes=(zg.PassEdit.disable("gather_in_place"),))
+        passes = (zg.PassEdit.disable("gather_in_place"),)
+        step = FamilyStep(model, stage, device, "fp32", passes=passes, backend=backend)
         apart[stage] = deviation([float(step(**part(batch))) for batch in family.batches], expected)
     return apart
 
@@ -60,3 +63,12 @@ def test_two_ranks_on_one_device_train_as_one(
     apart = two.run(RANKS, ranks_apart_from_one, name, stages, device, steps)[0]
     record_property("deviation", apart)
     assert max(apart.values()) < LIMITS["fp32"]
+
+
+def test_two_ranks_replay_the_stretches_between_collectives(
+    two: Pool, card: str, record_property: Callable[[str, object], None]
+) -> None:
+    # Two steps before the capture, one of it, and replays.
+    apart = two.run(RANKS, ranks_apart_from_one, "mlp", (1, 2, 3), card, 6, "cudagraph")[0]
+    record_property("deviation", apart)
+    assert max(apart.values()) < 1e-5

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from operator import getitem
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
 from tests.harness import LossStep, sum_of_squares
+from tests.models import TrainStep, adamw, batches, make
+from zerograph import _torch
 from zerograph.errors import ConfigError
+from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.mesh import line
-from zerograph.runtime.backends.cudagraph import _split
+from zerograph.ir.metadata import meta
+from zerograph.ir.step_graph import placeholders
+from zerograph.runtime.backends import backends, cudagraph
+from zerograph.runtime.backends.cudagraph import Captures, Replay, _check_loops, _is_collective, _split, in_stretches
 
 ACCELERATOR = torch.device("meta")
 
@@ -64,3 +77,100 @@ def test_a_model_on_the_cpu_is_refused_before_anything_changes() -> None:
     with pytest.raises(ConfigError, match="needs a model on a CUDA device"):
         step(torch.ones(2, 4))
     assert torch.equal(model.weight, before)
+
+
+RANKS = 2
+
+
+class Again(Captures):
+    """Computes again, into the same memory, where a card would replay."""
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def capture(self, function: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> tuple[Replay, Sequence[Any]]:
+        self.captured += 1
+        results = function(*inputs)
+        runs = 0
+
+        def replay() -> None:
+            nonlocal runs
+            runs += 1
+            if runs > 1:
+                for place, value in zip(results, function(*inputs), strict=True):
+                    if place.data_ptr() != value.data_ptr():
+                        place.copy_(value)
+
+        return replay, results
+
+    def allocate(self, like: Tensor) -> Tensor:
+        return torch.empty_like(like)
+
+    def static(self, tensor: Any) -> Any:
+        return tensor
+
+
+def stretched(graph: fx.GraphModule) -> Any:
+    """As the backend lowers a graph, but all of it is captured: the CPU stands for the device."""
+    nothing = fx.Graph()
+    inputs = [nothing.placeholder(node.name) for node in placeholders(graph.graph)]
+    nothing.output(())
+    assert len(inputs) == len(placeholders(graph.graph))
+    batch = [number for number, node in enumerate(placeholders(graph.graph)) if meta(node)["role"].kind == "input"]
+    return SimpleNamespace(forward=cudagraph._Step(fx.GraphModule(nn.Module(), nothing), graph, batch))
+
+
+def losses(stage: int, in_parts: bool, clip: float | None) -> list[float]:
+    """Losses of rank 0 of simulated ranks, whose collectives copy its own data."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    if in_parts:
+        backends.queue_updates = stretched
+        cudagraph.Captures = Again  # type: ignore[misc]
+    model = make("gpt")
+    step = TrainStep(model, adamw(model), stage, clip_grad_norm=clip)
+    return [float(step(x, y)) for x, y in batches("gpt", 6)]
+
+
+@pytest.mark.parametrize(("stage", "clip"), [(1, None), (2, 0.1), (3, None)])
+def test_stretches_between_collectives_train_as_the_whole_does(stage: int, clip: float | None) -> None:
+    found = []
+    for in_parts in (False, True):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
+            found.append(process.submit(losses, stage, in_parts, clip).result(timeout=300))
+    assert found[0] == found[1]
+    assert len(set(found[0])) == len(found[0])
+
+
+def test_collectives_stay_in_their_order_and_everything_else_is_in_stretches() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, device="meta") for _ in range(4)))
+    step = LossStep(model, torch.optim.AdamW(model.parameters(), fused=True), 2, sum_of_squares, bucket_size=300)
+    prepared = step.prepare(line(RANKS, 0, "ranks"), torch.empty(4, 8, device="meta"), device="meta")
+    _, device = _split(prepared.graph, ACCELERATOR)
+    divided = in_stretches(device, Again())
+    names = [node.name for node in device.graph.nodes if _is_collective(node) or node.target is WAIT]
+    calls = [node for node in divided.graph.nodes if node.op == "call_function" and node.target is not getitem]
+    assert [node.name for node in calls if node.name in names] == names
+    assert names
+    others = [node for node in calls if node.name not in names]
+    assert all(node.target.__name__ == "stretch" or is_view(node) for node in others)
+    # A wait holds what its collective reads.
+    waits = [node for node in calls if node.name in names and node.target.__name__ in ("_wait", "land")]
+    assert all(len(node.all_input_nodes) > 1 for node in waits)
+
+
+def test_a_loop_with_collectives_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, device="meta") for _ in range(4)))
+    step = LossStep(model, torch.optim.AdamW(model.parameters(), fused=True), 3, sum_of_squares, bucket_size=300)
+    step.config.gradient_accumulation_steps = 2
+    prepared = step.prepare(line(RANKS, 0, "ranks"), torch.empty(4, 8, device="meta"), device="meta")
+    with pytest.raises(ConfigError, match="captured whole, this one has collectives"):
+        _check_loops(prepared.graph.graph)
+
+
+def test_a_borrowed_tensor_is_of_the_same_memory_and_does_not_keep_it() -> None:
+    owner = torch.arange(12.0).view(3, 4)[1:, ::2]
+    borrowed = _torch.borrowed(owner)
+    borrowed += 1
+    assert torch.equal(borrowed, owner)
+    assert borrowed.stride() == owner.stride()
+    assert _torch.storage_key(borrowed.untyped_storage()) != _torch.storage_key(owner.untyped_storage())

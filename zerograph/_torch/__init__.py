@@ -131,6 +131,7 @@ from zerograph._torch.sizes import (
 )
 from zerograph._torch.tensors import (
     COMPATIBLE_TYPES,
+    borrowed,
     negative_view,
     no_torch_function,
     plain_tensors,
@@ -193,6 +194,7 @@ __all__ = [
     "all_gather",
     "annotated",
     "backward_sequence_number",
+    "borrowed",
     "cache_folder",
     "closed_form_rates",
     "coefficient",

@@ -37,6 +37,18 @@ def share_memory(first: Tensor, second: Tensor) -> bool:
     return share(first, second)
 
 
+def borrowed(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same memory that does not keep it allocated.
+
+    The function is private; torch's own CUDA graphs make tensors of their pools by it (``cudagraph_trees``).
+    """
+    storage = tensor.untyped_storage()
+    make: Callable[..., Any] = torch._C._construct_storage_from_data_pointer
+    memory = make(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def negative_view(tensor: Tensor) -> Tensor:
     """Return a view with the negative bit set, as the imaginary part of a conjugate has it."""
     view: Tensor = torch._neg_view(tensor)
