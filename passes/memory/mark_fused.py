@@ -1,7 +1,9 @@
 """mark_fused: mark what a compiler computes where it is read, so that the memory estimate leaves it out.
 
 Inductor computes a pointwise value in the loops that read it, and never stores it, if only loops read it. A scatter is
-stored, the constant that it writes to is not. The marks predict this from operators alone. They change no node.
+stored, unless it writes one element of each row, as the gradient of a loss of classes does; the constant that it writes
+to is not. What one layer computes and another reads is stored. The marks predict this from operators alone. They change
+no node.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable
 from zerograph.ir.alias import base_of, is_view
+from zerograph.ir.layers import layers_of
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL
+from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL, SCATTERS, writes_one_each
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -42,9 +45,17 @@ def mark_fused(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.backend.node_by_node:
         return module
     depths: dict[fx.Node, int] = {}
+    layers = layers_of(module.graph)
     for node in module.graph.nodes:
         depth = max((depths.get(base_of(source), 0) for source in node.all_input_nodes), default=0) + 1
-        if depth <= _DEEPEST and _is_expression(node) and all(_fuses(node, reader) for reader in _readers(node)):
+        if (
+            depth <= _DEEPEST
+            and _is_expression(node)
+            and all(
+                _fuses(node, reader) and len({layers[one] for one in (node, reader) if one in layers}) < 2
+                for reader in _readers(node)
+            )
+        ):
             meta(node)["fused"] = True
             depths[node] = depth
     return module
@@ -55,6 +66,9 @@ def _is_expression(node: fx.Node) -> bool:
         return False
     if not isinstance(node.meta.get("val"), Tensor) or "boxing" in node.meta:
         return False
+    if node.target in SCATTERS:
+        x, dim, index = node.args[:3]
+        return writes_one_each(x.meta["val"], dim % max(x.meta["val"].dim(), 1), index.meta["val"])  # type: ignore
     return torch.Tag.pointwise in node.target.tags or node.target in _EXPRESSIONS
 
 

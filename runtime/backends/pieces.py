@@ -19,7 +19,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload, written_arguments
 from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
-from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL, PARTS, is_number
+from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL, PARTS, SCATTERS, is_number
 from zerograph.ir.sizes import elements
 from zerograph.ir.step_graph import placeholders
 
@@ -189,7 +189,7 @@ def by_tensors(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...], dict
 
     So a piece computes the update of an optimizer whose learning rate is a number that the step reads, as SGD's is.
     """
-    target: Any = node.target
+    target: Any = SCATTERS.get(node.target, node.target)
     if not _takes_tensors(node):
         return target, node.args, dict(node.kwargs)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _tensor_of)

@@ -6,7 +6,7 @@ are equal regions, so a deep model compiles as fast as a shallow one.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from operator import getitem
 
@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
+from zerograph.ir.layers import layers_of
+from zerograph.ir.memory import profile
 from zerograph.ir.metadata import origin
 from zerograph.runtime.backends.pieces import (
     FACTORIES,
@@ -41,8 +43,6 @@ _PRODUCTS = _ATTENTION | {
     aten.mm.out,
 }
 _COSTS_NOTHING = {getitem, *FACTORIES}
-# Nodes of the forward pass of the smallest module that counts as a layer.
-_SMALLEST_LAYER = 12
 
 
 def cut_regions(graph: fx.Graph) -> Program:
@@ -50,7 +50,8 @@ def cut_regions(graph: fx.Graph) -> Program:
 
     A region ends where a layer ends, before a wait for a collective that its products overlap, and before a node that
     reads one of its values or writes to one of its inputs. A collective that reads a value of a region starts when the
-    region has run; collectives keep their order.
+    region has run; collectives keep their order. Other nodes run before the region. One that allocates memory ends the
+    region where the step would else hold more than its predicted peak.
     """
     cutter = _Cutter(graph)
     for node in graph.nodes:
@@ -72,7 +73,14 @@ class _Cutter:
         self.others = Cutter(graph, of_updates=True)
         self._with_symbols = symbol_inputs(graph)
         self._memory = memory_owners(graph)
-        self._layers = _layers(graph)
+        self._layers = layers_of(graph)
+        usage = profile(graph)
+        self._bytes, self._peak = dict(zip(usage.nodes, usage.bytes, strict=True)), usage.peak
+        self._allocated = Counter[fx.Node]()
+        for storage in usage.storages:
+            self._allocated[usage.nodes[storage.born]] += storage.bytes
+        # Bytes in memory while the region runs, with what is allocated before it instead of within.
+        self._most = 0
         self._region = OpenPiece(self._memory)
         self._layer = ""
         # Collectives that start when the region has run.
@@ -90,6 +98,7 @@ class _Cutter:
         if self._region.nodes and (layer != self._layer or not self._region.takes(node)):
             self.close()
         self._layer = layer
+        self._most = max(self._most, self._bytes[node])
         results = [user for user in node.users if user.target is getitem]
         for joining in (node, *results):
             self._region.add(joining)
@@ -107,7 +116,7 @@ class _Cutter:
             following = list(views)
         for node in (*following, *self._starts):
             self.others.place(node)
-        self._region, self._starts = OpenPiece(self._memory), {}
+        self._region, self._starts, self._most = OpenPiece(self._memory), {}, 0
 
     def _leaving_views(self) -> dict[fx.Node, None]:
         """Return the views of the region's values that nodes outside read, with those that they are views of.
@@ -136,14 +145,20 @@ class _Cutter:
             or self._ends(node)
         ):
             self.close()
+        if self._region.nodes:
+            self._most += self._allocated[node]
         self.others.place(node)
 
     def _ends(self, node: fx.Node) -> bool:
-        """Return whether the node waits for a collective that the region overlaps.
+        """Return whether the node waits for a collective that the region overlaps, or needs memory that it has freed.
 
         What is before a layer's first product takes little time: it runs after the wait, with the product.
         """
-        return node.target is WAIT and any(inner.target in _PRODUCTS for inner in self._region.nodes)
+        if node.target is WAIT and any(inner.target in _PRODUCTS for inner in self._region.nodes):
+            return True
+        # The next gather starts after the wait, which is to overlap the region, too.
+        starts = node.target is WAIT and "boxing" in node.next.meta
+        return bool(self._region.nodes) and self._most + self._allocated[node.next if starts else node] > self._peak
 
 
 def _may_join(node: fx.Node) -> bool:
@@ -170,22 +185,3 @@ def _tensors(node: fx.Node) -> Iterator[Tensor]:
         yield from (
             part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor)
         )
-
-
-def _layers(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return the layer of each node that belongs to one: a numbered module whose forward pass occurs more than once."""
-    forward: dict[str, list[str]] = defaultdict(list)
-    paths: dict[str, tuple[str, ...]] = {}
-    for node in graph.nodes:
-        module = origin(node).module
-        if module not in paths:
-            parts = module.split(".")
-            paths[module] = tuple(".".join(parts[: end + 1]) for end, part in enumerate(parts) if part.isdigit())
-        if origin(node).phase == "forward" and not is_view(node):
-            for path in paths[module]:
-                forward[path].append(str(node.target))
-    operators = {path: tuple(targets) for path, targets in forward.items() if len(targets) >= _SMALLEST_LAYER}
-    count = Counter(operators.values())
-    layers = {path for path, targets in operators.items() if count[targets] > 1}
-    outermost = {module: next((path for path in of if path in layers), "") for module, of in paths.items()}
-    return {node: outermost[origin(node).module] for node in graph.nodes if origin(node).module}

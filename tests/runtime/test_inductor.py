@@ -20,9 +20,10 @@ from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.ir import buckets
+from zerograph.ir import buckets, operator_parts
+from zerograph.ir.memory import profile
 from zerograph.ir.mesh import line
-from zerograph.ir.metadata import origin
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends import compile_cache, inductor, pieces
 from zerograph.runtime.backends.pieces import Piece, cut
@@ -95,9 +96,9 @@ def test_collectives_keep_their_order(cutter: inductor.Cut) -> None:
     assert [one.name for one in cutter(graph) if isinstance(one, fx.Node) and one.name in names] == names
 
 
-def accelerated(layers: int, ranks: int) -> list[fx.Node | Piece]:
+def accelerated(layers: int, ranks: int, vocabulary: int = 61) -> list[fx.Node | Piece]:
     """The regions of a GPT on an accelerator, where buckets are layers; a small bucket would take several."""
-    model = Gpt(False, layers=layers)
+    model = Gpt(False, vocabulary, layers=layers)
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 3, backend="inductor")
     with patch.object(buckets, "default_bytes", lambda _: 1):
         prepared = step.prepare(line(ranks, 0, "ranks"), *batches("gpt", 1)[0], device="meta")
@@ -127,6 +128,47 @@ def test_on_several_ranks_a_layer_of_stage_3_has_one_region_with_products() -> N
     assert products.count(5) == 4
     # In backward the first product runs before the gathered weights are there.
     assert products.count(8) == 4
+
+
+def in_order(program: list[fx.Node | Piece]) -> fx.Graph:
+    """The nodes in the order in which regions run."""
+    nodes = dict.fromkeys(node for step in program for node in (step.nodes if isinstance(step, Piece) else [step]))
+    graph = next(iter(nodes)).graph
+    for node in nodes:
+        graph.output_node().prepend(node)
+    graph.lint()
+    return graph
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_regions_hold_no_more_than_the_step_without_them(ranks: int) -> None:
+    """With many classes the peak is at the loss, whose region would else allocate the head's gradient in advance."""
+    program = accelerated(3, ranks, vocabulary=4096)
+    predicted = profile(next(step for step in program if isinstance(step, fx.Node)).graph)
+    assert "_to_copy" in predicted.memory().node or "softmax" in predicted.memory().node
+    assert profile(in_order(program)).peak == predicted.peak
+
+
+def test_a_scatter_of_one_element_each_is_never_in_memory() -> None:
+    """The gradient of a loss of classes: as many bytes as its logits."""
+    scatters = [
+        node
+        for step in accelerated(1, 1)
+        if isinstance(step, Piece)
+        for node in step.nodes
+        if node.target in operator_parts.SCATTERS
+    ]
+    assert len(scatters) == 1
+    assert meta(scatters[0])["fused"]
+
+
+@pytest.mark.parametrize("value", [torch.tensor([[2.5], [-1.0], [0.1]]), 7.25, torch.randn(3, 4)])
+def test_a_scatter_written_as_a_choice_is_a_scatter(value: Tensor | float) -> None:
+    x, index = torch.randn(3, 5), torch.tensor([[4], [0], [2]])
+    overload = torch.ops.aten.scatter.src if isinstance(value, Tensor) else torch.ops.aten.scatter.value
+    assert torch.equal(operator_parts.SCATTERS[overload](x, -1, index, value), x.scatter(-1, index, value))
+    few = index[:2]
+    assert torch.equal(operator_parts.SCATTERS[overload](x, 1, few, value), x.scatter(1, few, value))
 
 
 @every_size

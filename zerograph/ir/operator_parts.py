@@ -5,6 +5,7 @@ The parts take 0-d tensors where the overloads of the operators take numbers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,28 @@ PARTS |= {
     for operator, part in PARTS.items()
     if (in_place := in_place_overload(operator)) is not None
 }
+
+
+def writes_one_each(x: Tensor, dim: int, index: Tensor) -> bool:
+    """Return whether a scatter writes one element of each row along a dimension."""
+    shape = list(x.shape)
+    if dim >= len(shape) or isinstance(index.shape[dim], torch.SymInt):
+        return False
+    shape[dim] = 1
+    return len(index.shape) == len(shape) and all(map(operator.eq, index.shape, shape))
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    dim %= max(x.dim(), 1)
+    if not writes_one_each(x, dim, index) or (isinstance(value, Tensor) and value.dim() and value.shape != index.shape):
+        return torch.scatter(x, dim, index, value)
+    places = torch.arange(x.shape[dim], device=x.device).view(*(-1 if at == dim else 1 for at in range(x.dim())))
+    return torch.where(places == index, value, x).to(x.dtype)
+
+
+# Scatters written as a choice for each element: loops that read it compute it, and it is never in memory.
+SCATTERS: dict[Any, Callable[..., Any]] = {aten.scatter.src: _scatter, aten.scatter.value: _scatter}
+
 
 # Operators that Inductor turns into loops, beside pointwise ones: a loop reads several elements for each result, or
 # writes to other memory.

@@ -33,7 +33,15 @@ T = TypeVar("T")
 _FEW = 4096
 _ADVICE = "(what is computed from this rank's part must be computed in the step: by the model or the criterion)"
 
-_UNEVEN = "Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."
+# Advice by a part of the message that ranks differ.
+_DIFFERENT = (
+    ("local shape", "Parts of the batch must be equal: drop_last=True leaves out the last, smaller batch."),
+    (
+        "nesting of the inputs",
+        "Some ranks pass the model a tensor that others leave out, such as images: draw batches so that each rank has "
+        "one, or none has.",
+    ),
+)
 # The name under which ranks compare the outputs of a step.
 _OUTPUTS = "what the step returns"
 
@@ -157,7 +165,7 @@ class Recorded(ZeroGraph):
             ]
             return use(*inputs)
         except RankMismatchError as error:
-            advice = _UNEVEN if "local shape" in str(error) else self._advice()
+            advice = next((advice for part, advice in _DIFFERENT if part in str(error)), None) or self._advice()
             raise RankMismatchError(f"{error} {advice}".strip()) from None
 
     def _check_alike(self, program: Program, calls: Sequence[Sequence[Tensor]], problem: Exception | None) -> None:
