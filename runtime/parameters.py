@@ -122,8 +122,8 @@ class SplitParameter(nn.Parameter):
     reference. Its storage is one element, expanded.
 
     Attributes:
-        make_whole: makes it whole where something computes with it, a collective; its gradient is kept while it is split.
-            None: computing with it is an error, and it has no gradient.
+        make_whole: makes it whole where something computes with it, a collective; its gradient is kept while it is
+            split. None: computing with it is an error, and it has no gradient.
     """
 
     grad = _Grad()
@@ -140,9 +140,10 @@ class SplitParameter(nn.Parameter):
             return None
         if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
             return args[0]
-        makers = {one.make_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)}
-        if None not in makers:
-            for make_whole in makers:
+        makers = [one.make_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)]
+        ready = [make_whole for make_whole in makers if make_whole is not None]
+        if makers and len(ready) == len(makers):
+            for make_whole in ready:
                 make_whole()
             return func(*args, **(kwargs or {}))
         raise SplitParameterError(

@@ -210,8 +210,12 @@ class GlobalLoader(SplitLoader):
     """Iterate over the batches of a loader as global tensors, of which each rank reads its rows."""
 
     def __iter__(self) -> Any:
-        """Iterate over the batches."""
-        return map(lambda batch: of_parts(batch, "a batch of a prepared loader"), super().__iter__())
+        """Iterate over the batches. After an error of the loader the pass goes on, if the loader's does."""
+        return map(_as_global, super().__iter__())
+
+
+def _as_global(batch: Any) -> Any:
+    return of_parts(batch, "a batch of a prepared loader")
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -62,7 +62,7 @@ def check_equal(values: Any, doing: str) -> None:
     if now.job.size == 1:
         return
     facts = [_facts(tensor) for tensor in _plain_in(values)]
-    advice = "(a plain tensor is equal on all ranks; zg.global_tensor(part, zg.sbp.split(0)) is one of which each has a part)"
+    advice = "(a plain tensor is equal on all ranks; each has a part of zg.global_tensor(part, zg.sbp.split(0)))"
     agree(now.job, doing, digest(facts), lambda: {"its plain tensors": f"{'; '.join(facts)} {advice}"})
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
-import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 

@@ -21,7 +21,8 @@ def step_scaled(
 
     Of a fused optimizer it does not unscale the gradients: it leaves the scale and the overflow flag as attributes.
     """
-    flags = {name: vars(optimizer).pop(name) for name in ("found_inf", "grad_scale") if name in vars(optimizer)}
+    own = vars(optimizer)
+    flags: dict[str, Any] = {name: own.pop(name) for name in ("found_inf", "grad_scale") if name in own}
     found, scale = flags.get("found_inf"), flags.get("grad_scale")
     # Without them while the update is traced: it does not unscale.
     try:
@@ -32,7 +33,7 @@ def step_scaled(
             loop.unscale(optimizer, scale.double().reciprocal().float())
         return loop.step(optimizer, closure)
     finally:
-        vars(optimizer).update(flags)
+        own.update(flags)
 
 
 @functools.cache
