@@ -18,6 +18,7 @@ import zerograph as zg
 from tests.loops import scripts
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.pool import Pool
+from zerograph.loops.prepare import loop_of as loop_of_module
 
 
 def prepare_eagerly(stage: int) -> Prepare:
@@ -184,8 +185,13 @@ def habit(name: str, stages: tuple[int, ...], rows: int) -> list[Seen]:
     return [loop_of(prepare_eagerly(stage), step, model, rows) for stage in stages]
 
 
-@pytest.mark.parametrize("rows", [8, 5])
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, 8) for name in HABITS),
+        *((name, 5) if name == "two views" else pytest.param(name, 5, marks=pytest.mark.long) for name in HABITS),
+    ],
+)
 def test_a_habit_of_loops_means_what_it_means_in_one_process(pool: Pool, name: str, rows: int) -> None:
     step, model = HABITS[name]
     printed, states = loop_of(unprepared, step, model, rows)
@@ -208,16 +214,16 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
     ("name", "stage", "options"),
     [
         ("imagenet", 2, {"accumulation": 2}),
-        ("nanogpt", 3, {"accumulation": 2}),
+        pytest.param("nanogpt", 3, {"accumulation": 2}, marks=pytest.mark.long),
         ("gan", 3, {}),
-        ("windows", 1, {"clips": False}),
-        ("scaled", 3, {}),
+        pytest.param("windows", 1, {"clips": False}, marks=pytest.mark.long),
+        pytest.param("scaled", 3, {}, marks=pytest.mark.long),
         ("scaled", 2, {"fused": True}),
-        ("distillation", 3, {}),
-        ("averaged", 3, {}),
-        ("variational", 2, {}),
+        pytest.param("distillation", 3, {}, marks=pytest.mark.long),
+        pytest.param("averaged", 3, {}, marks=pytest.mark.long),
+        pytest.param("variational", 2, {}, marks=pytest.mark.long),
         ("two_parts", 1, {}),
-        ("dpo", 3, {}),
+        pytest.param("dpo", 3, {}, marks=pytest.mark.long),
         ("adding_up", 3, {}),
     ],
 )
@@ -228,3 +234,45 @@ def test_a_script_prints_and_saves_what_one_process_does(
     for rank_printed, rank_states in pool.run(2, prepared, name, stage, options):
         assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
         torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-12)
+
+
+def own_rows(stage: int) -> list[float]:
+    """Train on rows that each rank cuts by itself, from weights that differ between ranks before the first call."""
+    torch.manual_seed(zg.rank())
+    model = perceptron().double()
+    model, optimizer = prepare_eagerly(stage)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    generator, printed = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        x, y = torch.randn(8, 6, generator=generator).double(), torch.randint(4, (8,), generator=generator)
+        own = slice(zg.rank() * 8 // zg.world_size(), (zg.rank() + 1) * 8 // zg.world_size())
+        printed.append(update(optimizer, F.cross_entropy(model(x[own]), y[own])).item())
+    return printed
+
+
+def test_rows_that_a_rank_has_cut_are_its_part_of_the_batch(pool: Pool) -> None:
+    (expected,) = pool.run(1, own_rows, 0)
+    for printed in pool.run(2, own_rows, 2):
+        assert printed == pytest.approx(expected, rel=1e-9)
+
+
+def halves_of_own_rows() -> list[str]:
+    model = prepare_eagerly(2)(perceptron())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(torch.ones(4, 6)).chunk(2)
+    return [str(one.message) for one in seen]
+
+
+def test_halves_of_rows_that_ranks_have_cut_are_warned_of(pool: Pool) -> None:
+    assert "the rows of rank 0, then those of rank 1" in "".join(pool.run(2, halves_of_own_rows)[0])
+
+
+def under_an_integration() -> str:
+    model = prepare_eagerly(2)(perceptron())
+    with pytest.raises(zg.ConfigError, match="record loops") as caught:
+        loop_of_module(model)
+    return str(caught.value)
+
+
+def test_an_integration_refuses_an_eager_loop(pool: Pool) -> None:
+    assert "Trainer" in pool.run(2, under_an_integration)[0]

@@ -96,6 +96,8 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     for name in kwargs:
         key.append(name)
         is_split |= _describe((kwargs[name],), key, tensors, now, kind, with_numbers=not known.pointwise)
+    if now.rows_of_ranks and is_split and operator in _ALONG_ROWS:
+        _warn_of_order(operator, args, now)
     if known.draws:
         return _draw(kind, known, args, kwargs, key, tensors, now)
     if not is_split:
@@ -134,6 +136,29 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
         return _written(kind, args[known.returned])
     value = returned(kind, program, results)
     return _noted_views(kind, value, known, args, kwargs) if known.views else value
+
+
+# They take rows apart, by their place in the batch.
+_ALONG_ROWS = frozenset(
+    {
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.unbind.int,
+    }
+)
+
+
+def _warn_of_order(operator: OpOverload, args: Sequence[Any], now: World) -> None:
+    """Warn where rows are taken apart that the ranks have cut themselves."""
+    at = 2 if operator in (aten.split.Tensor, aten.split_with_sizes.default) else 1
+    if Split(0) in args[0].spec.sbp and (args[at] if len(args) > at else 0) == 0:
+        now.warn(
+            "rows are taken apart by their place in the batch, where the batch is the rows of rank 0, then those of "
+            "rank 1, and so on\nWhere the script has concatenated views, that is another order than in one process: "
+            "pass its loader to zg.prepare()."
+        )
 
 
 _UNKNOWN: Any = object()

@@ -208,21 +208,14 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _with_parts(arguments: Any) -> Any:
-    """Return arguments in which plain tensors of as many rows as this rank has are parts; None if there are none."""
+    """Return arguments in which plain tensors of fewer rows than global ones are parts; None if there are none."""
     leaves, spec = pytree.tree_flatten(arguments)
-    rows = {(len(one.local), len(one)) for one in leaves if type(one) is GlobalTensor and _is_batch(one)}
-    if len(rows) != 1:
-        return None
-    ((own, whole),) = rows
-    found = [one for one in leaves if _is_plain(one) and len(one) == own != whole]
-    if not found:
-        return None
+    rows = {len(one) for one in leaves if isinstance(one, GlobalTensor) and one.dim()}
+    found = [one for one in leaves if _is_plain(one) and rows and len(one) < max(rows)]
     made = {id(one): global_tensor(one, split(0)) for one in found}
+    if not made or any(len(one) not in rows for one in made.values()):
+        return None
     return pytree.tree_unflatten([made.get(id(one), one) for one in leaves], spec)
-
-
-def _is_batch(x: GlobalTensor) -> bool:
-    return x.spec.sbp == (split(0),)
 
 
 def _is_plain(x: Any) -> bool:

@@ -25,8 +25,9 @@ from zerograph.ir.sbp import PartialSum, all_broadcast, partial_sum
 from zerograph.loops.global_parts import check_equal, of_parts
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.words import Words
+from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest
-from zerograph.runtime.parameters import store_gradient, stored_gradient
+from zerograph.runtime.parameters import SplitParameter, store_gradient, stored_gradient
 from zerograph.runtime.state import Store, load_part, reshard, stores_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 
@@ -93,6 +94,7 @@ class EagerLoop:
         self.busy, self.has_loader = False, False
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
+        self._is_shared = False
         # Stores whose parameters are whole from a call to the next update, and the versions that they began with.
         self._shown: list[Store] = []
         self._versions: list[int] = []
@@ -103,10 +105,12 @@ class EagerLoop:
         Raises:
             RankMismatchError: ranks pass other tensors.
         """
+        self._share()
         doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
         if self.has_loader:
             check_equal((args, kwargs), doing)
         else:
+            world().rows_of_ranks = True
             args, kwargs = of_parts((args, kwargs), doing)
         self._show()
         run = function
@@ -182,6 +186,24 @@ class EagerLoop:
         device = next((one.device.type for module in self.modules.values() for one in module.parameters()), "cpu")
         with torch.autocast(device, dtype=self.config.amp_dtype):
             yield
+
+    def _share(self) -> None:
+        """Give all ranks the parameters and buffers of the first, before the first call. A collective.
+
+        Raises:
+            RankMismatchError: ranks have prepared other modules.
+        """
+        if self._is_shared:
+            return
+        self._is_shared, job = True, world().job
+        members = self._forward._members()
+        named = {**members.parameters, **members.buffers}
+        own = {name: one.detach() for name, one in named.items() if not isinstance(one, SplitParameter)}
+        facts = {"the prepared modules": str([(name, [*one.shape], str(one.dtype)) for name, one in own.items()])}
+        hashes = [int(hash_bits(one)) % 2**62 for one in own.values()]
+        everybody = agree(job, "the first call of a prepared module", digest(facts), lambda: facts, None, hashes)
+        if any(one != everybody[0] for one in everybody):
+            broadcast_from_first(job, list(own.values()))
 
     def _show(self) -> None:
         """Make split parameters whole until the next update. A collective where they are not."""
