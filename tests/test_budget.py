@@ -16,11 +16,11 @@ BUDGET = {
     "zerograph/cli": 1025,
     "zerograph/compat": 3500,
     "zerograph/compiler": 4200,
-    "zerograph/eager": 775,
+    "zerograph/eager": 800,
     "zerograph/inspection": 2650,
     "zerograph/integrations": 1625,
     "zerograph/ir": 4175,
-    "zerograph/loops": 3825,
+    "zerograph/loops": 3850,
     "zerograph/optim": 1025,
     "zerograph/planner": 2150,
     "zerograph/state": 3700,
@@ -29,7 +29,7 @@ BUDGET = {
     "benchmarks": 6175,
     "tests": 37_650,
 }
-PACKAGE = 50_350
+PACKAGE = 50_375
 
 
 def test_every_folder_is_within_its_budget() -> None:
