@@ -95,9 +95,8 @@ class EagerLoop:
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._is_shared = False
-        # Stores whose parameters are whole from a call to the next update, and the versions that they began with.
+        # Stores whose parameters are whole from a call to the next update.
         self._shown: list[Store] = []
-        self._versions: list[int] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a prepared module or function.
@@ -195,7 +194,7 @@ class EagerLoop:
         """
         if self._is_shared:
             return
-        self._is_shared, job = True, world().job
+        job = world().job
         members = self._forward._members()
         named = {**members.parameters, **members.buffers}
         own = {name: one.detach() for name, one in named.items() if not isinstance(one, SplitParameter)}
@@ -204,6 +203,7 @@ class EagerLoop:
         everybody = agree(job, "the first call of a prepared module", digest(facts), lambda: facts, None, hashes)
         if any(one != everybody[0] for one in everybody):
             broadcast_from_first(job, list(own.values()))
+        self._is_shared = True
 
     def _show(self) -> None:
         """Make split parameters whole until the next update. A collective where they are not."""
@@ -212,20 +212,22 @@ class EagerLoop:
         if stores:
             unshard(stores)
             self._shown += stores
-            self._versions = [_torch.version(one) for store in self._shown for one in store.parameters]
 
     def _hide(self) -> None:
-        """Split the parameters that :meth:`_show` has made whole, with the changes that the loop has made."""
-        stores, self._shown = self._shown, []
-        if not stores:
+        """Split the parameters that :meth:`_show` has made whole, with the changes that the loop has made.
+
+        Raises:
+            RankMismatchError: ranks have made other changes.
+        """
+        if not self._shown:
             return
-        parameters = [one for store in stores for one in store.parameters]
-        changed = [_torch.version(one) for one in parameters] != self._versions
-        if changed:
-            facts = {"parameters that the loop has changed": str([int(hash_bits(one.detach())) for one in parameters])}
-            agree(stores[0].job, "the end of a change of parameters", digest(facts), lambda: facts)
+        # By value: a change through parameter.data leaves no other trace.
+        values = [one.detach() for store in self._shown for one in store.parameters]
+        facts = {"parameters that the loop may have changed": str([int(hash_bits(one)) for one in values])}
+        agree(world().job, "the end of a change of parameters", digest(facts), lambda: facts)
+        stores, self._shown = self._shown, []
         for store in stores:
-            reshard(store, keep_changes=changed)
+            reshard(store, keep_changes=True)
 
 
 class GlobalLoader(SplitLoader):
@@ -284,6 +286,7 @@ def _summand(gradient: Tensor) -> Tensor:
         whole = dispatch.whole_of(gradient)
     else:
         whole = gradient.detach().to_dense()
-        facts = {"a gradient that was computed without global tensors": f"{int(hash_bits(whole)):x}"}
-        agree(job, "optimizer.step()", digest(facts), lambda: facts)
+        if job.size > 1:
+            facts = {"a gradient that was computed without global tensors": f"{int(hash_bits(whole)):x}"}
+            agree(job, "optimizer.step()", digest(facts), lambda: facts)
     return whole if job.rank == 0 else torch.zeros_like(whole)

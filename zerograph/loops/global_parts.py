@@ -53,7 +53,7 @@ def of_parts(values: Any, doing: str) -> Any:
 
 
 def check_equal(values: Any, doing: str) -> None:
-    """Raise unless the plain tensors and numbers among values are equal on all ranks.
+    """Raise unless the plain tensors among values are equal on all ranks.
 
     Raises:
         RankMismatchError: they differ.

@@ -406,6 +406,7 @@ def _adopt(optimizer: Any, loop: Loop | EagerLoop) -> None:
     for parameter in parameters:
         # Of a loop that runs at once, torch's own functions clip and unscale the gradients.
         parameter._zerograph_loop = loop if isinstance(loop, Loop) else None
+        vars(parameter).pop("make_whole", None)
     loop.watch(parameters)
 
 
