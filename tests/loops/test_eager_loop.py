@@ -276,3 +276,39 @@ def under_an_integration() -> str:
 
 def test_an_integration_refuses_an_eager_loop(pool: Pool) -> None:
     assert "Trainer" in pool.run(2, under_an_integration)[0]
+
+
+class Chain(nn.Module):
+    """A model with a loop of its own that generates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.table(ids)
+        return out
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, length: int) -> Tensor:
+        for _ in range(length):
+            ids = torch.cat([ids, self(ids)[:, -1:].argmax(-1)], 1)
+        return ids
+
+
+def generated(kind: str) -> list[int]:
+    torch.manual_seed(0)
+    config, model = zg.Config(), Chain()
+    config.loop = kind
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3, config=config)
+    model(torch.ones(2, 3, dtype=torch.long)).mean().backward()
+    optimizer.step()
+    tokens: list[int] = model.generate(torch.ones(1, 1, dtype=torch.long), 4)[0].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["recorded", "eager"])
+def test_a_model_generates_by_its_own_loop(pool: Pool, kind: str) -> None:
+    torch.manual_seed(0)
+    expected = Chain().generate(torch.ones(1, 1, dtype=torch.long), 4)[0].tolist()
+    assert pool.run(2, generated, kind) == [expected, expected]

@@ -214,12 +214,15 @@ def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
         """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
         return contextlib.nullcontext()
 
-    def generate(self: nn.Module, ids: Any = None, **options: Any) -> Any:
-        """Generate tokens as ``generate()`` of a graph does: parameters are gathered, and nothing is recorded."""
+    def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
+        """Generate with gathered parameters, by transformers' loop or the model's own. Nothing is recorded."""
         if self is not module or is_replaying() or _is_busy(loop):
-            return kind.generate(self, ids, **options)
-        names = ("input_ids", "inputs") if ids is None else ()
-        given = next((options.pop(name) for name in names if name in options), ids)
+            return kind.generate(self, *args, **options)
+        if isinstance(loop, EagerLoop) or not hasattr(kind, "prepare_inputs_for_generation"):
+            with loop.graph().gathered_parameters(), replaying():
+                return kind.generate(self, *args, **options)
+        options |= dict(zip(("inputs", "generation_config"), args, strict=False))
+        given = next((options.pop(name) for name in ("input_ids", "inputs") if name in options), None)
         with replaying():
             return loop.graph().generate(self, given, **options)
 
