@@ -110,16 +110,30 @@ def test_a_batch_whose_rows_are_not_known_is_an_error(monkeypatch: pytest.Monkey
     def edges(samples: list[int]) -> dict[str, Tensor]:
         return {"nodes": torch.zeros(len(samples), 4), "edges": torch.zeros(3 * len(samples) - 1, 2)}
 
+    class Graph:
+        __slots__ = ("nodes",)
+
     def graph(samples: list[int]) -> object:
-        return SimpleNamespace(nodes=torch.zeros(len(samples), 4))
+        return Graph()
 
     dataset: Any = list(range(8))
     with pytest.raises(InputError, match=r"4, 11 rows(.|\n)*must be the samples"):
         as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=edges))
-    with pytest.raises(InputError, match=r"a batch has a SimpleNamespace"):
+    with pytest.raises(InputError, match=r"a batch has a Graph"):
         as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph))
     # One process has all rows.
     assert len(as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph), 1)[0]) == 2
+
+
+def test_a_batch_that_is_an_object_has_rows_by_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graph(samples: list[Tensor]) -> object:
+        return SimpleNamespace(nodes=torch.stack(samples), name="graph")
+
+    dataset: Any = list(torch.arange(8.0).view(8, 1))
+    first, second = as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph))
+    assert [one.nodes.flatten().tolist() for one in first] == [[0, 1], [4, 5]]
+    assert [one.nodes.flatten().tolist() for one in second] == [[2, 3], [6, 7]]
+    assert first[0].name == second[1].name == "graph"
 
 
 class Damaged(Dataset[Tensor]):
