@@ -177,7 +177,7 @@ def test_ranks_that_split_sequences_are_rows_which_share_tokens() -> None:
     assert split.tokens_per_second is not None
     assert split.tokens_per_second * split.time.seconds == pytest.approx(64 / 2)
     activations = [plan.memory.peak - plan.memory.at_rest for plan in (split, whole)]
-    assert activations[0] < 0.6 * activations[1]
+    assert activations[0] < 0.62 * activations[1]
     assert {one.mesh_dim for one in split.wire if one.kind == "all-to-all"} == {1}
 
 
