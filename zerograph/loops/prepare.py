@@ -222,7 +222,7 @@ def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
             with loop.graph().gathered_parameters(), replaying():
                 return kind.generate(self, *args, **options)
         options |= dict(zip(("inputs", "generation_config"), args, strict=False))
-        given = next((options.pop(name) for name in ("input_ids", "inputs") if name in options), None)
+        given: Any = next((options.pop(name) for name in ("input_ids", "inputs") if name in options), None)
         with replaying():
             return loop.graph().generate(self, given, **options)
 
