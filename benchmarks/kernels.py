@@ -6,7 +6,8 @@ python -m benchmarks.kernels llama/1 llama/8 tiny/1            # sizes and numbe
 Inductor generates its code for an H100, which takes no card and no Triton, and nothing is compiled or run: what the
 code launches counts. Outside of it each operator that computes or copies counts once, and a fused update as often as it
 is launched for so many elements. A card launches more: cuBLAS clears memory for most products, and attention's backward
-takes up to three kernels. Of both contenders these are equally many.
+takes up to three kernels. Of both contenders these are equally many. Triton's kernels are counted too high: of Llama
+493 for 462 on an H100, and 496 for 416 of plain PyTorch, so the ratio favours zerograph.
 """
 
 from __future__ import annotations

@@ -91,13 +91,8 @@ def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
         parameter.__class__ = _with_reader(type(parameter))
 
 
-def has_stored_gradient(parameter: nn.Parameter) -> bool:
-    """Return True if a plain ``backward()`` has given the parameter a gradient; readers are not asked."""
-    return not isinstance(parameter, SplitParameter) and _STORED.__get__(parameter) is not None
-
-
 def stored_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return the gradient that a plain ``backward()`` has given the parameter, split or not; readers are not asked."""
+    """Return the gradient that a plain ``backward()`` has given the parameter; readers are not asked."""
     with _torch.without_torch_function():
         gradient: Tensor | None = _STORED.__get__(parameter)
         return gradient
@@ -109,10 +104,9 @@ def store_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         _STORED.__set__(parameter, gradient)
 
 
-def drop_stored_gradient(parameter: nn.Parameter) -> None:
-    """Drop the gradient that a plain ``backward()`` has given the parameter."""
-    if has_stored_gradient(parameter):
-        _STORED.__set__(parameter, None)
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class SplitParameter(nn.Parameter):
@@ -140,11 +134,10 @@ class SplitParameter(nn.Parameter):
             return None
         if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
             return args[0]
-        makers = [one.make_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)]
-        ready = [make_whole for make_whole in makers if make_whole is not None]
-        if makers and len(ready) == len(makers):
-            for make_whole in ready:
-                make_whole()
+        makers = {one.make_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)}
+        if None not in makers:
+            for make_whole in makers:
+                make_whole()  # type: ignore[misc]
             return func(*args, **(kwargs or {}))
         raise SplitParameterError(
             f"{_name(func)} on a parameter whose values are split between the ranks\n{_advice(args)}"

@@ -8,7 +8,7 @@ no node.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, fx
@@ -51,14 +51,16 @@ def mark_fused(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         if (
             depth <= _DEEPEST
             and _is_expression(node)
-            and all(
-                _fuses(node, reader) and len({layers[one] for one in (node, reader) if one in layers}) < 2
-                for reader in _readers(node)
-            )
+            and all(_fuses(node, reader) and _in_one_layer(layers, node, reader) for reader in _readers(node))
         ):
             meta(node)["fused"] = True
             depths[node] = depth
     return module
+
+
+def _in_one_layer(layers: Mapping[fx.Node, str], node: fx.Node, reader: fx.Node) -> bool:
+    """Return whether two nodes belong to one layer; a node outside of all modules joins any."""
+    return layers.get(node, layers.get(reader)) == layers.get(reader, layers.get(node))
 
 
 def _is_expression(node: fx.Node) -> bool:
@@ -68,7 +70,7 @@ def _is_expression(node: fx.Node) -> bool:
         return False
     if node.target in SCATTERS:
         x, dim, index = node.args[:3]
-        return writes_one_each(x.meta["val"], dim % max(x.meta["val"].dim(), 1), index.meta["val"])  # type: ignore
+        return writes_one_each(x.meta["val"], dim, index.meta["val"])  # type: ignore
     return torch.Tag.pointwise in node.target.tags or node.target in _EXPRESSIONS
 
 

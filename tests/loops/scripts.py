@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +27,22 @@ Seen = tuple[list[float], list[dict[str, Any]]]
 
 def unprepared(*objects: Any) -> Any:
     return objects[0] if len(objects) == 1 else objects
+
+
+def run_by_rules(name: str, prepare: Prepare, options: dict[str, Any]) -> Seen:
+    """Run a script in which every operator has a rule."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no rule says")
+        seen: Seen = globals()[name](prepare, **options)
+    return seen
+
+
+def check_as_in_one_process(name: str, options: dict[str, Any], seen_by_ranks: Iterable[Seen]) -> None:
+    """Compare what ranks have printed and saved with the script in one process."""
+    printed, states = globals()[name](unprepared, **options)
+    for rank_printed, rank_states in seen_by_ranks:
+        assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-12)
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:

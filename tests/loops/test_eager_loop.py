@@ -204,10 +204,7 @@ def test_a_habit_of_loops_means_what_it_means_in_one_process(pool: Pool, name: s
 
 
 def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="no rule says")
-        seen: Seen = getattr(scripts, name)(prepare_eagerly(stage), **options)
-    return seen
+    return scripts.run_by_rules(name, prepare_eagerly(stage), options)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +227,7 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
 def test_a_script_prints_and_saves_what_one_process_does(
     pool: Pool, name: str, stage: int, options: dict[str, Any]
 ) -> None:
-    printed, states = getattr(scripts, name)(unprepared, **options)
-    for rank_printed, rank_states in pool.run(2, prepared, name, stage, options):
-        assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
-        torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-12)
+    scripts.check_as_in_one_process(name, options, pool.run(2, prepared, name, stage, options))
 
 
 def own_rows(stage: int) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ from tests.pool import Pool
 
 
 def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="no rule says")
-        seen: Seen = getattr(scripts, name)(functools.partial(zg.prepare, stage=stage), **options)
-    return seen
+    return scripts.run_by_rules(name, functools.partial(zg.prepare, stage=stage), options)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +46,7 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
 def test_a_script_on_two_ranks_prints_and_saves_what_one_process_does(
     pool: Pool, name: str, stage: int, options: dict[str, Any]
 ) -> None:
-    printed, states = getattr(scripts, name)(unprepared, **options)
-    for rank_printed, rank_states in pool.run(2, prepared, name, stage, options):
-        assert rank_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
-        torch.testing.assert_close(rank_states, states, rtol=1e-9, atol=1e-12)
+    scripts.check_as_in_one_process(name, options, pool.run(2, prepared, name, stage, options))
 
 
 def prepared_with(name: str, option: str, folder: str, options: dict[str, Any]) -> Seen:

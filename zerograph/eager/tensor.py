@@ -124,8 +124,21 @@ class GlobalTensor(Tensor):
         return GlobalTensor(part, now.spec(tuple(x.shape), x.stride(), x.dtype, part.device, sbp))
 
     @staticmethod
-    def of_part(part: Tensor, spec: Spec) -> GlobalTensor:
-        """Return the global tensor of which ``part`` is this rank's part. Gradients flow to it; nothing is compared."""
+    def of_part(part: Tensor, sbp: NdSbp, rows: Sequence[int] | None = None) -> GlobalTensor:
+        """Return the global tensor of which ``part`` is this rank's part. Gradients flow to it; nothing is compared.
+
+        Args:
+            part: this rank's part.
+            sbp: the SBP.
+            rows: the size of each rank's part in the dimension that is split, on a line of ranks. None: equal ones.
+        """
+        now = world()
+        shape, unequal = list(global_shape(part.shape, sbp, now.job.mesh)), None
+        if rows is not None and len(set(rows)) > 1:
+            shape[next(one.dim for one in sbp if isinstance(one, Split))] = sum(rows)
+            unequal = tuple(rows)
+        stride = torch.empty(shape, device="meta").stride()
+        spec = now.spec(tuple(shape), stride, part.dtype, part.device, sbp, unequal)
         result: GlobalTensor = _FromLocal.apply(part.contiguous(), spec)
         return result
 
@@ -246,13 +259,11 @@ def global_tensor(part: Tensor, sbp: Sbp | Sequence[Sbp]) -> GlobalTensor:
     same = [size for dim, size in enumerate(part.shape) if dim not in dims]
     facts = {"shape": str(same), "dtype": str(part.dtype), "SBP": show(target)}
     sizes = agree(now.job, "zg.global_tensor()", digest(facts), lambda: facts, None, [part.shape[dim] for dim in dims])
-    shape, rows = list(global_shape(part.shape, target, now.job.mesh)), None
-    if any(one != sizes[0] for one in sizes):
-        if now.job.mesh.dims > 1:
-            raise PlacementError("parts of unequal size are possible on a mesh of one dimension only")
-        rows = tuple(size for (size,) in sizes)
-        shape[next(iter(dims))] = sum(rows)
-        if 0 in rows:
-            raise PlacementError("each rank needs a part that is not empty")
-    stride = torch.empty(shape, device="meta").stride()
-    return GlobalTensor.of_part(part, now.spec(tuple(shape), stride, part.dtype, part.device, target, rows))
+    if all(one == sizes[0] for one in sizes):
+        return GlobalTensor.of_part(part, target)
+    if now.job.mesh.dims > 1:
+        raise PlacementError("parts of unequal size are possible on a mesh of one dimension only")
+    rows = [size for (size,) in sizes]
+    if 0 in rows:
+        raise PlacementError("each rank needs a part that is not empty")
+    return GlobalTensor.of_part(part, target, rows)

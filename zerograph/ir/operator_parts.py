@@ -5,7 +5,6 @@ The parts take 0-d tensors where the overloads of the operators take numbers.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -82,18 +81,18 @@ PARTS |= {
 
 
 def writes_one_each(x: Tensor, dim: int, index: Tensor) -> bool:
-    """Return whether a scatter writes one element of each row along a dimension."""
+    """Return whether a scatter writes one element of each row along a dimension, which may count from the end."""
     shape = list(x.shape)
-    if dim >= len(shape) or isinstance(index.shape[dim], torch.SymInt):
+    if not shape or isinstance(index.shape[dim], torch.SymInt):
         return False
     shape[dim] = 1
-    return len(index.shape) == len(shape) and all(map(operator.eq, index.shape, shape))
+    return len(index.shape) == len(shape) and all(own == one for own, one in zip(index.shape, shape, strict=True))
 
 
 def _scatter(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    dim %= max(x.dim(), 1)
     if not writes_one_each(x, dim, index) or (isinstance(value, Tensor) and value.dim() and value.shape != index.shape):
         return torch.scatter(x, dim, index, value)
+    dim %= x.dim()
     places = torch.arange(x.shape[dim], device=x.device).view(*(-1 if at == dim else 1 for at in range(x.dim())))
     return torch.where(places == index, value, x).to(x.dtype)
 

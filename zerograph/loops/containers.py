@@ -1,4 +1,4 @@
-"""Tensors inside of containers of any kind: take them out, and put others in their place."""
+"""Values inside of containers of any kind: take them out, and put others in their place."""
 
 from __future__ import annotations
 
@@ -15,49 +15,81 @@ from zerograph._torch import pytree
 
 # Values of a batch that are the same on all ranks.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, numpy.generic)
+# In place of a value's replacement: its parts are replaced.
+INSIDE: Any = object()
 
 
-def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a value in which each tensor is replaced by what a function returns for it.
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a copy of a value with what a function returns for it in its place, or for the parts of it.
 
-    Containers are copied: mappings with what else they hold, sequences, named tuples, dataclasses, classes that are
-    registered with pytree, and other objects by their attributes. Modules and functions stay themselves.
+    Containers are copied: mappings with what else they hold, lists, tuples, dataclasses, classes that are registered
+    with pytree, and other objects by their attributes. Modules, functions and values without parts stay themselves.
+
+    Args:
+        value: the value.
+        function: takes a value; returns its replacement, or :data:`INSIDE` to replace its parts.
     """
     seen: dict[int, Any] = {}
 
     def run(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            return function(one)
-        if isinstance(one, PLAIN) or _is_opaque(one):
-            return one
-        if id(one) in seen:
-            return seen[id(one)]
-        seen[id(one)] = new = _rebuilt(one, run, lambda copied: seen.__setitem__(id(one), copied))
-        return new
+        replacement = function(one)
+        if replacement is not INSIDE:
+            return replacement
+        if id(one) not in seen:
+            seen[id(one)] = _rebuilt(one, run, lambda copied: seen.__setitem__(id(one), copied))
+        return seen[id(one)]
 
     return run(value)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors inside a value, in the order in which :func:`mapped` replaces them."""
-    found: list[Tensor] = []
-    mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of a value in which each tensor is replaced by what a function returns for it."""
+    return mapped(value, lambda one: function(one) if isinstance(one, Tensor) else INSIDE)
+
+
+def found_in(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Return the values of some kinds inside a value, in the order in which :func:`mapped` replaces them."""
+    found: list[Any] = []
+
+    def note(one: Any) -> Any:
+        if isinstance(one, kinds):
+            found.append(one)
+            return one
+        return INSIDE
+
+    mapped(value, note)
     return found
 
 
+def has_parts(one: Any) -> bool:
+    """Return whether :func:`mapped` takes a value apart."""
+    if isinstance(one, (*PLAIN, nn.Module, type, Tensor, numpy.ndarray, torch.Generator, torch.Size)) or callable(one):
+        return False
+    return isinstance(one, (Mapping, list, tuple)) or hasattr(one, "__dict__") or _is_registered(one)
+
+
+def is_object(one: Any) -> bool:
+    """Return whether a value is taken apart by its attributes: no mapping, sequence or class registered with pytree."""
+    return has_parts(one) and not isinstance(one, (Mapping, list, tuple)) and not _is_registered(one)
+
+
+def _is_registered(one: Any) -> bool:
+    leaves = pytree.tree_leaves(one)
+    return not (len(leaves) == 1 and leaves[0] is one)
+
+
 def _rebuilt(one: Any, run: Callable[[Any], Any], note: Callable[[Any], None]) -> Any:
+    if not has_parts(one):
+        return one
     if isinstance(one, Mapping):
         return _rebuilt_mapping(one, run)
     if isinstance(one, tuple):
         return type(one)(*map(run, one)) if hasattr(one, "_fields") else type(one)(map(run, one))
-    if type(one) in (list, set, frozenset):
-        return type(one)(map(run, one))
-    if not dataclasses.is_dataclass(one):
+    if type(one) is list:
+        return list(map(run, one))
+    if not dataclasses.is_dataclass(one) and _is_registered(one):
         leaves, spec = pytree.tree_flatten(one)
-        if not (len(leaves) == 1 and leaves[0] is one):
-            return pytree.tree_unflatten([run(leaf) for leaf in leaves], spec)
-    if not hasattr(one, "__dict__"):
-        return one
+        return pytree.tree_unflatten([run(leaf) for leaf in leaves], spec)
     new = copy.copy(one)
     note(new)
     # Past __setattr__, which frozen classes refuse.
@@ -71,13 +103,7 @@ def _rebuilt_mapping(one: Mapping[Any, Any], run: Callable[[Any], Any]) -> Any:
     new: Any = copy.copy(one)
     if isinstance(getattr(one, "data", None), dict):
         # Such as a BatchEncoding, which holds more than its entries.
-        new.data = {key: run(entry) for key, entry in new.data.items()}
-        return new
+        new.data = dict(new.data)
     for key in list(one):
         new[key] = run(one[key])
     return new
-
-
-def _is_opaque(one: Any) -> bool:
-    """Return whether a value is no container of a batch's tensors."""
-    return isinstance(one, (nn.Module, type, numpy.ndarray, torch.Generator, torch.Size)) or callable(one)

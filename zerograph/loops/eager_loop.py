@@ -7,7 +7,7 @@ Loaders yield global tensors. A call of a prepared model computes at once, autog
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,12 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
-from zerograph.ir.sbp import PartialSum, all_broadcast, partial_sum
+from zerograph.ir.sbp import PartialSum, partial_sum
 from zerograph.loops.global_parts import check_equal, of_parts
 from zerograph.loops.loaders import SplitLoader
-from zerograph.loops.words import Words
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest
-from zerograph.runtime.parameters import SplitParameter, store_gradient, stored_gradient
+from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
 from zerograph.runtime.state import Store, load_part, reshard, stores_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 
@@ -83,8 +82,6 @@ class EagerLoop:
         has_loader: a loader is prepared, so a plain tensor is the whole tensor; else it is this rank's rows.
     """
 
-    words = Words()
-
     def __init__(
         self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
     ) -> None:
@@ -133,21 +130,21 @@ class EagerLoop:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if gradients := _gradients_of(_parameters_of(optimizer)):
+        if gradients := _gradients_of(parameters_of(optimizer)):
             self.graph(optimizer).run(gradients)
         _torch.mark_step_called(optimizer)
         return result
 
     def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> None:
         """Multiply the gradients of an optimizer, which ``GradScaler`` leaves scaled."""
-        for parameter in _parameters_of(optimizer):
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 parameter.grad.mul_(inverse.to(parameter.grad.dtype))
 
     def zero_grad(self, numbers: Iterable[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of optimizers."""
         for number in numbers:
-            _clear(_parameters_of(self.optimizers[number]), set_to_none=set_to_none)
+            _clear(parameters_of(self.optimizers[number]), set_to_none=set_to_none)
 
     def zero_grad_of(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear the gradients of parameters."""
@@ -158,7 +155,7 @@ class EagerLoop:
         return any(
             isinstance(stored_gradient(one), GlobalTensor)
             for optimizer in self.optimizers
-            for one in _parameters_of(optimizer)
+            for one in parameters_of(optimizer)
         )
 
     def watch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -176,15 +173,11 @@ class EagerLoop:
             self._updates[numbers] = Update(self.modules, [self.optimizers[n] for n in numbers], self.config)
         return self._updates[numbers]
 
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        """Compute in the precision of the options inside the block."""
-        if self.config.amp_dtype is None:
-            yield
-            return
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a block that computes in the precision of the options."""
         device = next((one.device.type for module in self.modules.values() for one in module.parameters()), "cpu")
-        with torch.autocast(device, dtype=self.config.amp_dtype):
-            yield
+        dtype = self.config.amp_dtype
+        return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
 
     def _share(self) -> None:
         """Give all ranks the parameters and buffers of the first, before the first call. A collective.
@@ -233,6 +226,8 @@ class EagerLoop:
 class GlobalLoader(SplitLoader):
     """Iterate over the batches of a loader as global tensors, of which each rank reads its rows."""
 
+    takes_objects = True
+
     def __iter__(self) -> Any:
         """Iterate over the batches. After an error of the loader the pass goes on, if the loader's does."""
         return map(_as_global, super().__iter__())
@@ -240,10 +235,6 @@ class GlobalLoader(SplitLoader):
 
 def _as_global(batch: Any) -> Any:
     return of_parts(batch, "a batch of a prepared loader")
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def _clear(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
@@ -266,11 +257,10 @@ def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         RankMismatchError: a plain gradient differs between ranks: it was computed without global tensors.
     """
     layout, now = store.layout, world()
-    sbp = all_broadcast(now.job.mesh.dims)
     values = [gradients.get(parameter) for parameter in store.parameters]
     parts = [None if value is None else _summand(value) for value in values]
     flat = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
-    load_part(store.job, replace(layout, sbp=sbp), flat, parts)
+    load_part(store.job, replace(layout, sbp=now.whole), flat, parts)
     partial = (partial_sum,) * now.job.mesh.dims
     spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, partial)
     whole = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp)

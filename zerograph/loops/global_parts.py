@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerograph import data
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.sbp import split
-from zerograph.loops.containers import mapped
+from zerograph.loops.containers import found_in, map_tensors
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.tensor_hash import hash_bits
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is neither global nor a parameter."""
-    return not isinstance(tensor, (GlobalTensor, nn.Parameter))
 
 
 def of_parts(values: Any, doing: str) -> Any:
@@ -47,9 +40,11 @@ def of_parts(values: Any, doing: str) -> Any:
     sizes = agree(now.job, doing, digest(facts), lambda: {"its tensors": "; ".join(facts)}, None, own)
     rows = dict(zip(parts, zip(*sizes, strict=True), strict=True))
     if any(0 in one for one in rows.values()):
-        return _whole_of(values, parts, now.job.size)
-    made = {key: _global(tensor, rows[key]) for key, tensor in parts.items()}
-    return mapped(values, lambda tensor: made.get(id(tensor), tensor))
+        made = dict(zip(parts, data.gather([tensor.detach() for tensor in parts.values()]), strict=True))
+    else:
+        # Gradients flow to the parts.
+        made = {key: GlobalTensor.of_part(tensor, (split(0),), rows[key]) for key, tensor in parts.items()}
+    return map_tensors(values, lambda tensor: made.get(id(tensor), tensor))
 
 
 def check_equal(values: Any, doing: str) -> None:
@@ -67,35 +62,9 @@ def check_equal(values: Any, doing: str) -> None:
 
 
 def _plain_in(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if is_plain(tensor):
-            found.append(tensor)
-        return tensor
-
-    mapped(values, note)
-    return found
+    """Return the tensors that are neither global nor parameters."""
+    return [one for one in found_in(values, Tensor) if not isinstance(one, (GlobalTensor, nn.Parameter))]
 
 
 def _facts(tensor: Tensor) -> str:
     return f"{[*tensor.shape]} {tensor.dtype} of hash {int(hash_bits(tensor.detach().to_dense())):x}"
-
-
-def _global(part: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return the global tensor of this rank's rows; gradients flow to the part."""
-    shape = (sum(rows), *part.shape[1:])
-    stride = torch.empty(shape, device="meta").stride()
-    unequal = None if len(set(rows)) == 1 else tuple(rows)
-    return GlobalTensor.of_part(part, world().spec(shape, stride, part.dtype, part.device, (split(0),), unequal))
-
-
-def _whole_of(values: Any, parts: dict[int, Tensor], ranks: int) -> Any:
-    """Return values with the rows of all ranks, for a batch of fewer rows than ranks."""
-    everybody: list[Any] = [None] * ranks
-    dist.all_gather_object(everybody, [tensor.detach().cpu() for tensor in parts.values()])
-    whole = {
-        key: torch.cat(pieces).to(parts[key].device)
-        for key, pieces in zip(parts, zip(*everybody, strict=True), strict=True)
-    }
-    return mapped(values, lambda tensor: whole.get(id(tensor), tensor))

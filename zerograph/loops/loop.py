@@ -33,7 +33,7 @@ from zerograph.loops.tape import Numbers, autocast_now
 from zerograph.loops.words import Words
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
-from zerograph.runtime.parameters import drop_stored_gradient, has_stored_gradient
+from zerograph.runtime.parameters import parameters_of, store_gradient, stored_gradient
 
 
 class Loop:
@@ -122,8 +122,7 @@ class Loop:
 
     def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor:
         """Unscale the gradients of an optimizer; return 1.0 if one of them is not finite, else 0.0."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        found = self.edit(_unscale, parameters, (inverse,), {})
+        found = self.edit(_unscale, parameters_of(optimizer), (inverse,), {})
         value: Tensor = found.tape.value(found)
         return value.float()
 
@@ -144,7 +143,7 @@ class Loop:
         tape = self.tape
         events = [event for event in tape.events.values() if event.concerns([number])]
         self._clearing.check(number, self._here())
-        if any(has_stored_gradient(one) for group in optimizer.param_groups for one in group["params"]):
+        if any(stored_gradient(one) is not None for one in parameters_of(optimizer)):
             raise InputError(
                 f"optimizer.step() would not see a gradient computed without the prepared model{self._here()}\n"
                 "Compute losses from what the model returns when it is called itself, not from its submodules, methods "
@@ -176,7 +175,7 @@ class Loop:
         for number in numbers:
             self._clearing.clear(number)
             for parameter in self.parameters_trained_by(number):
-                drop_stored_gradient(parameter)
+                store_gradient(parameter, None)
             self.tape.clear(number)
             self._accumulation.clear(number, set_to_none=set_to_none)
             self._reader.forget()
@@ -292,7 +291,7 @@ class Loop:
 
     def parameters_trained_by(self, number: int) -> list[nn.Parameter]:
         """Return the parameters of an optimizer."""
-        return [parameter for group in self.optimizers[number].param_groups for parameter in group["params"]]
+        return parameters_of(self.optimizers[number])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of the whole batch that the step will use, before clipping that follows. A collective."""

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
-from zerograph.runtime.parameters import has_stored_gradient
+from zerograph.runtime.parameters import parameters_of, stored_gradient
 from zerograph.runtime.state import holds_state_of
 
 One = TypeVar("One")
@@ -113,7 +112,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         check_modules(root)
     holders: dict[int, Any] = {}
     for optimizer in optimizers:
-        for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        for parameter in parameters_of(optimizer):
             other = holders.setdefault(id(parameter), optimizer)
             if other is not optimizer:
                 names = {id(one): name for module in modules for name, one in module.named_parameters()}
@@ -131,7 +130,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
 
 def _check_known(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
     known = {id(parameter) for module in modules for parameter in module.parameters()}
-    for parameter in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+    for parameter in parameters_of(optimizer):
         if id(parameter) not in known:
             raise ConfigError(
                 f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no prepared "
@@ -395,20 +394,20 @@ def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop | EagerLoop
     """Return whether a step on zero gradients at rate 0 creates the optimizer's state, as torch's checkpoints do."""
     if any(group.get("lr") != 0 for group in optimizer.param_groups) or loop.waits_for_step():
         return False
-    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    with_gradient = [one for one in parameters if has_stored_gradient(one)]
-    if not with_gradient or len(with_gradient) < len(parameters) or holds_state_of(optimizer):
+    parameters = [one for one in parameters_of(optimizer) if one.requires_grad]
+    gradients = [gradient for one in parameters if (gradient := stored_gradient(one)) is not None]
+    if not gradients or len(gradients) < len(parameters) or holds_state_of(optimizer):
         return False
-    return not any(bool(one.grad.any()) for one in with_gradient)
+    return not any(bool(gradient.any()) for gradient in gradients)
 
 
 def _adopt(optimizer: Any, loop: Loop | EagerLoop) -> None:
     """Answer for the gradients of an optimizer's parameters."""
     _check_known(optimizer, loop.modules.values())
-    parameters = list(itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    parameters = parameters_of(optimizer)
     for parameter in parameters:
         # Of a loop that runs at once, torch's own functions clip and unscale the gradients.
-        parameter._zerograph_loop = loop if isinstance(loop, Loop) else None
+        parameter._zerograph_loop = loop if isinstance(loop, Loop) else None  # type: ignore[attr-defined]
         vars(parameter).pop("make_whole", None)
     loop.watch(parameters)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,8 @@ import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from zerograph._torch import pytree
 from zerograph.errors import InputError
-from zerograph.loops.containers import PLAIN
+from zerograph.loops.containers import INSIDE, PLAIN, found_in, has_parts, is_object, mapped
 
 
 @dataclass(frozen=True)
@@ -27,11 +25,13 @@ class RowsOf:
         collate: the collator of whole batches.
         part: the part to keep.
         parts: number of parts.
+        objects: take batches that are objects with attributes.
     """
 
     collate: Callable[[Any], Any]
     part: int
     parts: int
+    objects: bool = False
 
     def __call__(self, samples: Any) -> Any:
         """Return this part of the batch of these samples."""
@@ -39,7 +39,7 @@ class RowsOf:
             return self.collate(samples)
         samples = list(samples) if isinstance(samples, Iterable) else samples
         count = len(samples) if isinstance(samples, list) else 0
-        return rows_of(self.collate(samples), self.part, self.parts, count)
+        return rows_of(self.collate(samples), self.part, self.parts, count, objects=self.objects)
 
 
 def only_stacks(collate: Any) -> bool:
@@ -58,33 +58,23 @@ def bounds(count: int, part: int, parts: int) -> slice:
     return slice(start, start + least + (part < more))
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor | numpy.ndarray[Any, Any]]:
-    """Yield the tensors and arrays of a batch, in containers that ``rows_of`` takes."""
-    if isinstance(batch, (Tensor, numpy.ndarray)):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_of(value)
-    elif not isinstance(batch, PLAIN) and not _is_leaf(batch):
-        yield from tensors_of(pytree.tree_leaves(batch))
-    elif hasattr(batch, "__dict__"):
-        yield from tensors_of(vars(batch))
+def tensors_of(batch: Any) -> list[Tensor | numpy.ndarray[Any, Any]]:
+    """Return the tensors and arrays of a batch, in containers that ``rows_of`` takes."""
+    return found_in(batch, (Tensor, numpy.ndarray))
 
 
-def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
+def rows_of(batch: Any, part: int, parts: int, samples: int = 0, *, objects: bool = False) -> Any:
     """Return the rows of a batch that belong to one part.
 
     Tensors and arrays without dimensions, numbers and strings are kept. A list of other values is split if it has an
     entry for each row.
 
     Args:
-        batch: tensors, arrays and plain values in mappings, lists, tuples and classes that are registered with pytree.
+        batch: tensors, arrays and plain values in containers, see :func:`zerograph.loops.containers.mapped`.
         part: the part.
         parts: number of parts.
         samples: number of samples of the batch. A tensor may have several rows for each, as pairs of texts have.
+        objects: take objects apart by their attributes. A recorded call does not see tensors inside of them.
 
     Raises:
         InputError: the rows are not known: tensors differ in their first dimension, or a value is of another type.
@@ -109,37 +99,14 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
             return rows_of_tensor(value) if value.ndim else value
         if isinstance(value, PLAIN):
             return value
-        if isinstance(value, Mapping):
-            # Such as a BatchEncoding, which holds more than its entries.
-            mapping: Any = copy.copy(value)
-            if hasattr(mapping, "data") and isinstance(mapping.data, dict):
-                mapping.data = dict(mapping.data)
-            for key in list(mapping):
-                mapping[key] = own(mapping[key])
-            return mapping
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(own, value))
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) == count:
             nested = any(isinstance(one, (Tensor, numpy.ndarray, Mapping, list, tuple)) for one in value)
-            if not nested and len(value) == count:
-                return value[rows]
-            return type(value)(map(own, value))
-        if _is_leaf(value) and hasattr(value, "__dict__"):
-            new = copy.copy(value)
-            # Past __setattr__, which frozen classes refuse.
-            vars(new).update({name: own(member) for name, member in vars(value).items()})
-            return new
-        if _is_leaf(value):
+            return INSIDE if nested else value[rows]
+        if not has_parts(value) or (is_object(value) and not objects):
             raise InputError(
                 f"a batch has a {type(value).__name__}, of which zerograph does not know the ranks' parts\n"
-                "Let a loader yield tensors, arrays and numbers in lists, tuples, dicts, or objects with attributes."
+                "Let a loader yield tensors, arrays and numbers in lists, tuples and dicts."
             )
-        leaves, spec = pytree.tree_flatten(value)
-        return pytree.tree_unflatten([own(leaf) for leaf in leaves], spec)
+        return INSIDE
 
-    return own(batch)
-
-
-def _is_leaf(value: Any) -> bool:
-    leaves = pytree.tree_leaves(value)
-    return len(leaves) == 1 and leaves[0] is value
+    return mapped(batch, own)

@@ -12,6 +12,7 @@ from torch import Tensor
 from zerograph import _torch
 from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
+from zerograph.runtime.parameters import parameters_of
 
 
 def step_scaled(
@@ -44,6 +45,6 @@ def replace_unscaling() -> None:
 
 def _unscale(optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor | None:
     """Unscale the gradients of a prepared optimizer; return the overflow flag, or None for any other optimizer."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     loop: Loop | None = getattr(parameters[0], "_zerograph_loop", None) if parameters else None
     return None if loop is None else loop.unscale(optimizer, inverse)
