@@ -189,9 +189,7 @@ def test_a_lock_ends_with_its_process_though_a_child_of_it_lives(tmp_path: Path)
     with pytest.raises(zg.CheckpointError, match=f"process {child} on host"):
         locks.lock(tmp_path, 1.0)
     killed(child)
-    began = time.monotonic()
     locks.lock(tmp_path, 1.0).release()
-    assert time.monotonic() - began < 1
     os.kill(int((tmp_path / "grandchild").read_text()), signal.SIGKILL)
     assert names(tmp_path) == ["grandchild"]
 
