@@ -63,7 +63,7 @@ class Executor:
     numbers: Mapping[str, Tensor]  # each [], float64
     seed: Tensor  # [], int64
     low_overhead: Compiled | None = None
-    pausing: Callable[..., Generator[Sequence[Tensor], None, Sequence[Any]]] | None = None
+    pausing: Callable[..., Generator[tuple[Any, ...], Sequence[Tensor], Sequence[Any]]] | None = None
 
     def __call__(
         self,
@@ -106,30 +106,31 @@ class Executor:
         seed: int,
         doing: str,
         sizes: Mapping[SizeInput, int],
-    ) -> tuple[Sequence[Tensor], Callable[[Mapping[str, float]], list[Tensor]]]:
+    ) -> tuple[Sequence[Tensor], Callable[..., list[Tensor]]]:
         """Run the step up to its pause. Arguments and errors are those of a call.
 
         Returns:
-            The values that are computed there, and a function that runs the rest, given ``numbers``.
+            The values that are computed there, and a function that runs the rest, given ``numbers`` and this rank's
+            part of the gradients that the graph gets at its pause.
         """
         assert self.pausing is not None
         with self._reporting(doing):
             inputs, arguments = self._bound(batch, numbers, seed, sizes)
             running = self.pausing(*arguments)
-            values = self._explained(lambda: next(running), doing)
+            values, *_ = self._explained(lambda: next(running), doing)
 
-        def run_rest() -> list[Tensor]:
+        def run_rest(gradients: Sequence[Tensor]) -> list[Tensor]:
             try:
-                next(running)
+                running.send(gradients)
             except StopIteration as end:
                 self._write_back(inputs, arguments)
                 return list(end.value)
             raise AssertionError("a step has one pause")
 
-        def finish(numbers: Mapping[str, float]) -> list[Tensor]:
+        def finish(numbers: Mapping[str, float], gradients: Sequence[Tensor] = ()) -> list[Tensor]:
             with self._reporting(doing):
                 self._fill(numbers)
-                return self._explained(run_rest, doing)
+                return self._explained(lambda: run_rest(gradients), doing)
 
         return values, finish
 

@@ -24,6 +24,9 @@ class GradientReader(Protocol):
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient, or None where the reader has none for this parameter."""
 
+    def settle(self, parameter: nn.Parameter) -> None:
+        """Store the gradient with the parameter, if the reader has a part of it that is not stored."""
+
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
         """Set or delete the gradient; return True if the reader has it, and no tensor is to be stored."""
 
@@ -41,10 +44,13 @@ class _Grad:
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
         if parameter is None:
             return _STORED
+        readers = _readers_of(parameter)
+        for reader in readers:
+            reader.settle(parameter)
         stored = _STORED.__get__(parameter)
         if stored is not None:
             return stored
-        values = (reader.read(parameter) for reader in _readers_of(parameter))
+        values = (reader.read(parameter) for reader in readers)
         return next((value for value in values if value is not None), None)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor | None) -> None:

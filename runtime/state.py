@@ -294,13 +294,18 @@ def start_unshard(store: Store) -> Callable[[], None]:
 
     def show_parameters() -> None:
         whole = finish()
-        for parameter, slot in store.slots():
-            show(parameter, _slot_part(whole, slot))
-        store.unsharded_bits = None
-        provisional = store.is_provisional
-        store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
+        show_whole(store, [_slot_part(whole, slot) for slot in layout.slots])
 
     return show_parameters
+
+
+def show_whole(store: Store, values: Iterable[Tensor]) -> None:
+    """Make split parameters whole, with these values."""
+    for parameter, value in zip(store.parameters, values, strict=True):
+        show(parameter, value)
+    store.unsharded_bits = None
+    provisional = store.is_provisional
+    store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
 
 
 def reshard(store: Store, *, keep_changes: bool = True) -> None:

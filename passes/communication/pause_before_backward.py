@@ -1,17 +1,20 @@
 """pause_before_backward: let a loop read values, such as the loss, before the rest of the step runs.
 
 The rest may never run: the loop may skip the step. So nothing before the pause changes state, and no collective is in
-flight there.
+flight there. Where the loop computes the loss, the gradients that backward starts from are results of the pause.
 """
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
 
 from torch import fx
 
 from zerograph.ir.alias import WAIT
 from zerograph.ir.metadata import origin
-from zerograph.ir.pause import PAUSE, pause_of
-from zerograph.ir.rewrite import ancestors, emit, move_after, positions
+from zerograph.ir.pause import GRADIENT_OF, PAUSE, pause_of
+from zerograph.ir.rewrite import ancestors, emit, emit_like, move_after, positions
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.context import Context
 
@@ -30,11 +33,23 @@ def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphM
     place = max((node for node in computed if order[node] < first), key=order.__getitem__)
     # What follows in backward only makes an output of a value: a collective, for instance.
     place = move_after([node for node in computed if order[node] > first], place)
+    gradients = graph.find_nodes(op="call_function", target=GRADIENT_OF)
+    results, places = [node.args[0] for node in gradients], [node.args[1] for node in gradients]
     with graph.inserting_after(place):
-        pause = emit(graph, PAUSE, (values,), origin(place))
+        pause = emit(graph, PAUSE, (values, results, places), origin(place))
+    _receive(graph, pause, gradients)
     states = [value for _, _, value in writes(graph) if value.op != "placeholder" and value < pause]
     move_after([one for one in states if one not in needed and all(user > pause for user in one.users)], pause)
     return module
+
+
+def _receive(graph: fx.Graph, pause: fx.Node, gradients: Sequence[fx.Node]) -> None:
+    """Replace gradients that the loop computes by results of the pause."""
+    for index, node in reversed([*enumerate(gradients)]):
+        with graph.inserting_after(pause):
+            value = emit_like(node, operator.getitem, pause, index)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
 
 
 def start_after_pause(graph: fx.Graph) -> None:

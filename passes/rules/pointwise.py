@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from zerograph.ir.pause import GRADIENT_OF
 from zerograph.passes.rules.factors import Linear
 from zerograph.passes.rules.registry import Operands, pointwise, rule, together
 
@@ -58,6 +59,8 @@ rule(aten.lift_fresh_copy.default, pointwise, linear=(0,))
 # Initial state of an optimizer: values are not read, and zeros add up to zeros.
 rule(aten.zeros_like.default, pointwise, linear=(0,))
 rule(aten.ones_like.default, pointwise)
+# The gradient of a whole tensor is whole.
+rule(GRADIENT_OF, pointwise)
 rule(aten.full_like.default, pointwise)
 rule(aten.fill.Scalar, pointwise)
 rule(aten.fill.Tensor, "...,  -> ...", linear=(1,))

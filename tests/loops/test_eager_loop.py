@@ -132,6 +132,42 @@ def features_of_a_hook(model: nn.Module, optimizer: torch.optim.Optimizer, x: Te
     return update(optimizer, loss + kept[0].pow(2).mean()).item()
 
 
+def calls_that_wait(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    first = F.cross_entropy(model(x), y)
+    # Between the calls and backward the parameters are used by themselves.
+    penalty = sum(one.pow(2).sum() for one in model.parameters())
+    features = torch.tanh(model[0](x))
+    second = model(x * 0.5)
+    (first + F.cross_entropy(second, y) + 0.01 * penalty).backward()
+    features.mean().backward()
+    optimizer.step()
+    return first.item() + second.sum().item()
+
+
+def sums_of_several_calls(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    for _ in range(2):
+        out = model(x)
+        optimizer.zero_grad()
+        F.cross_entropy(out, y).backward()
+        F.cross_entropy(model(x + 1), y).backward()
+    norm = model[0].weight.grad.norm().item()
+    F.cross_entropy(model(x - 1), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    model[2].bias.grad = None
+    F.cross_entropy(model(x - 2), y).backward()
+    with torch.no_grad():
+        out = model(x).mul_(2)
+    return norm + float(model[2].bias.grad.sum()) + float(model[0].bias.grad.sum()) + float(out.sum())
+
+
+def results_changed_in_place(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    out.mul_(2)
+    return update(optimizer, F.cross_entropy(out, y)).item()
+
+
 def closure(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     def compute() -> Tensor:
         optimizer.zero_grad()
@@ -176,6 +212,9 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "clipped weights": (clipped_weights, perceptron),
     "features of a hook": (features_of_a_hook, perceptron),
     "a closure": (closure, perceptron),
+    "calls that wait": (calls_that_wait, perceptron),
+    "sums of several calls": (sums_of_several_calls, perceptron),
+    "results changed in place": (results_changed_in_place, perceptron),
     "attributes of the module": (attributes, Counting),
 }
 

@@ -39,11 +39,13 @@ from zerograph._torch.attention import (
     uses_flex_attention,
 )
 from zerograph._torch.autograd import (
+    ambient_autocast,
     backward_sequence_number,
     eager_checkpoint_policies,
     forward_sequence_number,
     gradient_hooks,
     has_gradient_hooks,
+    reaches_all_leaves,
     recomputing_modules,
     replaced_backward,
 )
@@ -192,6 +194,7 @@ __all__ = [
     "active_modes",
     "adaptive_output",
     "all_gather",
+    "ambient_autocast",
     "annotated",
     "backward_sequence_number",
     "borrowed",
@@ -265,6 +268,7 @@ __all__ = [
     "python_kernels",
     "pytree",
     "raw_sizes",
+    "reaches_all_leaves",
     "rebuild_number",
     "recomputing_modules",
     "recurrent_functions",

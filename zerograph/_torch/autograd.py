@@ -103,3 +103,38 @@ def has_gradient_hooks(leaves: Iterable[Tensor]) -> bool:
     """Return True if any leaf has :func:`gradient_hooks`."""
     with plain_tensors():
         return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
+
+
+def reaches_all_leaves(*, deeply: bool = True) -> bool:
+    """Return whether the running backward accumulates the gradients of all leaves below the running node.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` do not. Torch says so of single nodes only.
+
+    Args:
+        deeply: look at all nodes below, not only at the next ones.
+    """
+    nodes, seen = [torch._C._current_autograd_node()], set()
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if hasattr(node, "variable"):
+                try:
+                    if not torch._C._will_engine_execute_node(node):
+                        return False
+                except RuntimeError:
+                    # It is an input of torch.autograd.grad().
+                    return False
+            elif deeply:
+                nodes.append(node)
+    return True
+
+
+def ambient_autocast() -> tuple[str, torch.dtype] | None:
+    """Return the device type and dtype of the autocast block around, or None."""
+    kinds = ["cpu"]
+    if torch.accelerator.is_available():
+        kinds.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    kind = next((one for one in kinds if torch.is_autocast_enabled(one)), None)
+    return None if kind is None else (kind, torch.get_autocast_dtype(kind))

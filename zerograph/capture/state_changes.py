@@ -150,6 +150,20 @@ class StateComparison:
             self._before.restore()
             raise
 
+    def check_unchanged(self, stored: Iterable[str]) -> None:
+        """Raise if the trace has changed Python state.
+
+        Args:
+            stored: the attributes in which it left tensors.
+
+        Raises:
+            CaptureError: names a place that has changed.
+        """
+        after = Snapshot(self._state)
+        changed = [*stored, *(place.name for place in self._before.changed(after)), *self._before.drawn(after)]
+        if changed or self._read_guards() != self._guards_before:
+            raise CaptureError(f"a call changes {changed[0] if changed else 'its module'}")
+
     def compare(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> StateChanges:
         """Return what the trace changed, and what follows.
 

@@ -86,6 +86,7 @@ class Capture:
         scaled: multiply the loss by an input of the graph, and unscale the gradients.
         checked: also return whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
         accumulated: names of parameters whose gradients are inputs: earlier graphs have computed them.
+        pure: ``build()`` must change no Python state.
         guarded: places of Python state that are guards already: the caller captures again when one changes.
         sizes: global size of each dynamic dimension of ``inputs`` in the call.
     """
@@ -107,6 +108,7 @@ class Capture:
     scaled: bool = False
     checked: bool = False
     accumulated: Sequence[str] = ()
+    pure: bool = False
     guarded: Sequence[Place] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -117,7 +119,7 @@ class Capture:
             CaptureError: ``build`` reads a value while it is traced, draws random numbers that no graph can repeat,
                 runs ``backward()`` on a non-scalar or, with ``train``, not at all. Or it computes with a parameter
                 that belongs to no module of the graph, with a tensor that the previous step should have left in an
-                attribute, or with random numbers of Python or numpy.
+                attribute, or with random numbers of Python or numpy. With ``pure`` it changes Python state.
         """
         hints = {dim.name: dim.hint for dim in self._dims()}
         for _ in range(_MOST_TRACES):
@@ -186,6 +188,8 @@ class Capture:
             graph, trace, stored = self._traced(tracer)
             _refuse_foreign_parameters(graph)
             module_attributes.refuse_fakes(graph, stored)
+            if self.pure:
+                tracer.python_state.check_unchanged(stored)
             module_attributes.warn_of_lost(stored)
             state_changes = tracer.python_state.compare(graph, tracer.trial)
             strip_profiling(graph.graph)

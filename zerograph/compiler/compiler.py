@@ -427,6 +427,7 @@ class Compiler:
             scaled=scaled,
             checked=checked,
             accumulated=request.accumulated,
+            pure=request.pure,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         )

@@ -37,6 +37,7 @@ class StepRequest:
         gradients: the use of gradients in graphs with optimizers.
         accumulated: the parameters whose accumulated gradients a graph updates by, by name.
         early_outputs: number of outputs, the first ones, that the loop reads before backward.
+        pure: ``build()`` must change no Python state; the trace is an error otherwise.
     """
 
     reads_metric: bool = False
@@ -44,6 +45,7 @@ class StepRequest:
     gradients: GradientUse = "update"
     accumulated: tuple[str, ...] = ()
     early_outputs: int = 0
+    pure: bool = False
 
     def texts(self) -> dict[str, str]:
         """Return what a step that another process has rewritten depends on, as text by name."""

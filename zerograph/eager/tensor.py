@@ -19,6 +19,7 @@ from zerograph.errors import InputError, PlacementError, ZeroGraphError
 from zerograph.ir.mesh import global_shape
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
+from zerograph.runtime.parameters import SplitParameter
 
 
 class GlobalTensor(Tensor):
@@ -56,6 +57,9 @@ class GlobalTensor(Tensor):
 
         A script that cuts its own rows has plain labels beside a global result of the model.
         """
+        if any(issubclass(one, SplitParameter) for one in types):
+            # It has no values here: its own function makes it whole first.
+            return NotImplemented
         kwargs = kwargs or {}
         with _torch.without_torch_function():
             try:

@@ -7,7 +7,8 @@ Loaders yield global tensors. A call of a prepared model computes at once, autog
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -15,19 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
+from zerograph.compiler.compiled import CompiledStep
 from zerograph.config import Config
 from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, InputError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.sbp import PartialSum, partial_sum
+from zerograph.loops.calls import CHANGED_BEFORE_BACKWARD, Calls
 from zerograph.loops.global_parts import check_equal, of_parts
 from zerograph.loops.loaders import SplitLoader
+from zerograph.loops.split_gradients import SplitGradients
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
-from zerograph.runtime.state import Store, load_part, reshard, stores_of, unshard
+from zerograph.runtime.state import Store, load_part, reshard, show_whole, stores_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 
 
@@ -49,26 +53,69 @@ class Update(ZeroGraph):
         """Compute nothing: the gradients are there."""
         return []
 
-    def run(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    def run(self, gradients: Mapping[nn.Parameter, Tensor], split: Sequence[nn.Parameter]) -> Any:
         """Update parameters by their gradients. A collective.
+
+        Args:
+            gradients: those that the loop has stored.
+            split: the parameters that have split gradients.
+
+        Returns:
+            What ``build()`` returns.
 
         Raises:
             ZeroGraphError: as calling a graph does.
         """
-        names = self._members().names()
-        self._request = replace(self._request, accumulated=tuple(names[id(one)] for one in gradients))
+        names, parameters = self._members().names(), dict.fromkeys((*gradients, *split))
+        has_gradient = {names[id(one)] for one in parameters}
+        accumulated = tuple(name for name in self._members().parameters if name in has_gradient)
+        self._request = replace(self._request, accumulated=accumulated)
         self.compile()
-        stores = stores_of(gradients)
+        sums = {store: store.accumulated for store in stores_of(gradients)}
         try:
-            for store in stores:
+            for store in sums:
                 _add_up(store, gradients)
-            self()
+            result = self()
         finally:
-            for store in stores:
-                store.accumulated = None
+            for store, before in sums.items():
+                store.accumulated = before
         with _torch.without_torch_function():
             # A result of the parameters as they were cannot be differentiated any more.
-            torch.autograd.graph.increment_version(list(gradients))
+            torch.autograd.graph.increment_version(list(parameters))
+        return result
+
+
+class Edit(Update):
+    """A function of torch that edits gradients, such as one that clips them, on the sums of the ranks."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Config,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        super().__init__(modules, optimizers, config)
+        self.config = copy.copy(config)
+        self.config.clip_grad_norm = None
+        self._function, self._names, self._arguments = function, names, dict(arguments)
+        self._request = replace(self._request, gradients="edit")
+
+    def build(self) -> Any:
+        """Edit the gradients."""
+        parameters = [self.get_parameter(name) for name in self._names]
+        return self._function(parameters, **self._arguments)
+
+    def get_parameter(self, name: str) -> Tensor:
+        """Return a parameter by its name in the graphs."""
+        module, _, path = name.partition(".")
+        parameter: Tensor = getattr(self, module).get_parameter(path)
+        return parameter
+
+    def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
+        self._passes_done += 1
 
 
 class EagerLoop:
@@ -91,9 +138,13 @@ class EagerLoop:
         self.busy, self.has_loader = False, False
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
+        self._edits: dict[Hashable, Edit] = {}
+        self._calls, self._gradients = Calls(self), SplitGradients()
         self._is_shared = False
-        # Stores whose parameters are whole from a call to the next update.
-        self._shown: list[Store] = []
+        # Stores whose parameters are whole from a call to the next update, with hashes of these.
+        self._shown: dict[Store, list[int]] = {}
+        # How often each parameter was split again, by id: as often its version has changed without a change.
+        self._hidings: dict[int, int] = {}
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a prepared module or function.
@@ -108,11 +159,17 @@ class EagerLoop:
         else:
             world().rows_of_ranks = True
             args, kwargs = of_parts((args, kwargs), doing)
+        if isinstance(function, nn.Module):
+            return self._calls.run(function, args, kwargs)
+        return self.run_eagerly(function, args, kwargs)
+
+    def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call on global tensors."""
         self._show()
         run = function
         if isinstance(function, nn.Module):
             run = type(function).__bases__[0].__call__.__get__(function)
-        with self._precision():
+        with self._precision(), self._saving():
             return run(*args, **kwargs)
 
     def loader(self, loader: Iterable[Any]) -> SplitLoader:
@@ -130,30 +187,55 @@ class EagerLoop:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if gradients := _gradients_of(parameters_of(optimizer)):
-            self.graph(optimizer).run(gradients)
+        parameters = parameters_of(optimizer)
+        gradients, split = _gradients_of(parameters), self._gradients.of(parameters)
+        if gradients or split:
+            self.graph(optimizer).run(gradients, split)
         _torch.mark_step_called(optimizer)
         return result
 
     def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> None:
         """Multiply the gradients of an optimizer, which ``GradScaler`` leaves scaled."""
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                parameter.grad.mul_(inverse.to(parameter.grad.dtype))
+        parameters = parameters_of(optimizer)
+        for gradient in _gradients_of(parameters).values():
+            gradient.mul_(inverse.to(gradient.dtype))
+        self._gradients.multiply(parameters, inverse)
+
+    def edit(
+        self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], arguments: Mapping[str, Any]
+    ) -> Any:
+        """Run a function that edits the gradients of parameters: on split ones as a graph. A collective."""
+        split = self._gradients.of(parameters)
+        mine = [one for optimizer in self.optimizers for one in parameters_of(optimizer)]
+        if not split or _gradients_of(parameters) or len(split) < len(self._gradients.of(mine)):
+            return function(parameters, **arguments)
+        names = self._forward._members().names()
+        edited = tuple(names[id(one)] for one in parameters)
+        key = function.__name__, edited, tuple((name, repr(value)) for name, value in arguments.items())
+        if key not in self._edits:
+            self._edits[key] = Edit(self.modules, self.optimizers, self.config, function, edited, arguments)
+        with self.hidden():
+            return self._edits[key].run({}, split)
 
     def zero_grad(self, numbers: Iterable[int], *, set_to_none: bool = True) -> None:
         """Clear the gradients of optimizers."""
         for number in numbers:
-            _clear(parameters_of(self.optimizers[number]), set_to_none=set_to_none)
+            self.zero_grad_of(parameters_of(self.optimizers[number]), set_to_none=set_to_none)
 
     def zero_grad_of(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear the gradients of parameters."""
+        parameters = list(parameters)
+        self._gradients.clear(parameters, set_to_none=set_to_none)
         _clear(parameters, set_to_none=set_to_none)
+
+    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that these parameters have a sum of gradients."""
+        self._gradients.note(parameters)
 
     def waits_for_step(self) -> bool:
         """Return whether a parameter has a gradient of a global tensor."""
         return any(
-            isinstance(stored_gradient(one), GlobalTensor)
+            isinstance(stored_gradient(one), GlobalTensor) or one in self._gradients
             for optimizer in self.optimizers
             for one in parameters_of(optimizer)
         )
@@ -162,10 +244,11 @@ class EagerLoop:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
         for parameter in parameters:
             parameter.make_whole = self._show  # type: ignore[attr-defined]
+        self._gradients.watch(parameters)
 
     def graph(self, *optimizers: torch.optim.Optimizer) -> Update:
         """Return the graph that updates these optimizers, or without any the one of the modules."""
-        self._hide()
+        self.hide()
         if not optimizers:
             return self._forward
         numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
@@ -204,23 +287,74 @@ class EagerLoop:
         stores = [store for store in stores_of(parameters) if not store.layout.is_whole and not store.is_unsharded]
         if stores:
             unshard(stores)
-            self._shown += stores
+            self._shown |= {store: _hashes(store) for store in stores}
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
         """Split the parameters that :meth:`_show` has made whole, with the changes that the loop has made.
 
         Raises:
             RankMismatchError: ranks have made other changes.
         """
+        for store in self._reshard():
+            for parameter in store.parameters:
+                self._hidings[id(parameter)] = self._hidings.get(id(parameter), 0) + 1
+            with _torch.without_torch_function():
+                # What autograd has saved of it, past :meth:`_saving`, has no values any more.
+                torch.autograd.graph.increment_version(store.parameters)
+
+    def _reshard(self) -> list[Store]:
+        """Split whole parameters; return their stores. A collective."""
         if not self._shown:
-            return
+            return []
         # By value: a change through parameter.data leaves no other trace.
-        values = [one.detach() for store in self._shown for one in store.parameters]
-        facts = {"parameters that the loop may have changed": str([int(hash_bits(one)) for one in values])}
+        hashes = {store: _hashes(store) for store in self._shown}
+        facts = {"parameters that the loop may have changed": str([*hashes.values()])}
         agree(world().job, "the end of a change of parameters", digest(facts), lambda: facts)
-        stores, self._shown = self._shown, []
-        for store in stores:
-            reshard(store, keep_changes=True)
+        before, self._shown = self._shown, {}
+        for store, now in hashes.items():
+            reshard(store, keep_changes=now != before[store])
+        return [*hashes]
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Split whole parameters inside the block. After it they have their values again, which autograd may need."""
+        values = {store: [one.detach() for one in store.parameters] for store in self._shown}
+        stores = self._reshard()
+        try:
+            yield
+        finally:
+            same = [store for store in stores if stores_of(store.parameters) == [store]]
+            for store in same:
+                show_whole(store, values[store])
+                self._shown[store] = _hashes(store)
+            if len(same) < len(stores):
+                self._show()
+
+    def _saving(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block inside which autograd saves parameters by name: backward finds them whole."""
+
+        def version(parameter: nn.Parameter) -> int:
+            return _torch.version(parameter) - self._hidings.get(id(parameter), 0)
+
+        def pack(tensor: Tensor) -> Any:
+            return (tensor, version(tensor)) if isinstance(tensor, nn.Parameter) else tensor
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            parameter, before = saved
+            if version(parameter) != before:
+                raise InputError(CHANGED_BEFORE_BACKWARD)
+            if isinstance(parameter, SplitParameter):
+                self._show()
+            result: Tensor = parameter
+            return result
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _hashes(store: Store) -> list[int]:
+    return [int(hash_bits(one.detach())) for one in store.parameters]
 
 
 class GlobalLoader(SplitLoader):
@@ -264,7 +398,8 @@ def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:
     partial = (partial_sum,) * now.job.mesh.dims
     spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, partial)
     whole = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp)
-    store.accumulated = whole.local.to(layout.storage_device)
+    own = whole.local.to(layout.storage_device)
+    store.accumulated = own if store.accumulated is None else store.accumulated + own
 
 
 def _summand(gradient: Tensor) -> Tensor:

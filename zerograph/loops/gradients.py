@@ -116,6 +116,9 @@ class Reader:
         self.watch([one for one in parameters if id(one) not in self._refused])
         self._refused |= {id(one): one for one in parameters}
 
+    def settle(self, parameter: nn.Parameter) -> None:
+        """Do nothing: a gradient that is stored is whole."""
+
     def clear(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that the gradients of these parameters were cleared."""
         for parameter in parameters if self._refused else ():

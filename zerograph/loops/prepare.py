@@ -406,10 +406,19 @@ def _adopt(optimizer: Any, loop: Loop | EagerLoop) -> None:
     _check_known(optimizer, loop.modules.values())
     parameters = parameters_of(optimizer)
     for parameter in parameters:
-        # Of a loop that runs at once, torch's own functions clip and unscale the gradients.
-        parameter._zerograph_loop = loop if isinstance(loop, Loop) else None  # type: ignore[attr-defined]
+        parameter._zerograph_loop = loop  # type: ignore[attr-defined]
         vars(parameter).pop("make_whole", None)
     loop.watch(parameters)
+
+
+def _clip_eagerly(original: Callable[..., Any], parameters: list[nn.Parameter], args: Any, kwargs: Any) -> Any:
+    """Clip the gradients of an eager loop: in a graph where they are split, else by torch's own function."""
+    call = inspect.signature(original).bind(parameters, *args, **kwargs)
+    loops = {getattr(one, "_zerograph_loop", None) for one in parameters}
+    if len(loops) > 1 or call.arguments.get("error_if_nonfinite"):
+        return original(parameters, *args, **kwargs)
+    (loop,) = loops
+    return loop.edit(original, parameters, dict(list(call.arguments.items())[1:]))
 
 
 @functools.cache
@@ -429,6 +438,8 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         loops = {id(loop): loop for one in parameters if (loop := getattr(one, "_zerograph_loop", None)) is not None}
         if not loops or is_replaying() or building():
             return original(parameters, *args, **kwargs)
+        if any(isinstance(loop, EagerLoop) for loop in loops.values()):
+            return _clip_eagerly(original, parameters, args, kwargs)
         # Parameters that are frozen have no gradient.
         others = [one for one in parameters if getattr(one, "_zerograph_loop", None) is None and one.requires_grad]
         parameters = [one for one in parameters if getattr(one, "_zerograph_loop", None) is not None]

@@ -47,4 +47,4 @@ def _unscale(optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor | None
     """Unscale the gradients of a prepared optimizer; return the overflow flag, or None for any other optimizer."""
     parameters = parameters_of(optimizer)
     loop: Loop | None = getattr(parameters[0], "_zerograph_loop", None) if parameters else None
-    return None if loop is None else loop.unscale(optimizer, inverse)
+    return loop.unscale(optimizer, inverse) if isinstance(loop, Loop) else None

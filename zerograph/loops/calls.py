@@ -1,0 +1,493 @@
+"""Calls of a prepared module as graphs: forward runs at the call, backward when autograd comes to it.
+
+A call of a kind that is new runs on global tensors, and shows which results the loop differentiates. From then on a
+call is a step graph that pauses between forward and backward. Its gradients of parameters stay split sums
+(:mod:`.split_gradients`). What no graph can do runs on global tensors as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from zerograph import _torch
+from zerograph.compiler.batch import Batch
+from zerograph.compiler.compiled import CompiledStep
+from zerograph.config import Config
+from zerograph.eager import dispatch
+from zerograph.eager.tensor import GlobalTensor
+from zerograph.eager.world import world
+from zerograph.errors import CaptureError, CommunicationError, InputError, RankMismatchError, ReplicaError
+from zerograph.graph import ZeroGraph
+from zerograph.ir.mesh import global_shape
+from zerograph.ir.pause import GRADIENT_OF, pause_of
+from zerograph.ir.sbp import NdSbp, Split
+from zerograph.loops.containers import INSIDE, PLAIN, found_in, map_tensors, mapped
+from zerograph.runtime.job.process_group import mesh
+from zerograph.runtime.state import Store, stores_of
+from zerograph.state.threads import one_thread
+
+# The kinds of calls of one module that become graphs; others of a module that is called in more ways run eagerly.
+_MOST_KINDS = 16
+CHANGED_BEFORE_BACKWARD = (
+    "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
+    "Call the model again, or change parameters after backward()."
+)
+# The result of the last trace, with numbers in place of tensors, and which of these have a gradient. No part of the
+# state that a trace can change.
+_TEMPLATE: ContextVar[tuple[Any, list[bool]]] = ContextVar("template")
+
+
+class Owner(Protocol):
+    """The loop whose calls these are."""
+
+    modules: dict[str, nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    config: Config
+
+    def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a call on global tensors."""
+
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block inside which the parameters are split that the loop has made whole."""
+
+    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note that these parameters have a sum of gradients."""
+
+
+@dataclass(eq=False)
+class Kind:
+    """A kind of calls: of one module, with tensors of the same kinds in the same places.
+
+    Attributes:
+        results: number of tensors in the result.
+        used: the results that the loop has differentiated; None: it is not known yet.
+        graph: runs the calls; None as long as they run eagerly.
+        is_eager: the calls always run eagerly.
+    """
+
+    results: int = 0
+    used: frozenset[int] | None = None
+    graph: CallGraph | None = None
+    is_eager: bool = False
+    _seen: set[int] = field(default_factory=set)
+
+    def watch(self, result: Any) -> None:
+        """Note which tensors of a result the loop differentiates, and how."""
+        tensors = found_in(result, Tensor)
+        self.results = len(tensors)
+        runs: dict[int, int] = {}
+
+        def note(place: int) -> None:
+            runs[place] = runs.get(place, 0) + 1
+            self._seen.add(place)
+            self.used = frozenset(self._seen)
+            self.is_eager |= torch.is_grad_enabled() or runs[place] > 1 or not _torch.reaches_all_leaves()
+
+        for place, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _, place=place: note(place))
+
+
+class Calls:
+    """The calls of a loop's modules."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._kinds: dict[Hashable, Kind] = {}
+        self._trained: dict[int, tuple[int, bool]] = {}
+
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a call of a prepared module.
+
+        Args:
+            module: the module.
+            args, kwargs: the arguments, with global tensors, or plain ones that are equal on all ranks.
+        """
+        key: list[Hashable] = []
+        tensors: list[Tensor] = []
+        with_gradient = torch.is_grad_enabled()
+        has_hooks = any(table for one in module.modules() for table in _torch.hook_tables(one))
+        can_be_graph = not has_hooks and _described((args, kwargs), key, tensors)
+        if not can_be_graph or (with_gradient and not self._can_accumulate(module)):
+            return self._owner.run_eagerly(module, args, kwargs)
+        flags = tuple(one.training for one in module.modules())
+        autocast = _torch.ambient_autocast()
+        name = next(name for name, one in self._owner.modules.items() if one is module)
+        known = (name, *key, flags, with_gradient, autocast)
+        kind = self._kinds.get(known)
+        if kind is None:
+            kind = self._kinds[known] = Kind(is_eager=len(self._kinds) >= _MOST_KINDS)
+            kind.used = None if with_gradient else frozenset()
+        elif not kind.is_eager and kind.used is not None:
+            result = self._by_graph(kind, name, module, (args, kwargs), tensors, autocast, with_gradient)
+            if result is not _NO_GRAPH:
+                return result
+        result = self._owner.run_eagerly(module, args, kwargs)
+        if not kind.is_eager:
+            kind.watch(result)
+        return result
+
+    def _by_graph(
+        self,
+        kind: Kind,
+        name: str,
+        module: nn.Module,
+        arguments: Any,
+        tensors: Sequence[Tensor],
+        autocast: Any,
+        with_gradient: bool,
+    ) -> Any:
+        """Run a call as a graph; return ``_NO_GRAPH`` if none can do it."""
+        if kind.graph is None:
+            optimizers = self._owner.optimizers if with_gradient else ()
+            kind.graph = CallGraph(self._owner, optimizers, name, kind, arguments, tensors, autocast)
+        with self._owner.hidden():
+            begun = self._ready(kind, module, tensors)
+            return _NO_GRAPH if begun is None else begun.run()
+
+    def _ready(self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor]) -> Begun | None:
+        """Return a call that is ready to run; None if no graph can run it."""
+        assert kind.graph is not None
+        try:
+            return kind.graph.ready(tensors)
+        except (CommunicationError, RankMismatchError, ReplicaError):
+            raise
+        except Exception as error:
+            kind.is_eager, kind.graph = True, None
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            world().warn(f"calls of {type(module).__name__} run operator by operator, which is slower: {reason}")
+            return None
+
+    def _can_accumulate(self, module: nn.Module) -> bool:
+        """Return whether an optimizer trains every parameter of a module that gets a gradient, and no hook sees it."""
+        parameters = [one for one in module.parameters() if one.requires_grad]
+        trained = {
+            id(one)
+            for optimizer in self._owner.optimizers
+            for group in optimizer.param_groups
+            for one in group["params"]
+        }
+        return (
+            bool(parameters)
+            and not any(table for one in module.modules() for table in _torch.hook_tables(one))
+            and all(id(one) in trained for one in parameters)
+            and not _torch.has_gradient_hooks(parameters)
+        )
+
+
+_NO_GRAPH: Any = object()
+
+
+class CallGraph(ZeroGraph):
+    """The calls of one kind: forward, and with optimizers a pause and backward from the gradients of the results."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        optimizers: Sequence[torch.optim.Optimizer],
+        name: str,
+        kind: Kind,
+        arguments: Any,
+        tensors: Sequence[Tensor],
+        autocast: Any,
+    ) -> None:
+        super().__init__()
+        for module_name, module in owner.modules.items():
+            setattr(self, module_name, module)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+        # Clipped is the sum of gradients.
+        self.config = copy.copy(owner.config)
+        self.config.clip_grad_norm = None
+        self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
+        places = {id(one): place for place, one in enumerate(tensors)}
+        self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
+        self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
+        # By identity of the captured graph: the result, and which of its tensors have a gradient.
+        self._templates: dict[int, tuple[Any, list[bool]]] = {}
+        early = kind.results if optimizers else 0
+        self._request = replace(self._request, gradients="accumulate", early_outputs=early, pure=True)
+
+    def build(self, *tensors: Tensor) -> Any:
+        """Call the module; run backward from the gradients of the results that the loop differentiates."""
+        given = [
+            one.detach().requires_grad_() if wanted else one
+            for one, wanted in zip(tensors, self._differentiable, strict=True)
+        ]
+        args, kwargs = _filled(self._arguments, given)
+        with contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast):
+            result = getattr(self, self._name)(*args, **kwargs)
+        results = found_in(result, Tensor)
+        if len(results) != self._kind.results:
+            raise CaptureError("a call returns another number of tensors than before")
+        numbers = iter(range(len(results)))
+        template = map_tensors(result, lambda _: _Place(next(numbers)))
+        _TEMPLATE.set((template, [one.requires_grad for one in results]))
+        if not self._optimizers:
+            return results
+        used = [place for place in sorted(self._kind.used or ()) if results[place].requires_grad]
+        if used:
+            roots = [results[place] for place in used]
+            gradients = [GRADIENT_OF(root.detach(), place) for root, place in zip(roots, used, strict=True)]
+            torch.autograd.backward(roots, gradients)
+        return results, [one.grad for one, wanted in zip(given, self._differentiable, strict=True) if wanted]
+
+    def ready(self, tensors: Sequence[Tensor]) -> Begun:
+        """Return a call that all ranks are ready to run; compile its graph if there is none. A collective.
+
+        Raises:
+            CaptureError: the call cannot be a graph.
+            ZeroGraphError: as calling a graph does.
+        """
+        with one_thread("a call of a prepared module"):
+            step, batch = self._ready(tuple(map(_input, tensors)), {})
+        if id(step.captured) not in self._templates:
+            self._templates[id(step.captured)] = _TEMPLATE.get()
+        if self._optimizers and (step.executor.pausing is None or step.executor.written):
+            raise CaptureError("forward changes buffers, or the graph cannot pause")
+        return Begun(self, step, batch, list(tensors))
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is called."""
+        module: nn.Module = getattr(self, self._name)
+        return module
+
+    def arguments(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the arguments of a call, with these tensors."""
+        return _filled(self._arguments, tensors)
+
+    def result(self, step: CompiledStep, results: Sequence[Tensor]) -> Any:
+        """Return the result of a call, with these tensors."""
+        return _filled(self._templates[id(step.captured)][0], results)
+
+    def differentiable(self, step: CompiledStep) -> Sequence[bool]:
+        """Return which tensors of a result have a gradient."""
+        return self._templates[id(step.captured)][1]
+
+    def _seed_of_step(self) -> int:
+        return int(world().seed(None))
+
+    def _doing(self) -> str:
+        return f"a call of {type(self.module).__name__}"
+
+
+@dataclass(eq=False)
+class Begun:
+    """A call that is about to run, or has run its forward.
+
+    Attributes:
+        graph: the graph.
+        step: its compiled step.
+        batch: the inputs of the step.
+        tensors: the tensors among the arguments.
+        parameters: the parameters that get a gradient.
+    """
+
+    graph: CallGraph
+    step: CompiledStep
+    batch: Batch
+    tensors: list[Tensor]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    _finish: Callable[..., list[Tensor]] | None = None
+    _versions: tuple[int, ...] = ()
+    _outputs: list[Tensor] = field(default_factory=list)
+    _seen: list[int] = field(default_factory=list)
+
+    def run(self) -> Any:
+        """Run the call, or its forward, and return its result."""
+        graph, executor = self.graph, self.step.executor
+        graph._check_replicas()
+        inputs = graph._run_inputs(self.step, executor, self.batch)
+        graph._passes_done += 1
+        if not graph._optimizers:
+            return graph.result(self.step, [self._global(n, one) for n, one in enumerate(executor(*inputs))])
+        values, self._finish = executor.start(*inputs)
+        outputs = [self._global(number, value) for number, value in enumerate(values)]
+        self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
+        self._versions = self._versions_now()
+        self._seen = [_torch.version(one) for one in self._outputs]
+        self.parameters = [one for one in graph.module.parameters() if one.requires_grad]
+        wanted = [one for one in self.tensors if one.requires_grad]
+        return graph.result(self.step, _Call.apply(self, outputs, *wanted, *self.parameters))
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the rest of the graph; return the gradient of each tensor that wants one, and None for parameters."""
+        finish, self._finish = self._finish, None
+        pause = pause_of(self.step.emitted)
+        assert finish is not None
+        assert pause is not None
+        parts = []
+        for place in pause.args[2]:  # type: ignore[union-attr]
+            gradient = gradients[place]  # type: ignore[index]
+            if gradient is None:
+                parts.append(torch.zeros_like(self._outputs[place]))  # type: ignore[index]
+                continue
+            if world().job.size > 1:
+                if not isinstance(gradient, GlobalTensor):
+                    gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
+                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local  # type: ignore[index]
+            parts.append(gradient.contiguous())
+        values = finish(self.step.number_values(), parts)
+        named = self.graph._members().parameters
+        self.graph._owner.note_gradients([named[name] for name in self.step.captured.gradients])
+        # None where a tensor has no part in the result.
+        leaves = self.step.returned(self.batch)[self.graph._kind.results :]
+        rest = iter(range(self.graph._kind.results, len(values)))
+        found = [self._global(number := next(rest), values[number]) if leaf is Tensor else None for leaf in leaves]
+        return [*found, *(None for _ in self.parameters)]
+
+    def again(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of tensors and parameters by running the call anew, on global tensors.
+
+        Raises:
+            InputError: the call has drawn random numbers, which would be others now.
+        """
+        kind = self.graph._kind
+        kind.is_eager, kind.graph = True, None
+        if self.step.executor.draws:
+            raise InputError(
+                f"{self.graph._doing()} draws random numbers, and its results are differentiated in another way than "
+                "those of its first calls (create_graph=True, retain_graph=True, torch.autograd.grad, changes in place)"
+                "\nRun the loop again with these calls first, or switch dropout off there."
+            )
+        creates = torch.is_grad_enabled()
+        with torch.enable_grad():
+            tensors = [
+                one if creates or not one.requires_grad else one.detach().requires_grad_() for one in self.tensors
+            ]
+            result = self.graph._owner.run_eagerly(self.graph.module, *self.graph.arguments(tensors))
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(found_in(result, Tensor), gradients, strict=True)
+                if gradient is not None
+            ]
+            sources = [*(one for one in tensors if one.requires_grad), *self.parameters]
+            found = iter(
+                torch.autograd.grad(
+                    [output for output, _ in pairs],
+                    [one for one, wanted in zip(sources, needed, strict=True) if wanted],
+                    [gradient for _, gradient in pairs],
+                    create_graph=creates,
+                    allow_unused=True,
+                )
+            )
+        return [next(found) if wanted else None for wanted in needed]
+
+    def can_go_on(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether the rest of the graph computes the gradients that are asked for.
+
+        Raises:
+            InputError: parameters have changed since forward.
+        """
+        stores = stores_of(self.parameters)
+        if self._finish is not None and self._versions_now(stores) != self._versions:
+            raise InputError(CHANGED_BEFORE_BACKWARD)
+        used = self.graph._kind.used or frozenset()
+        return (
+            self._finish is not None
+            and not torch.is_grad_enabled()
+            and all(place in used for place, gradient in enumerate(gradients) if gradient is not None)
+            and _torch.reaches_all_leaves(deeply=False)
+            and [_torch.version(one) for one in self._outputs] == self._seen
+            and all(self.step.stores.get(store.layout.name) is store for store in stores)
+        )
+
+    def _versions_now(self, stores: Sequence[Store] | None = None) -> tuple[int, ...]:
+        stores = stores_of(self.graph.module.parameters()) if stores is None else stores
+        return tuple(_torch.version(store.flat) for store in stores if isinstance(store.flat, Tensor))
+
+    def _global(self, number: int, value: Tensor) -> Tensor:
+        """Return the global tensor of an output, which is a plain one in a job of one rank."""
+        sbp, now, value = self.step.outputs[number][0], world(), value.detach().contiguous()
+        if now.job.size == 1:
+            return value
+        shape = global_shape(value.shape, sbp, now.job.mesh)
+        stride = torch.empty(shape, device="meta").stride()
+        return GlobalTensor(value, now.spec(tuple(shape), stride, value.dtype, value.device, sbp))
+
+
+class _Call(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begun: Begun, outputs: list[GlobalTensor], *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.begun = begun
+        ctx.set_materialize_grads(False)
+        flags = begun.graph.differentiable(begun.step)
+        ctx.mark_non_differentiable(*(one for one, wanted in zip(outputs, flags, strict=True) if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        begun: Begun = ctx.begun
+        if begun.can_go_on(gradients):
+            return None, None, *begun.backward(gradients)
+        return None, None, *begun.again(gradients, ctx.needs_input_grad[2:])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of a tensor among others."""
+
+    number: int
+
+
+def _filled(template: Any, tensors: Sequence[Any]) -> Any:
+    return mapped(template, lambda one: tensors[one.number] if isinstance(one, _Place) else INSIDE)
+
+
+def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
+    """Note the kind of each part of an argument; return False if a graph cannot take one of them."""
+    kind = type(value)
+    if kind in (tuple, list):
+        key.append((kind, len(value)))
+        return all(_described(one, key, tensors) for one in value)
+    if kind is dict:
+        key.append((kind, *value))
+        return all(isinstance(name, str) for name in value) and all(
+            _described(one, key, tensors) for one in value.values()
+        )
+    if isinstance(value, PLAIN):
+        key.append((kind, repr(value)))
+        return True
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.layout is not torch.strided:
+        return False
+    is_part = world().job.size == 1
+    if isinstance(value, GlobalTensor):
+        if value.spec.rows is not None:
+            return False
+        is_part = _is_rows(value.spec.sbp)
+    elif type(value) is not Tensor:
+        return False
+    # The same tensor twice is one input.
+    known = next((place for place, one in enumerate(tensors) if one is value), None)
+    if known is None:
+        tensors.append(value)
+    key.append((value.dim(), value.dtype, value.device, value.requires_grad, is_part, known))
+    return True
+
+
+def _is_rows(sbp: NdSbp) -> bool:
+    return sbp == (Split(0),)
+
+
+def _input(tensor: Tensor) -> Tensor:
+    """Return a tensor as an argument of a graph."""
+    if isinstance(tensor, GlobalTensor):
+        if tensor.viewed is not None:
+            dispatch.refresh(tensor)
+        if _is_rows(tensor.spec.sbp):
+            return tensor.local.detach()
+        tensor = dispatch.whole_of(tensor)
+    tensor = tensor.detach()
+    if not tensor.dim() or world().job.size == 1:
+        return tensor
+    return DTensor.from_local(tensor, mesh(tensor.device.type), [Replicate()], run_check=False)

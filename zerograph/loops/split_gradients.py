@@ -1,0 +1,102 @@
+"""Gradients of an eager loop that graphs have computed: sums that the ranks hold split until the loop reads them.
+
+``parameter.grad`` is torch's own once it was read, whole on every rank. Other gradients stay in the buckets, where
+calls add to them and the update reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.eager import dispatch
+from zerograph.eager.tensor import GlobalTensor
+from zerograph.eager.world import world
+from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient
+from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
+
+
+class SplitGradients:
+    """The split gradients of a loop, and the reader of ``parameter.grad`` for them."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, nn.Parameter] = {}
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Answer for the gradients of these parameters."""
+        for parameter in parameters:
+            read_gradient_by(parameter, self)
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that a graph has added to the gradients of these parameters."""
+        for parameter in parameters:
+            self._parameters[id(parameter)] = parameter
+        # What the loop has read it may read again by its own name.
+        for parameter in parameters:
+            if stored_gradient(parameter) is not None:
+                self.settle(parameter)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._parameters
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of the parameters that have a split gradient."""
+        return [one for one in parameters if one in self]
+
+    def settle(self, parameter: nn.Parameter) -> None:
+        """Make the gradients of a parameter's bucket torch's own. A collective if it has a split one."""
+        store = store_of(parameter)
+        if parameter not in self or store is None:
+            return
+        gradients = accumulated_gradients(store)
+        with torch.no_grad():
+            for other, gradient in zip(store.parameters, gradients, strict=True):
+                if self._parameters.pop(id(other), None) is None:
+                    continue
+                whole: Tensor = gradient.clone()
+                if world().job.size > 1:
+                    whole = dispatch.wrapped_whole(GlobalTensor, whole)
+                before = stored_gradient(other)
+                if before is None:
+                    store_gradient(other, whole)
+                else:
+                    before.add_(whole)
+        _clear(store)
+
+    def read(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient, whole. A collective if it is split."""
+        self.settle(parameter)
+        return stored_gradient(parameter)
+
+    def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
+        """Drop a split gradient, in whose place the loop sets another, or none."""
+        self.clear([parameter], set_to_none=True)
+        return False
+
+    def clear(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Clear split gradients: to zeros, or altogether."""
+        cleared = self.of(parameters)
+        own = set(map(id, cleared))
+        for store in stores_of(cleared):
+            if all(id(one) in own for one in self.of(store.parameters)):
+                _clear(store)
+            else:
+                zeros = [torch.zeros(one.shape) if id(one) in own else None for one in store.parameters]
+                load_accumulated(store, zeros)
+        if set_to_none:
+            for one in cleared:
+                del self._parameters[id(one)]
+
+    def multiply(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+        """Multiply the split gradients of an optimizer's parameters."""
+        for store in stores_of(self.of(parameters)):
+            if store.accumulated is not None:
+                store.accumulated.mul_(factor.to(store.accumulated.dtype))
+
+
+def _clear(store: Store) -> None:
+    """Set a bucket's sum to zero. It stays the same tensor: a call that is between forward and backward adds to it."""
+    if store.accumulated is not None:
+        store.accumulated.zero_()
