@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import linecache
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +117,7 @@ class Executor:
             inputs, arguments = self._bound(batch, numbers, seed, sizes)
             running = self.pausing(*arguments)
             values, *_ = self._explained(lambda: next(running), doing)
+            self._write_back(inputs, arguments)
 
         def run_rest(gradients: Sequence[Tensor]) -> list[Tensor]:
             try:
@@ -317,13 +317,21 @@ def with_low_overhead(executor: Executor) -> Executor:
 
 
 def _can_pause(graph: fx.Graph) -> bool:
-    """Return whether the graph has a pause, and neither changes state nor moves offloaded tensors before."""
+    """Return whether the graph has a pause, and neither changes state nor moves offloaded tensors before.
+
+    If the loop computes the gradients that backward starts from, buffers are to be written before.
+    """
     pause = pause_of(graph)
     if pause is None or any(node.target in (FETCH, TRANSFER) for node in graph.nodes):
         return False
-    before = itertools.takewhile(lambda node: node is not pause, graph.nodes)
-    written = (argument for node in before for argument in written_arguments(node))
-    return not any(node.op == "placeholder" and meta(node)["role"].kind != "gather_buffer" for node in written)
+    early = {"gather_buffer", "buffer"} if pause.args[1] else {"gather_buffer"}
+    before = True
+    for node in graph.nodes:
+        before = before and node is not pause
+        kinds = {meta(one)["role"].kind for one in written_arguments(node) if one.op == "placeholder"}
+        if kinds - early if before else kinds & early & {"buffer"}:
+            return False
+    return True
 
 
 def _input_of(feed: Lookup | int | SizeInput, batch: Sequence[Tensor], sizes: Mapping[SizeInput, int]) -> Any:

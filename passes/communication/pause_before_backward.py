@@ -1,7 +1,8 @@
 """pause_before_backward: let a loop read values, such as the loss, before the rest of the step runs.
 
 The rest may never run: the loop may skip the step. So nothing before the pause changes state, and no collective is in
-flight there. Where the loop computes the loss, the gradients that backward starts from are results of the pause.
+flight there. Where the loop computes the loss, the gradients that backward starts from are results of the pause, and
+the buffers that forward changes are written before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from zerograph.ir.alias import WAIT
-from zerograph.ir.metadata import origin
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.pause import GRADIENT_OF, PAUSE, pause_of
 from zerograph.ir.rewrite import ancestors, emit, emit_like, move_after, positions
 from zerograph.ir.step_graph import output_nodes, writes
@@ -25,15 +26,16 @@ def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphM
         return module
     graph = module.graph
     values = output_nodes(graph)[: context.batch.early_outputs]
+    gradients = graph.find_nodes(op="call_function", target=GRADIENT_OF)
     order = positions(graph)
-    needed = ancestors(values) | set(values)
+    wanted = [*values, *(_writes_of_forward(graph, gradients) if gradients else ())]
+    needed = ancestors(wanted) | set(wanted)
     computed = sorted((node for node in needed if node.op != "placeholder"), key=order.__getitem__)
     backward = [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "backward"]
     first = min((order[node] for node in backward if node not in needed), default=len(order))
     place = max((node for node in computed if order[node] < first), key=order.__getitem__)
     # What follows in backward only makes an output of a value: a collective, for instance.
     place = move_after([node for node in computed if order[node] > first], place)
-    gradients = graph.find_nodes(op="call_function", target=GRADIENT_OF)
     results, places = [node.args[0] for node in gradients], [node.args[1] for node in gradients]
     with graph.inserting_after(place):
         pause = emit(graph, PAUSE, (values, results, places), origin(place))
@@ -41,6 +43,17 @@ def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphM
     states = [value for _, _, value in writes(graph) if value.op != "placeholder" and value < pause]
     move_after([one for one in states if one not in needed and all(user > pause for user in one.users)], pause)
     return module
+
+
+def _writes_of_forward(graph: fx.Graph, gradients: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the nodes that write what forward has computed to buffers, which nothing reads afterwards."""
+    return [
+        copy
+        for copy, target, _ in writes(graph)
+        if meta(target)["role"].kind == "buffer"
+        and ancestors([copy]).isdisjoint(gradients)
+        and all(user <= copy and ancestors([user]).isdisjoint(gradients) for user in target.users)
+    ]
 
 
 def _receive(graph: fx.Graph, pause: fx.Node, gradients: Sequence[fx.Node]) -> None:

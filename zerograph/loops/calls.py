@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -80,10 +81,10 @@ class Kind:
     is_eager: bool = False
     _seen: set[int] = field(default_factory=set)
 
-    def watch(self, result: Any) -> None:
-        """Note which tensors of a result the loop differentiates, and how."""
-        tensors = found_in(result, Tensor)
-        self.results = len(tensors)
+    def watched(self, result: Any) -> Any:
+        """Return a result that notes which of its tensors the loop differentiates, and how."""
+        self.results = len(found_in(result, Tensor))
+        places = itertools.count()
         runs: dict[int, int] = {}
 
         def note(place: int) -> None:
@@ -92,9 +93,16 @@ class Kind:
             self.used = frozenset(self._seen)
             self.is_eager |= torch.is_grad_enabled() or runs[place] > 1 or not _torch.reaches_all_leaves()
 
-        for place, tensor in enumerate(tensors):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _, place=place: note(place))
+        def view(tensor: Tensor) -> Tensor:
+            place = next(places)
+            if not tensor.requires_grad or tensor.is_leaf:
+                return tensor
+            # The model may differentiate through its own results too, which tells nothing.
+            seen = tensor.view_as(tensor)
+            seen.register_hook(lambda _: note(place))
+            return seen
+
+        return map_tensors(result, view)
 
 
 class Calls:
@@ -132,9 +140,7 @@ class Calls:
             if result is not _NO_GRAPH:
                 return result
         result = self._owner.run_eagerly(module, args, kwargs)
-        if not kind.is_eager:
-            kind.watch(result)
-        return result
+        return result if kind.is_eager else kind.watched(result)
 
     def _by_graph(
         self,
@@ -252,8 +258,8 @@ class CallGraph(ZeroGraph):
             step, batch = self._ready(tuple(map(_input, tensors)), {})
         if id(step.captured) not in self._templates:
             self._templates[id(step.captured)] = _TEMPLATE.get()
-        if self._optimizers and (step.executor.pausing is None or step.executor.written):
-            raise CaptureError("forward changes buffers, or the graph cannot pause")
+        if self._optimizers and step.executor.pausing is None:
+            raise CaptureError("its graph cannot pause between forward and backward")
         return Begun(self, step, batch, list(tensors))
 
     @property
@@ -361,6 +367,7 @@ class Begun:
                 "\nRun the loop again with these calls first, or switch dropout off there."
             )
         creates = torch.is_grad_enabled()
+        buffers = {one: one.clone() for one in self.graph.module.buffers()}
         with torch.enable_grad():
             tensors = [
                 one if creates or not one.requires_grad else one.detach().requires_grad_() for one in self.tensors
@@ -381,6 +388,10 @@ class Begun:
                     allow_unused=True,
                 )
             )
+        # Forward has written them already.
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
         return [next(found) if wanted else None for wanted in needed]
 
     def can_go_on(self, gradients: Sequence[Tensor | None]) -> bool:

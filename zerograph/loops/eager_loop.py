@@ -33,6 +33,8 @@ from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
 from zerograph.runtime.state import Store, load_part, reshard, show_whole, stores_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
+from zerograph.state.stateful import interruptible
+from zerograph.state.threads import one_thread
 
 
 class Update(ZeroGraph):
@@ -53,6 +55,7 @@ class Update(ZeroGraph):
         """Compute nothing: the gradients are there."""
         return []
 
+    @interruptible("a step")
     def run(self, gradients: Mapping[nn.Parameter, Tensor], split: Sequence[nn.Parameter]) -> Any:
         """Update parameters by their gradients. A collective.
 
@@ -70,15 +73,17 @@ class Update(ZeroGraph):
         has_gradient = {names[id(one)] for one in parameters}
         accumulated = tuple(name for name in self._members().parameters if name in has_gradient)
         self._request = replace(self._request, accumulated=accumulated)
-        self.compile()
-        sums = {store: store.accumulated for store in stores_of(gradients)}
-        try:
-            for store in sums:
-                _add_up(store, gradients)
-            result = self()
-        finally:
-            for store, before in sums.items():
-                store.accumulated = before
+        with one_thread("an update"):
+            step, batch = self._ready((), {})
+            sums = {store: store.accumulated for store in stores_of(gradients)}
+            try:
+                for store in sums:
+                    _add_up(store, gradients)
+                self._check_replicas()
+                result = self._run(step, step.executor, batch)
+            finally:
+                for store, before in sums.items():
+                    store.accumulated = before
         with _torch.without_torch_function():
             # A result of the parameters as they were cannot be differentiated any more.
             torch.autograd.graph.increment_version(list(parameters))

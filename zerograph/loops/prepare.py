@@ -418,6 +418,7 @@ def _clip_eagerly(original: Callable[..., Any], parameters: list[nn.Parameter], 
     if len(loops) > 1 or call.arguments.get("error_if_nonfinite"):
         return original(parameters, *args, **kwargs)
     (loop,) = loops
+    assert isinstance(loop, EagerLoop)
     return loop.edit(original, parameters, dict(list(call.arguments.items())[1:]))
 
 
