@@ -138,3 +138,8 @@ def ambient_autocast() -> tuple[str, torch.dtype] | None:
         kinds.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
     kind = next((one for one in kinds if torch.is_autocast_enabled(one)), None)
     return None if kind is None else (kind, torch.get_autocast_dtype(kind))
+
+
+def is_transforming() -> bool:
+    """Return whether a transform of ``torch.func`` runs, such as ``grad`` or ``vmap``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

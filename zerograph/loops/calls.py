@@ -33,7 +33,7 @@ from zerograph.ir.pause import GRADIENT_OF, pause_of
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.loops.containers import INSIDE, PLAIN, found_in, map_tensors, mapped
 from zerograph.runtime.job.process_group import mesh
-from zerograph.runtime.state import Store, stores_of
+from zerograph.runtime.state import stores_of
 from zerograph.state.threads import one_thread
 
 # The kinds of calls of one module that become graphs; others of a module that is called in more ways run eagerly.
@@ -111,7 +111,7 @@ class Calls:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._kinds: dict[Hashable, Kind] = {}
-        self._trained: dict[int, tuple[int, bool]] = {}
+        self._members = {id(module): _members_of(module) for module in owner.modules.values()}
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call of a prepared module.
@@ -123,8 +123,7 @@ class Calls:
         key: list[Hashable] = []
         tensors: list[Tensor] = []
         with_gradient = torch.is_grad_enabled()
-        has_hooks = any(table for one in module.modules() for table in _torch.hook_tables(one))
-        can_be_graph = not has_hooks and _described((args, kwargs), key, tensors)
+        can_be_graph = self._is_plain(module) and _described((args, kwargs), key, tensors)
         if not can_be_graph or (with_gradient and not self._can_accumulate(module)):
             return self._owner.run_eagerly(module, args, kwargs)
         flags = tuple(one.training for one in module.modules())
@@ -173,6 +172,15 @@ class Calls:
             world().warn(f"calls of {type(module).__name__} run operator by operator, which is slower: {reason}")
             return None
 
+    def _is_plain(self, module: nn.Module) -> bool:
+        """Return whether a graph sees what a call would: no hooks, no modes, no tensors in place of parameters."""
+        return (
+            self._members[id(module)] == _members_of(module)
+            and not any(table for one in module.modules() for table in _torch.hook_tables(one))
+            and not _torch.active_modes()
+            and not _torch.is_transforming()
+        )
+
     def _can_accumulate(self, module: nn.Module) -> bool:
         """Return whether an optimizer trains every parameter of a module that gets a gradient, and no hook sees it."""
         parameters = [one for one in module.parameters() if one.requires_grad]
@@ -191,6 +199,11 @@ class Calls:
 
 
 _NO_GRAPH: Any = object()
+
+
+def _members_of(module: nn.Module) -> list[int]:
+    """Return what tells the parameters and buffers of a module from others in their place."""
+    return [*map(id, module.parameters()), *map(id, module.buffers())]
 
 
 class CallGraph(ZeroGraph):
@@ -400,8 +413,7 @@ class Begun:
         Raises:
             InputError: parameters have changed since forward.
         """
-        stores = stores_of(self.parameters)
-        if self._finish is not None and self._versions_now(stores) != self._versions:
+        if self._finish is not None and self._versions_now() != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
         used = self.graph._kind.used or frozenset()
         return (
@@ -410,11 +422,11 @@ class Begun:
             and all(place in used for place, gradient in enumerate(gradients) if gradient is not None)
             and _torch.reaches_all_leaves(deeply=False)
             and [_torch.version(one) for one in self._outputs] == self._seen
-            and all(self.step.stores.get(store.layout.name) is store for store in stores)
+            and all(self.step.stores.get(one.layout.name) is one for one in stores_of(self.parameters))
         )
 
-    def _versions_now(self, stores: Sequence[Store] | None = None) -> tuple[int, ...]:
-        stores = stores_of(self.graph.module.parameters()) if stores is None else stores
+    def _versions_now(self) -> tuple[int, ...]:
+        stores = stores_of(self.graph.module.parameters())
         return tuple(_torch.version(store.flat) for store in stores if isinstance(store.flat, Tensor))
 
     def _global(self, number: int, value: Tensor) -> Tensor:

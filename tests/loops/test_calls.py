@@ -1,0 +1,223 @@
+"""Calls of a model in an eager loop are graphs after the first, unless the loop uses them as none allows."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.loops.scripts import samples, seeded
+from tests.loops.test_eager_loop import prepare_eagerly, update
+from tests.pool import Pool
+from zerograph.runtime.parameters import stored_gradient
+from zerograph.runtime.state import stores_of
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Growing(nn.Module):
+    """Each call leaves something behind in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.seen = plain(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        result: Tensor = self.net(x) * len(self.seen)
+        return result
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    x, y = samples(8 * count, 6).tensors
+    return list(zip(x.split(8), y.split(8), strict=True))
+
+
+def prepared(model: Any, stage: int, count: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    module = seeded(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    result: tuple[nn.Module, torch.optim.Optimizer, Any] = prepare_eagerly(stage)(module, optimizer, batches(count))
+    return result
+
+
+def graphs_of(model: nn.Module) -> list[bool]:
+    """Return for each kind of calls of a model whether a graph runs them."""
+    calls = type(model)._zerograph_prepared._calls  # type: ignore[attr-defined]
+    return [kind.graph is not None for kind in calls._kinds.values()]
+
+
+def noisy_losses(stage: int) -> tuple[list[str], list[bool]]:
+    model, optimizer, loader = prepared(noisy, stage)
+    losses = []
+    torch.manual_seed(5)
+    for _ in range(2):
+        for x, y in loader:
+            losses.append(update(optimizer, F.cross_entropy(model(x), y)).item().hex())
+        model.eval()
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(x), y).item().hex())
+        model.train()
+    return losses, graphs_of(model)
+
+
+def test_graphs_of_calls_with_dropout_and_buffers_agree_bitwise_between_stages(pool: Pool) -> None:
+    seen = [pool.run(2, noisy_losses, stage) for stage in range(4)]
+    assert {tuple(graphs) for ranks in seen for _, graphs in ranks} == {(True, True)}
+    assert len({tuple(losses) for ranks in seen for losses, _ in ranks}) == 1
+
+
+def graph_and_loop() -> tuple[list[str], list[str]]:
+    class Step(zg.ZeroGraph):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+            self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(self.model(x), y)
+            loss.backward()
+            return loss
+
+    step = Step(seeded(plain))
+    step.set_zero_mode("distributed_split", stage=2)
+    rank, ranks = zg.rank(), zg.world_size()
+    of_graph = [step(x.chunk(ranks)[rank], y.chunk(ranks)[rank]).item().hex() for x, y in batches(4)]
+    model, optimizer, loader = prepared(plain, 2)
+    return of_graph, [update(optimizer, F.cross_entropy(model(x), y)).item().hex() for x, y in loader]
+
+
+def test_a_loop_has_the_bits_of_the_graph_of_the_same_lines(pool: Pool) -> None:
+    for of_graph, of_loop in pool.run(2, graph_and_loop):
+        assert of_graph == of_loop
+
+
+def forms_of_gradients() -> list[tuple[bool, int, float]]:
+    model, optimizer, loader = prepared(plain, 2)
+    seen = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        parameters = list(model.parameters())
+        is_split = stored_gradient(parameters[0]) is None
+        elements = sum(store.accumulated.numel() for store in stores_of(parameters) if store.accumulated is not None)
+        norm = nn.utils.clip_grad_norm_(parameters, 0.1)
+        is_split &= stored_gradient(parameters[0]) is None
+        total = sum(one.grad.pow(2).sum() for one in parameters) ** 0.5  # type: ignore[union-attr]
+        seen.append((is_split, elements, float(total) / min(float(norm), 0.1)))
+        optimizer.step()
+    return seen
+
+
+def test_gradients_stay_split_until_they_are_read_and_are_clipped_so(pool: Pool) -> None:
+    size = sum(one.numel() for one in plain().parameters())
+    for first, *others in pool.run(2, forms_of_gradients):
+        assert first[0] is False
+        assert [is_split for is_split, _, _ in others] == [True] * 3
+        assert all(size // 2 <= elements < size for _, elements, _ in others)
+        assert [ratio for *_, ratio in (first, *others)] == pytest.approx([1] * 4, rel=1e-4)
+
+
+def counted() -> tuple[list[float], list[bool], list[str]]:
+    model, optimizer, loader = prepared(Growing, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in loader]
+    return losses, graphs_of(model), [str(one.message) for one in caught if "operator by operator" in str(one.message)]
+
+
+def test_a_call_that_changes_python_state_runs_operator_by_operator_and_says_so(pool: Pool) -> None:
+    model = seeded(Growing)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in batches(4)]
+    (losses, graphs, messages), (others, _, _) = pool.run(2, counted)
+    assert losses == others == pytest.approx(expected, rel=1e-9)
+    assert graphs == [False]
+    assert len(messages) == 1
+    assert "seen" in messages[0]
+
+
+def differentiated_twice(prepare: Any, model: Any) -> list[float]:
+    module = seeded(model)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+    module, optimizer, loader = prepare(module, optimizer, batches(4))
+    seen = []
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        out = module(x)
+        loss = F.cross_entropy(out, y)
+        if number == 3:
+            loss.backward(retain_graph=True)
+            (gradient,) = torch.autograd.grad(out.square().mean(), [module[0].weight], retain_graph=True)
+            seen.append(float(gradient.sum()))
+            loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        seen.append(float(module[0].weight.grad.sum()))
+    return seen
+
+
+def twice_on_a_rank(stage: int) -> list[float]:
+    return differentiated_twice(prepare_eagerly(stage), plain)
+
+
+def test_a_graph_that_is_differentiated_in_another_way_gives_the_right_gradients(pool: Pool) -> None:
+    expected = differentiated_twice(lambda *objects: objects, plain)
+    for seen in pool.run(2, twice_on_a_rank, 3):
+        assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def twice_with_noise() -> str:
+    with pytest.raises(zg.ZeroGraphError) as error:
+        differentiated_twice(prepare_eagerly(2), functools.partial(noisy))
+    return str(error.value)
+
+
+def test_a_graph_that_drew_random_numbers_is_not_run_again_with_others(pool: Pool) -> None:
+    for message in pool.run(2, twice_with_noise):
+        assert message.startswith("a call of Sequential draws random numbers")
+
+
+def changed_parameters() -> str:
+    model, optimizer, loader = prepared(plain, 2)
+    for number, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        if number == 2:
+            optimizer.step()
+            with pytest.raises(zg.InputError) as error:
+                loss.backward()
+            return str(error.value)
+        update(optimizer, loss)
+    raise AssertionError
+
+
+def test_a_step_between_a_call_and_its_backward_is_an_error_as_in_pytorch(pool: Pool) -> None:
+    for message in pool.run(2, changed_parameters):
+        assert message.startswith("a parameter was changed between the call of the model and backward()")
+
+
+def other_weights() -> tuple[float, float]:
+    model, optimizer, loader = prepared(plain, 2)
+    for x, y in loader:
+        update(optimizer, F.cross_entropy(model(x), y))
+    with torch.no_grad():
+        model(x)
+        zeros = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+        return float(torch.func.functional_call(model, zeros, (x,)).abs().sum()), float(model(x).abs().sum())
+
+
+def test_a_functional_call_uses_the_tensors_that_it_is_given(pool: Pool) -> None:
+    for of_zeros, of_model in pool.run(2, other_weights):
+        assert of_zeros == 0
+        assert of_model > 0
