@@ -1,6 +1,9 @@
 """Accelerate's ``Accelerator``, whose training steps are graphs with ZeRO.
 
 Everything that this class does not define is Accelerate's: trackers, printing, processes, devices, hooks.
+
+With ``zero={"loop": "eager"}`` a script runs as it is written, as one process on the batches of all: batches and
+results are global tensors.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,15 @@ from torch.utils.data import DataLoader
 from zerograph import data
 from zerograph._torch import pytree
 from zerograph.errors import ConfigError, InputError
+from zerograph.eager.tensor import GlobalTensor
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
+from zerograph.loops.containers import map_tensors
 from zerograph.loops.deferred import Deferred, values_of
+from zerograph.loops.eager_loop import EagerLoop
+from zerograph.loops.global_parts import check_equal, of_parts
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 from zerograph.runtime.job.process_group import join
@@ -34,7 +41,7 @@ try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, convert_to_fp32, send_to_device
 except ImportError as error:
     raise ImportError(
         "zerograph.integrations.accelerate needs accelerate: pip install 'zerograph[accelerate]'"
@@ -62,6 +69,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, zero: Zero = None, **kwargs: Any) -> None:
         self.zero_config = config_of(zero)
+        self.is_eager, self._has_loader = self.zero_config.loop == "eager", False
         # Modules of the next loop that other objects of it call, and that have no optimizer themselves.
         self.companions: list[nn.Module] = []
         super().__init__(*args, **kwargs)
@@ -169,13 +177,18 @@ class Accelerator(accelerate.Accelerator):
                 self._dataloaders.append(data_loader)
             return data_loader
         job = join(self.zero_config.timeout, self.zero_config.placement)
-        rows = global_loader(data_loader, job, split=self.split_batches)
+        rows = global_loader(data_loader, job, split=self.split_batches, objects=self.is_eager)
+        place = self.device_placement if device_placement is None else device_placement
+        if self.is_eager:
+            rows.collate_fn = _RowsOfRank(rows.collate_fn, place)
+            self._has_loader = True
+            self._tell_loops()
         prepared = prepare_data_loader(
             rows,
             self.device,
             num_processes=1,
             process_index=0,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
+            put_on_device=place or self.is_eager,
             rng_types=self.rng_types.copy(),
             dispatch_batches=False,
             use_seedable_sampler=self.use_seedable_sampler,
@@ -195,7 +208,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             InputError: no model of a prepared optimizer computed the loss, and there are other processes.
         """
-        if self.num_processes > 1 and not isinstance(loss, Deferred):
+        if self.num_processes > 1 and not (self.is_eager or isinstance(loss, Deferred)):
             raise InputError(
                 "accelerator.backward() got a loss that no prepared model computed, so each process would train by "
                 "itself\nPass the model's optimizer to accelerator.prepare() too, before the first batch."
@@ -222,11 +235,21 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Return a block without effect: the step computes in the precision of its configuration."""
-        yield
+        """Return a block without effect: the step computes in the precision of its configuration.
+
+        In an eager loop it is Accelerate's.
+        """
+        with super().autocast(autocast_handler) if self.is_eager else contextlib.nullcontext():
+            yield
 
     def gather(self, tensor: Any) -> Any:
-        """Return the rows of all ranks in order. Ranks may have unequal numbers of rows."""
+        """Return the rows of all ranks in order. Ranks may have unequal numbers of rows.
+
+        Raises:
+            RankMismatchError: the loop is eager, and ranks pass other plain tensors.
+        """
+        if self.is_eager:
+            return whole(tensor, "accelerator.gather()")
         tensor = values_of(tensor)
         if self.num_processes == 1 or sees_whole_batch():
             return tensor
@@ -240,15 +263,23 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
+        if self.is_eager and use_gather_object:
+            return input_data
         if sees_whole_batch():
             return input_data
         return super().gather_for_metrics(values_of(input_data), use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the ranks as Accelerate does. Results of prepared models, such as a loss, are the same on all."""
+        if self.is_eager:
+            return whole(tensor, "accelerator.reduce()")
         if sees_whole_batch():
             return tensor
         return super().reduce(values_of(tensor), reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pad tensors to the longest of all ranks; those of an eager loop are whole."""
+        return tensor if self.is_eager else super().pad_across_processes(tensor, *args, **kwargs)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the model: preparing does not wrap it."""
@@ -286,8 +317,11 @@ class Accelerator(accelerate.Accelerator):
         use_plain_linears(model)
         if loop_of(model) is None and (place or (place is None and self.device_placement)):
             model.to(self.device)
+        if self.is_eager and self.native_amp and not any(one is _in_fp32 for one in model._forward_hooks.values()):
+            model.register_forward_hook(_in_fp32)
         if not any(model is one for one in self._models):
             self._models.append(model)
+        self._tell_loops()
 
     def _prepare_loop(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Prepare optimizers with their models, and with those that have no loop yet.
@@ -300,8 +334,15 @@ class Accelerator(accelerate.Accelerator):
         ]
         release(*models, *self.companions, *optimizers)
         prepare(*models, *self.companions, *optimizers, config=self.zero_config)
+        self._tell_loops()
 
-    def _loops(self) -> list[Loop]:
+    def _tell_loops(self) -> None:
+        """Tell eager loops whether plain tensors are whole, which they are beside the batches of a loader."""
+        for loop in self._loops():
+            if isinstance(loop, EagerLoop):
+                loop.has_loader = loop.has_loader or self._has_loader
+
+    def _loops(self) -> list[Loop | EagerLoop]:
         loops = [loop for model in self._models if (loop := loop_of(model)) is not None]
         return [loop for number, loop in enumerate(loops) if not any(loop is other for other in loops[:number])]
 
@@ -320,7 +361,7 @@ class Accelerator(accelerate.Accelerator):
             self._models, self._optimizers = models, optimizers
 
 
-def save_loop(loop: Loop, folder: Path, *, write_counts: bool) -> None:
+def save_loop(loop: Loop | EagerLoop, folder: Path, *, write_counts: bool) -> None:
     """Save the state of a loop's modules and optimizers, sharded. A collective.
 
     Args:
@@ -329,14 +370,65 @@ def save_loop(loop: Loop, folder: Path, *, write_counts: bool) -> None:
         write_counts: write the loop's counts, on which its random numbers depend, beside it. One rank does.
     """
     loop.graph(*loop.optimizers).save(folder)
-    if write_counts:
+    if write_counts and isinstance(loop, Loop):
         counts = folder.with_name(f"{folder.name}.json")
         beside = counts.with_name(f".{counts.name}.part")
         beside.write_text(json.dumps({"graphs_done": loop.graphs_done}))
         os.replace(beside, counts)
 
 
-def load_loop(loop: Loop, folder: Path) -> None:
+def load_loop(loop: Loop | EagerLoop, folder: Path) -> None:
     """Load what :func:`save_loop` saved. A collective; each rank reads its shards."""
     loop.graph(*loop.optimizers).load(folder)
-    loop.graphs_done = int(json.loads(folder.with_name(f"{folder.name}.json").read_text())["graphs_done"])
+    counts = folder.with_name(f"{folder.name}.json")
+    # Those of an eager loop are torch's generators, which the framework saves.
+    if isinstance(loop, Loop) and counts.exists():
+        loop.graphs_done = int(json.loads(counts.read_text())["graphs_done"])
+
+
+def whole(values: Any, doing: str) -> Any:
+    """Return values of an eager loop as every rank has them, without history. A collective.
+
+    Raises:
+        RankMismatchError: ranks pass other plain tensors.
+    """
+    check_equal(values, doing)
+    return map_tensors(values, lambda one: one.full_tensor().detach() if isinstance(one, GlobalTensor) else one)
+
+
+def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
+    """Return a model's results in fp32, as Accelerate does."""
+    return convert_to_fp32(output)
+
+
+class _RowsOfRank:
+    """Collate this rank's rows of a batch, and make them global where Accelerate moves a batch to its device.
+
+    A worker of a loader cannot make them global, and Accelerate makes other loaders of a prepared one.
+
+    Args:
+        collate: the collator of this rank's rows.
+        place: move the rows to the device.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], place: bool) -> None:
+        self._collate, self._place = collate, place
+
+    def __call__(self, samples: Any) -> _Rows:
+        return _Rows(self._collate(samples), self._place)
+
+
+class _Rows:
+    """This rank's rows of a batch."""
+
+    def __init__(self, rows: Any, place: bool) -> None:
+        self._rows, self._place = rows, place
+
+    def pin_memory(self) -> _Rows:
+        """Return them in pinned memory."""
+        return _Rows(map_tensors(self._rows, Tensor.pin_memory), self._place)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        """Return the batch as global tensors, on a device. A collective."""
+        rows = send_to_device(self._rows, device, non_blocking=non_blocking) if self._place else self._rows
+        return of_parts(rows, "a batch of a prepared loader")

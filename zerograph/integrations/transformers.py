@@ -2,6 +2,8 @@
 
 ``compute_loss`` is one recorded function that sees the whole batch of all ranks, as in one process. What it counts and
 averages, such as the tokens that a label does not mask, is therefore that of the whole batch.
+
+With ``zero={"loop": "eager"}`` nothing is recorded: the trainer runs as in one process, on global tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 
 from zerograph.graph import building
 from zerograph.integrations import state
-from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
+from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop, whole
 from zerograph.integrations.checks import check_labels
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
@@ -28,6 +30,7 @@ from zerograph.integrations.replay import Log, Place
 from zerograph.integrations.trl import substituted
 from zerograph.integrations.unsupported import unsupported, unsupported_trainer
 from zerograph.loops.deferred import Deferred, is_replaying, values_of
+from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare
 
@@ -62,6 +65,10 @@ class ZeroTrainerMixin(_Mixed):
         # Calls of compute_loss() whose values are still to come, see Readings.
         self._unread: list[tuple[Log, Mapping[Place, float], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         super().__init__(*args, **kwargs)
+        if self.accelerator.is_eager:
+            # On the instance, so that a method of a subclass is inside.
+            self.training_step = _around(self._step_with_value, self.training_step)
+            return
         # Before other callbacks, and before the trainer counts the step.
         self.callback_handler.callbacks.insert(0, _ReadAfterStep(self._read))
         self._readings = Readings(self.compute_loss, substituted, only_with_values=["log"])
@@ -91,16 +98,22 @@ class ZeroTrainerMixin(_Mixed):
         """Train as the trainer does. ``resume_from_checkpoint=True`` passes over a checkpoint that was cut off."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = state.last_complete(self.args.output_dir) or True
+        if self.accelerator.is_eager:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         with patch.object(neftune, "neftune_post_forward_hook", _add_noise):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # --- the step ---
 
+    def _step_with_value(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a training step of an eager loop; its loss is whole, since the trainer reads it several times."""
+        return whole(step(*args, **kwargs), "a training step")
+
     def _recorded_loss(
         self, compute: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         loop = loop_of(model)
-        if loop is None or is_replaying() or building():
+        if not isinstance(loop, Loop) or is_replaying() or building():
             return compute(model, inputs, *args, **kwargs)
         check_labels(model, inputs)
         (loss_module,) = (one for one in loop.modules.values() if isinstance(one, _Loss))
@@ -156,7 +169,7 @@ class ZeroTrainerMixin(_Mixed):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         count = super()._get_num_items_in_batch(batch_samples, device)
-        if not isinstance(count, Tensor) or self.accelerator.num_processes == 1:
+        if not isinstance(count, Tensor) or self.accelerator.num_processes == 1 or self.accelerator.is_eager:
             return count
         return self.accelerator.reduce(count.to(device), "sum")
 
@@ -172,13 +185,21 @@ class ZeroTrainerMixin(_Mixed):
         """Return the loss, and other models of the trainer, such as a frozen reference or a teacher."""
         own = {id(module) for module in self.model.modules()}
         others = [one for one in vars(self).values() if isinstance(one, nn.Module) and id(one) not in own]
-        return [_Loss(self.model, self._readings), *others]
+        return others if self.accelerator.is_eager else [_Loss(self.model, self._readings), *others]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate; the model need not have been trained."""
         if loop_of(self.model) is None:
             prepare(self.model, *self._companions(), config=self.accelerator.zero_config)
-        return super().evaluation_loop(*args, **kwargs)
+        # The trainer repeats a batch's loss for each of its samples; a batch of an eager loop has those of all ranks.
+        with self._batch_of_all_ranks() if self.accelerator.is_eager else contextlib.nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def store_flos(self) -> None:
+        """Add up the estimated operations; the batches of an eager loop are whole on every rank."""
+        if self.accelerator.is_eager:
+            self.current_flos /= self.accelerator.num_processes
+        super().store_flos()
 
     def _prediction(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return values_of(step(*args, **kwargs))
@@ -250,7 +271,7 @@ class ZeroTrainerMixin(_Mixed):
                 super()._load_rng_state(folder)
 
     @property
-    def _loop(self) -> Loop:
+    def _loop(self) -> Loop | EagerLoop:
         loop = loop_of(self.model)
         assert loop is not None
         return loop

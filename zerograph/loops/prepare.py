@@ -101,7 +101,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
     if not modules:
         raise ConfigError("zg.prepare() takes a model, and its optimizers, schedulers and loaders")
     for module in modules:
-        loop = _loop_of(module)
+        loop = loop_of(module)
         if loop is not None and any(not any(one is other for one in modules) for other in loop.modules.values()):
             raise ConfigError(
                 f"{type(module).__name__} is prepared already, together with another module: call zg.prepare() once, "
@@ -147,7 +147,7 @@ def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.op
             "Use the optimizer that was passed last, or pass all optimizers of the model together."
         )
 
-    for loop in {id(loop): loop for module in modules if (loop := _loop_of(module)) is not None}.values():
+    for loop in {id(loop): loop for module in modules if (loop := loop_of(module)) is not None}.values():
         # The update that waits runs now.
         loop.graph()
         release(*loop.modules.values(), *loop.optimizers)
@@ -256,21 +256,7 @@ def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
     module.__class__ = type(kind)(kind.__name__, (kind,), {**methods, **names})
 
 
-def loop_of(module: nn.Module) -> Loop | None:
-    """Return the recorded loop that a module is prepared for, or None.
-
-    Raises:
-        ConfigError: its loop is eager.
-    """
-    loop = _loop_of(module)
-    if isinstance(loop, EagerLoop):
-        raise ConfigError(
-            "config.loop='eager' under Trainer, Accelerate or Lightning, which record loops: leave it out"
-        )
-    return loop
-
-
-def _loop_of(module: nn.Module) -> Loop | EagerLoop | None:
+def loop_of(module: nn.Module) -> Loop | EagerLoop | None:
     """Return the loop that a module is prepared for, or None."""
     loop: Loop | EagerLoop | None = getattr(type(module), "_zerograph_prepared", None)
     return loop
@@ -293,7 +279,7 @@ def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> I
         ConfigError: the module is not prepared.
         RankMismatchError: ranks have made other changes. None is kept.
     """
-    loop = _loop_of(module)
+    loop = loop_of(module)
     if loop is None:
         raise ConfigError(f"zg.full_parameters() of a {type(module).__name__} that zg.prepare() has not prepared")
     graph = loop.graph()
@@ -308,7 +294,7 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
     """
     for one in objects:
         if isinstance(one, nn.Module):
-            if _loop_of(one) is not None:
+            if loop_of(one) is not None:
                 one.__class__ = type(one).__bases__[0]
         else:
             for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "__reduce_ex__"):
