@@ -153,6 +153,58 @@ def language_model(
     return logged(trainer)
 
 
+def watched(
+    folder: Path, ranks: int, zero: Any, kind: str, **options: Any
+) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
+    """Train a model in fp64 with clipping, evaluate, predict; return its numbers, calls, and state."""
+    from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+
+    calls: list[Any] = []
+    losses: list[float] = []
+
+    class Watched(trainer_class(zero)):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+            loss = result[0] if isinstance(result, tuple) else result
+            calls.append(("loss", len(inputs["input_ids"])))
+            losses.append(loss.item())
+            return result
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append("step")
+            return super().training_step(*args, **kwargs)
+
+    class Events(TrainerCallback):
+        pass
+
+    def event(name: str) -> Any:
+        return lambda self, args, state, control, **kwargs: calls.append((name, state.global_step))
+
+    for name in vars(TrainerCallback):
+        if name.startswith("on_"):
+            setattr(Events, name, event(name))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    bert = BertConfig(vocab_size=32, max_position_embeddings=32, num_labels=3, **sizes, **dropout)
+    model = BertForSequenceClassification(bert) if kind == "bert" else llama()
+    data: Any = sentences(37) if kind == "bert" else texts(37)
+    trainer = Watched(
+        model=model.double(),
+        args=arguments(folder, ranks, max_grad_norm=0.2, eval_strategy="epoch", **options),
+        train_dataset=data,
+        eval_dataset=data[:13],
+        compute_metrics=lambda seen: {"sum": float(seen.predictions.sum()), "rows": len(seen.label_ids)},
+        callbacks=[Events()],
+        **({"data_collator": pad} if kind == "bert" else {}),
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.evaluate()
+    trainer.train()
+    calls.append(("predicted", trainer.predict(data[:11]).predictions.shape))
+    return [*logged(trainer), *({"computed": loss} for loss in losses)], calls, dict(trainer.model.state_dict())
+
+
 def special(zero: int | None, kind: str) -> Any:
     """Return a trainer whose loss depends on the step, reads values, counts, keeps a tensor, or branches."""
 

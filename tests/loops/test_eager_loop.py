@@ -18,7 +18,6 @@ import zerograph as zg
 from tests.loops import scripts
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.pool import Pool
-from zerograph.loops.prepare import loop_of as loop_of_module
 
 
 def prepare_eagerly(stage: int) -> Prepare:
@@ -298,17 +297,6 @@ def halves_of_own_rows() -> list[str]:
 
 def test_halves_of_rows_that_ranks_have_cut_are_warned_of(pool: Pool) -> None:
     assert "the rows of rank 0, then those of rank 1" in "".join(pool.run(2, halves_of_own_rows)[0])
-
-
-def under_an_integration() -> str:
-    model = prepare_eagerly(2)(perceptron())
-    with pytest.raises(zg.ConfigError, match="record loops") as caught:
-        loop_of_module(model)
-    return str(caught.value)
-
-
-def test_an_integration_refuses_an_eager_loop(pool: Pool) -> None:
-    assert "Trainer" in pool.run(2, under_an_integration)[0]
 
 
 class Chain(nn.Module):

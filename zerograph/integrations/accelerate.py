@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from zerograph import data
 from zerograph._torch import pytree
-from zerograph.errors import ConfigError, InputError
 from zerograph.eager.tensor import GlobalTensor
+from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.replay import sees_whole_batch
@@ -41,7 +41,7 @@ try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import DistributedType, convert_to_fp32, send_to_device
+    from accelerate.utils import DistributedType, convert_to_fp32, send_to_device, synchronize_rng_states
 except ImportError as error:
     raise ImportError(
         "zerograph.integrations.accelerate needs accelerate: pip install 'zerograph[accelerate]'"
@@ -249,7 +249,8 @@ class Accelerator(accelerate.Accelerator):
             RankMismatchError: the loop is eager, and ranks pass other plain tensors.
         """
         if self.is_eager:
-            return whole(tensor, "accelerator.gather()")
+            check_equal(tensor, "accelerator.gather()")
+            return whole(tensor)
         tensor = values_of(tensor)
         if self.num_processes == 1 or sees_whole_batch():
             return tensor
@@ -263,8 +264,8 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
-        if self.is_eager and use_gather_object:
-            return input_data
+        if self.is_eager:
+            return input_data if use_gather_object else self.gather(input_data)
         if sees_whole_batch():
             return input_data
         return super().gather_for_metrics(values_of(input_data), use_gather_object)
@@ -272,7 +273,8 @@ class Accelerator(accelerate.Accelerator):
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the ranks as Accelerate does. Results of prepared models, such as a loss, are the same on all."""
         if self.is_eager:
-            return whole(tensor, "accelerator.reduce()")
+            check_equal(tensor, "accelerator.reduce()")
+            return whole(tensor)
         if sees_whole_batch():
             return tensor
         return super().reduce(values_of(tensor), reduction, scale)
@@ -280,6 +282,14 @@ class Accelerator(accelerate.Accelerator):
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad tensors to the longest of all ranks; those of an eager loop are whole."""
         return tensor if self.is_eager else super().pad_across_processes(tensor, *args, **kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process."""
+        super().print(*whole(args), **kwargs)
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log values on the main process."""
+        super().log(whole(values), *args, **kwargs)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """Return the model: preparing does not wrap it."""
@@ -303,6 +313,9 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("load_state() needs a folder")
         with self._without_sharded():
             super().load_state(input_dir, load_kwargs, **kwargs)
+        if self.is_eager and self.num_processes > 1:
+            # Of ranks that the checkpoint does not know, too.
+            synchronize_rng_states(["torch"])
         for number, loop in enumerate(self._loops()):
             load_loop(loop, Path(input_dir) / f"{STATE}{number or ''}")
 
@@ -386,13 +399,8 @@ def load_loop(loop: Loop | EagerLoop, folder: Path) -> None:
         loop.graphs_done = int(json.loads(counts.read_text())["graphs_done"])
 
 
-def whole(values: Any, doing: str) -> Any:
-    """Return values of an eager loop as every rank has them, without history. A collective.
-
-    Raises:
-        RankMismatchError: ranks pass other plain tensors.
-    """
-    check_equal(values, doing)
+def whole(values: Any) -> Any:
+    """Return the same values with whole plain tensors in place of global ones, without history. A collective."""
     return map_tensors(values, lambda one: one.full_tensor().detach() if isinstance(one, GlobalTensor) else one)
 
 
@@ -419,7 +427,7 @@ class _RowsOfRank:
 
 
 class _Rows:
-    """This rank's rows of a batch."""
+    """The rows of a batch that one rank has."""
 
     def __init__(self, rows: Any, place: bool) -> None:
         self._rows, self._place = rows, place

@@ -62,9 +62,7 @@ class JoinedBatches(BatchSampler):
         return whole + (more > 0 and not self.drop_last)
 
 
-def global_loader(
-    loader: DataLoader[Any], job: Job, *, split: bool = False, objects: bool = False
-) -> DataLoader[Any]:
+def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False, objects: bool = False) -> DataLoader[Any]:
     """Return a loader of this rank's rows of whole batches.
 
     Args:

@@ -67,7 +67,7 @@ class ZeroTrainerMixin(_Mixed):
         super().__init__(*args, **kwargs)
         if self.accelerator.is_eager:
             # On the instance, so that a method of a subclass is inside.
-            self.training_step = _around(self._step_with_value, self.training_step)
+            vars(self)["training_step"] = _around(self._step_with_value, self.training_step)
             return
         # Before other callbacks, and before the trainer counts the step.
         self.callback_handler.callbacks.insert(0, _ReadAfterStep(self._read))
@@ -107,7 +107,7 @@ class ZeroTrainerMixin(_Mixed):
 
     def _step_with_value(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a training step of an eager loop; its loss is whole, since the trainer reads it several times."""
-        return whole(step(*args, **kwargs), "a training step")
+        return whole(step(*args, **kwargs))
 
     def _recorded_loss(
         self, compute: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
