@@ -264,8 +264,8 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
-        if self.is_eager:
-            return input_data if use_gather_object else self.gather(input_data)
+        if self.is_eager and (use_gather_object or not _are_tensors(input_data)):
+            return whole(input_data)
         if sees_whole_batch():
             return input_data
         return super().gather_for_metrics(values_of(input_data), use_gather_object)
@@ -402,6 +402,10 @@ def load_loop(loop: Loop | EagerLoop, folder: Path) -> None:
 def whole(values: Any) -> Any:
     """Return the same values with whole plain tensors in place of global ones, without history. A collective."""
     return map_tensors(values, lambda one: one.full_tensor().detach() if isinstance(one, GlobalTensor) else one)
+
+
+def _are_tensors(values: Any) -> bool:
+    return all(isinstance(one, Tensor) for one in pytree.tree_leaves(values))
 
 
 def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
