@@ -126,7 +126,13 @@ def copies() -> None:
     assert x.full_tensor().equal(whole())
 
 
-CHECKS = [metadata, reading, gradients, gradients_of_gradients, hooks, conversions, dtensors, copies]
+def numbered_cpu() -> None:
+    # As Accelerate names the CPU of a rank.
+    x = distributed(whole(), (4, 4)).to("cpu:0")
+    assert torch.nn.functional.embedding(x.long().abs() % 3, torch.ones(3, 2)).sbp == (zg.sbp.split(0),)
+
+
+CHECKS = [metadata, reading, gradients, gradients_of_gradients, hooks, conversions, dtensors, copies, numbered_cpu]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

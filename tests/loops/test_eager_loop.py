@@ -114,6 +114,11 @@ def penalty_on_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x:
     return update(optimizer, F.cross_entropy(model[2](torch.relu(model[0](x))), y) + 0.01 * penalty).item()
 
 
+def submodules(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    # The first operator with a parameter since the update has a global tensor before it.
+    return update(optimizer, F.cross_entropy(model[2](torch.relu(model[0](x))), y)).item()
+
+
 def clipped_weights(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
     model(x)
@@ -208,6 +213,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a gradient penalty": (gradient_penalty, perceptron),
     "a branch on a value": (branch_on_a_value, perceptron),
     "a penalty on parameters": (penalty_on_parameters, perceptron),
+    "calls of submodules": (submodules, perceptron),
     "clipped weights": (clipped_weights, perceptron),
     "features of a hook": (features_of_a_hook, perceptron),
     "a closure": (closure, perceptron),

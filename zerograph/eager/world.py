@@ -17,6 +17,7 @@ from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.wire.selection import transport_of
 
 _MOST_PROGRAMS = 1 << 12
+_CPU = torch.device("cpu")
 
 
 class World:
@@ -51,6 +52,8 @@ class World:
         rows: tuple[int, ...] | None = None,
     ) -> Spec:
         """Return the one object for this metadata."""
+        # A CPU has no number, which frameworks give it, and torch keeps it on fake tensors only.
+        device = _CPU if device.type == "cpu" else device
         # What is not split has no unequal parts.
         key = shape, stride, dtype, device, sbp, rows if any(isinstance(one, Split) for one in sbp) else None
         spec = self._specs.get(key)
