@@ -161,12 +161,12 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
-def fit(folder: Path, ranks: int, stage: int | None, accumulation: int, resume: str | None, kind: Any) -> list[float]:
+def fit(folder: Path, ranks: int, stage: Any, accumulation: int, resume: str | None, kind: Any) -> list[float]:
     strategy: Any = "auto"
     if stage is not None:
         from zerograph.integrations.lightning import ZeroStrategy
 
-        strategy = ZeroStrategy(stage)
+        strategy = ZeroStrategy(zero=stage)
     torch.manual_seed(0)
     module, seen = kind(), Seen()
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}")
@@ -189,7 +189,7 @@ def fit(folder: Path, ranks: int, stage: int | None, accumulation: int, resume: 
 
 
 def run(
-    folder: Path, ranks: int, stage: int | None, accumulation: int = 1, resume: str | None = None, kind: Any = Net
+    folder: Path, ranks: int, stage: Any, accumulation: int = 1, resume: str | None = None, kind: Any = Net
 ) -> list[float]:
     torch.set_num_threads(1)
     numbers: list[float] = on_ranks(fit, folder, ranks, stage, accumulation, resume, kind)
@@ -237,3 +237,28 @@ def test_a_step_that_cannot_be_one_graph_is_an_error(tmp_path: Path, kind: Any, 
 
     with pytest.raises(CaptureError, match=message):
         run(tmp_path, 1, 1, kind=kind)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "stage", "accumulation"),
+    [
+        (Net, 0, 2),
+        (Scheduled, 3, 1),
+        (Measured, 2, 1),
+        (UsesIndex, 1, 1),
+        (KeepsATensor, 3, 1),
+        (ComputesAMetric, 2, 1),
+        (Adversarial, 3, 1),
+    ],
+)
+def test_an_eager_loop_runs_the_steps_of_one_process(
+    pool: Pool, tmp_path: Path, kind: Any, stage: int, accumulation: int
+) -> None:
+    expected = run(tmp_path / "plain", 1, None, accumulation, kind=kind)
+    zero = {"loop": "eager", "stage": stage}
+    for numbers in pool.run(2, run, tmp_path / "zero", 2, zero, accumulation, None, kind):
+        assert numbers == pytest.approx(expected, abs=1e-5)
+    checkpoint = str(tmp_path / "zero" / "epoch=0.ckpt")
+    resumed = run(tmp_path / "one", 1, zero, accumulation, checkpoint, kind)
+    assert resumed == pytest.approx(run(tmp_path / "again", 1, None, accumulation, checkpoint, kind), abs=1e-5)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,15 @@ from torch.utils.data import DataLoader
 
 from zerograph import data
 from zerograph._torch import pytree
-from zerograph.eager.tensor import GlobalTensor
 from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
+from zerograph.integrations.eager import RowsOfRank, whole
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
-from zerograph.loops.containers import map_tensors
 from zerograph.loops.deferred import Deferred, values_of
 from zerograph.loops.eager_loop import EagerLoop
-from zerograph.loops.global_parts import check_equal, of_parts
+from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 from zerograph.runtime.job.process_group import join
@@ -180,7 +179,7 @@ class Accelerator(accelerate.Accelerator):
         rows = global_loader(data_loader, job, split=self.split_batches, objects=self.is_eager)
         place = self.device_placement if device_placement is None else device_placement
         if self.is_eager:
-            rows.collate_fn = _RowsOfRank(rows.collate_fn, place)
+            rows.collate_fn = RowsOfRank(rows.collate_fn, send_to_device if place else None)
             self._has_loader = True
             self._tell_loops()
         prepared = prepare_data_loader(
@@ -399,11 +398,6 @@ def load_loop(loop: Loop | EagerLoop, folder: Path) -> None:
         loop.graphs_done = int(json.loads(counts.read_text())["graphs_done"])
 
 
-def whole(values: Any) -> Any:
-    """Return the same values with whole plain tensors in place of global ones, without history. A collective."""
-    return map_tensors(values, lambda one: one.full_tensor().detach() if isinstance(one, GlobalTensor) else one)
-
-
 def _are_tensors(values: Any) -> bool:
     return all(isinstance(one, Tensor) for one in pytree.tree_leaves(values))
 
@@ -411,36 +405,3 @@ def _are_tensors(values: Any) -> bool:
 def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
     """Return a model's results in fp32, as Accelerate does."""
     return convert_to_fp32(output)
-
-
-class _RowsOfRank:
-    """Collate this rank's rows of a batch, and make them global where Accelerate moves a batch to its device.
-
-    A worker of a loader cannot make them global, and Accelerate makes other loaders of a prepared one.
-
-    Args:
-        collate: the collator of this rank's rows.
-        place: move the rows to the device.
-    """
-
-    def __init__(self, collate: Callable[[Any], Any], place: bool) -> None:
-        self._collate, self._place = collate, place
-
-    def __call__(self, samples: Any) -> _Rows:
-        return _Rows(self._collate(samples), self._place)
-
-
-class _Rows:
-    """The rows of a batch that one rank has."""
-
-    def __init__(self, rows: Any, place: bool) -> None:
-        self._rows, self._place = rows, place
-
-    def pin_memory(self) -> _Rows:
-        """Return them in pinned memory."""
-        return _Rows(map_tensors(self._rows, Tensor.pin_memory), self._place)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
-        """Return the batch as global tensors, on a device. A collective."""
-        rows = send_to_device(self._rows, device, non_blocking=non_blocking) if self._place else self._rows
-        return of_parts(rows, "a batch of a prepared loader")

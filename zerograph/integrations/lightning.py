@@ -2,6 +2,8 @@
 
 ``training_step`` is one recorded function that sees the whole batch of all ranks, as in one process. What it logs has a
 value after the update, and is logged then.
+
+With ``zero={"loop": "eager"}`` nothing is recorded: the module's steps run as in one process, on global tensors.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader
 from zerograph import data
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError, ConfigError
+from zerograph.integrations.eager import RowsOfRank, whole
 from zerograph.integrations.metrics import NoValue, Use, collected_uses, is_metric
 from zerograph.integrations.options import Zero, config_of
 from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
@@ -26,11 +29,13 @@ from zerograph.integrations.rows import global_loader
 from zerograph.integrations.state import whole_state
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.deferred import Deferred, values_of
+from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 from zerograph.runtime.job.process_group import join
 
 try:
+    from lightning.fabric.utilities import move_data_to_device
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -55,6 +60,7 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, stage: int | str = DEFAULT_STAGE, *, zero: Zero = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.zero_config = config_of(stage if zero is None else zero)
+        self.is_eager = self.zero_config.loop == "eager"
         self._recorded: list[_Recorded] = []
 
     def setup(self, trainer: Any) -> None:
@@ -67,15 +73,30 @@ class ZeroStrategy(DDPStrategy):
         if loop_of(module) is None:
             self.model_to_device()
         release(module)
-        optimizers = []
+        optimizers: list[Any] = []
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             optimizers = self.optimizers
         self.setup_precision_plugin()
         release(*optimizers)
+        if self.is_eager:
+            self._prepare_eagerly(module, optimizers)
+            return
         called = [] if self._steps_are_graphs else list(_called_in(module))
         release(*called)
         prepare(*(module, _Steps(module), *called, *optimizers), config=self.zero_config)
+        self._use_own_zero_grad()
+
+    def _prepare_eagerly(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        prepare(module, *optimizers, config=self.zero_config)
+        # A plain tensor is whole.
+        self._loop.has_loader = True  # type: ignore[union-attr]
+        for metric in filter(is_metric, module.modules()):
+            # Its state is that of all ranks, and is not added up over them.
+            metric.distributed_available_fn = _never  # type: ignore[assignment]
+        self._use_own_zero_grad()
+
+    def _use_own_zero_grad(self) -> None:
         for wrapped in self._lightning_optimizers:
             # Not that of the class, which sets each gradient.
             wrapped.zero_grad = wrapped.optimizer.zero_grad
@@ -84,10 +105,16 @@ class ZeroStrategy(DDPStrategy):
         """Return a loader of this rank's rows of batches of ``batch_size`` times the number of ranks samples."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        return global_loader(dataloader, join(self.zero_config.timeout, self.zero_config.placement))
+        job = join(self.zero_config.timeout, self.zero_config.placement)
+        loader = global_loader(dataloader, job, objects=self.is_eager)
+        if self.is_eager:
+            loader.collate_fn = RowsOfRank(loader.collate_fn, move_data_to_device)
+        return loader
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Record the module's ``training_step``; with manual optimization run it as a loop whose calls are recorded."""
+        if self.is_eager:
+            return self._run("training_step", args, kwargs)
         if self._steps_are_graphs:
             return self._record("training_step", args, kwargs)
         module = self.lightning_module
@@ -122,8 +149,18 @@ class ZeroStrategy(DDPStrategy):
         return result
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a value over the ranks."""
-        return super().reduce(values_of(tensor), group, reduce_op)
+        """Reduce a value over the ranks; that of an eager loop is of all ranks."""
+        return whole(tensor) if self.is_eager else super().reduce(values_of(tensor), group, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, have decided so."""
+        count = int(super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum"))
+        return count == self.world_size if all else count > 0
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the values of all ranks; those of an eager loop are whole."""
+        gathered: Tensor = whole(tensor) if self.is_eager else super().all_gather(tensor, group, sync_grads)
+        return gathered
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole state on rank 0, for a checkpoint. A collective; other ranks hold one bucket at a time."""
@@ -136,13 +173,13 @@ class ZeroStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint of Lightning, which loads with any strategy and on any number of ranks."""
         loop = loop_of(self.lightning_module)
-        counts = {} if loop is None else {_COUNTS: {"graphs_done": loop.graphs_done}}
+        counts = {_COUNTS: {"graphs_done": loop.graphs_done}} if isinstance(loop, Loop) else {}
         super().save_checkpoint(checkpoint | counts, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the optimizers, and continue the sequence of random numbers."""
         super().load_optimizer_state_dict(checkpoint)
-        if _COUNTS in checkpoint:
+        if _COUNTS in checkpoint and isinstance(self._loop, Loop):
             self._loop.graphs_done = int(checkpoint[_COUNTS]["graphs_done"])
 
     def teardown(self) -> None:
@@ -161,8 +198,23 @@ class ZeroStrategy(DDPStrategy):
         elif precision != "32-true":
             raise ConfigError(f"ZeroStrategy does not support precision={precision!r}: use '32-true' or 'bf16-mixed'")
 
+    def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step of the module on global tensors, in the precision of the options."""
+        module = self.lightning_module
+        log = module.log
+
+        def log_whole(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, value if is_metric(value) else whole(value), *args, **kwargs)
+
+        vars(module)["log"] = log_whole
+        try:
+            return self._loop.call(getattr(module, name), args, kwargs)
+        finally:
+            del vars(module)["log"]
+
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a step of the module; remember what it logs."""
+        assert isinstance(self._loop, Loop)
         (steps,) = (one for one in self._loop.modules.values() if isinstance(one, _Steps))
         batch, *others = args
         if kwargs or any(not isinstance(one, int) for one in others):
@@ -184,6 +236,8 @@ class ZeroStrategy(DDPStrategy):
         return output
 
     def _compute(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_eager:
+            return whole(self._run(name, args, kwargs))
         output = values_of(self._record(name, args, kwargs))
         self._flush(name)
         return output
@@ -221,10 +275,14 @@ class ZeroStrategy(DDPStrategy):
         return bool(self.lightning_module.automatic_optimization)
 
     @property
-    def _loop(self) -> Loop:
+    def _loop(self) -> Loop | EagerLoop:
         loop = loop_of(self.lightning_module)
         assert loop is not None
         return loop
+
+
+def _never() -> bool:
+    return False
 
 
 def _called_in(module: nn.Module) -> Iterator[nn.Module]:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from zerograph.graph import building
 from zerograph.integrations import state
-from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop, whole
+from zerograph.integrations.accelerate import STATE, Accelerator, load_loop, save_loop
 from zerograph.integrations.checks import check_labels
+from zerograph.integrations.eager import whole
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.readings import Readings, Variant, check_shared_evenly
 from zerograph.integrations.replay import Log, Place

@@ -1,0 +1,52 @@
+"""Batches and results of a framework whose loop is eager: global tensors, which it takes for those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph.eager.tensor import GlobalTensor
+from zerograph.loops.containers import map_tensors
+from zerograph.loops.global_parts import of_parts
+
+
+def whole(values: Any) -> Any:
+    """Return the same values with whole plain tensors in place of global ones, without history. A collective."""
+    return map_tensors(values, lambda one: one.full_tensor().detach() if isinstance(one, GlobalTensor) else one)
+
+
+class RowsOfRank:
+    """Collate this rank's rows of a batch, which become global where the framework moves the batch to its device.
+
+    A worker of a loader cannot make them global, and a framework makes other loaders of a prepared one.
+
+    Args:
+        collate: the collator of this rank's rows.
+        move: the framework's function that moves a batch to a device. None: the rows stay where they are.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], move: Callable[..., Any] | None) -> None:
+        self._collate, self._move = collate, move
+
+    def __call__(self, samples: Any) -> _Rows:
+        """Collate the rows of this rank."""
+        return _Rows(self._collate(samples), self._move)
+
+
+class _Rows:
+    """The rows of a batch that one rank has."""
+
+    def __init__(self, rows: Any, move: Callable[..., Any] | None) -> None:
+        self._rows, self._move = rows, move
+
+    def pin_memory(self) -> _Rows:
+        """Return the rows in pinned memory."""
+        return _Rows(map_tensors(self._rows, Tensor.pin_memory), self._move)
+
+    def to(self, device: torch.device, **options: Any) -> Any:
+        """Return the batch as global tensors on a device. A collective."""
+        rows = self._rows if self._move is None else self._move(self._rows, device, **options)
+        return of_parts(rows, "a batch of a prepared loader")
