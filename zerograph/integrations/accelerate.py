@@ -29,6 +29,7 @@ from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
 from zerograph.loops.deferred import Deferred, values_of
+from zerograph.loops.calls import PURE_HOOKS
 from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
@@ -405,3 +406,6 @@ def _are_tensors(values: Any) -> bool:
 def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:
     """Return a model's results in fp32, as Accelerate does."""
     return convert_to_fp32(output)
+
+
+PURE_HOOKS.add(_in_fp32)

@@ -206,11 +206,12 @@ class ZeroStrategy(DDPStrategy):
         def log_whole(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             log(name, value if is_metric(value) else whole(value), *args, **kwargs)
 
-        vars(module)["log"] = log_whole
+        # In place of the method, for calls of the step and of what it calls.
+        module.log = log_whole
         try:
             return self._loop.call(getattr(module, name), args, kwargs)
         finally:
-            del vars(module)["log"]
+            del module.log
 
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a step of the module; remember what it logs."""

@@ -66,19 +66,18 @@ class ZeroTrainerMixin(_Mixed):
         # Calls of compute_loss() whose values are still to come, see Readings.
         self._unread: list[tuple[Log, Mapping[Place, float], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
         super().__init__(*args, **kwargs)
-        if self.accelerator.is_eager:
-            # On the instance, so that a method of a subclass is inside.
-            vars(self)["training_step"] = _around(self._step_with_value, self.training_step)
-            return
-        # Before other callbacks, and before the trainer counts the step.
-        self.callback_handler.callbacks.insert(0, _ReadAfterStep(self._read))
-        self._readings = Readings(self.compute_loss, substituted, only_with_values=["log"])
+        methods: dict[str, Any] = {"training_step": self._step_with_value}
+        if not self.accelerator.is_eager:
+            methods = {
+                "compute_loss": self._recorded_loss,
+                "training_step": self._recorded_step,
+                "prediction_step": self._prediction,
+            }
+            # Before other callbacks, and before the trainer counts the step.
+            self.callback_handler.callbacks.insert(0, _ReadAfterStep(self._read))
+            self._readings = Readings(self.compute_loss, substituted, only_with_values=["log"])
         # On the instance, so that methods of subclasses are inside.
-        for name, method in (
-            ("compute_loss", self._recorded_loss),
-            ("training_step", self._recorded_step),
-            ("prediction_step", self._prediction),
-        ):
+        for name, method in methods.items():
             setattr(self, name, _around(method, getattr(self, name)))
 
     def create_accelerator_and_postprocess(self) -> None:

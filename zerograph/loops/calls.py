@@ -38,6 +38,8 @@ from zerograph.state.threads import one_thread
 
 # The kinds of calls of one module that become graphs; others of a module that is called in more ways run eagerly.
 _MOST_KINDS = 16
+# Hooks of zerograph's own that a graph may have inside.
+PURE_HOOKS: set[Callable[..., Any]] = set()
 CHANGED_BEFORE_BACKWARD = (
     "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
     "Call the model again, or change parameters after backward()."
@@ -176,7 +178,12 @@ class Calls:
         """Return whether a graph sees what a call would: no hooks, no modes, no tensors in place of parameters."""
         return (
             self._members[id(module)] == _members_of(module)
-            and not any(table for one in module.modules() for table in _torch.hook_tables(one))
+            and not any(
+                hook not in PURE_HOOKS
+                for one in module.modules()
+                for table in _torch.hook_tables(one)
+                for hook in table.values()
+            )
             and not _torch.active_modes()
             and not _torch.is_transforming()
         )
@@ -192,7 +199,12 @@ class Calls:
         }
         return (
             bool(parameters)
-            and not any(table for one in module.modules() for table in _torch.hook_tables(one))
+            and not any(
+                hook not in PURE_HOOKS
+                for one in module.modules()
+                for table in _torch.hook_tables(one)
+                for hook in table.values()
+            )
             and all(id(one) in trained for one in parameters)
             and not _torch.has_gradient_hooks(parameters)
         )
