@@ -28,8 +28,8 @@ from zerograph.integrations.eager import RowsOfRank, whole
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
-from zerograph.loops.deferred import Deferred, values_of
 from zerograph.loops.calls import PURE_HOOKS
+from zerograph.loops.deferred import Deferred, values_of
 from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop

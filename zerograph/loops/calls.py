@@ -179,7 +179,7 @@ class Calls:
         return (
             self._members[id(module)] == _members_of(module)
             and not any(
-                hook not in PURE_HOOKS
+                not any(hook is one for one in PURE_HOOKS)
                 for one in module.modules()
                 for table in _torch.hook_tables(one)
                 for hook in table.values()
@@ -200,7 +200,7 @@ class Calls:
         return (
             bool(parameters)
             and not any(
-                hook not in PURE_HOOKS
+                not any(hook is one for one in PURE_HOOKS)
                 for one in module.modules()
                 for table in _torch.hook_tables(one)
                 for hook in table.values()
