@@ -9,7 +9,7 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1200,
-    "zerograph/_torch": 1375,
+    "zerograph/_torch": 1400,
     "zerograph/artifact": 1160,
     "zerograph/base": 500,
     "zerograph/capture": 3500,
@@ -18,18 +18,18 @@ BUDGET = {
     "zerograph/compiler": 4200,
     "zerograph/eager": 800,
     "zerograph/inspection": 2650,
-    "zerograph/integrations": 1625,
+    "zerograph/integrations": 1750,
     "zerograph/ir": 4175,
-    "zerograph/loops": 3800,
+    "zerograph/loops": 4350,
     "zerograph/optim": 1025,
     "zerograph/planner": 2150,
     "zerograph/state": 3700,
-    "passes": 8150,
-    "runtime": 6000,
+    "passes": 8175,
+    "runtime": 6025,
     "benchmarks": 6175,
-    "tests": 37_650,
+    "tests": 38_000,
 }
-PACKAGE = 50_325
+PACKAGE = 51_100
 
 
 def test_every_folder_is_within_its_budget() -> None:
