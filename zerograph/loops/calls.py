@@ -134,8 +134,9 @@ class Calls:
         known = (name, *key, flags, with_gradient, autocast)
         kind = self._kinds.get(known)
         if kind is None:
-            kind = self._kinds[known] = Kind(is_eager=len(self._kinds) >= _MOST_KINDS)
-            kind.used = None if with_gradient else frozenset()
+            kind = Kind(used=None if with_gradient else frozenset(), is_eager=len(self._kinds) >= _MOST_KINDS)
+            if not kind.is_eager:
+                self._kinds[known] = kind
         elif not kind.is_eager and kind.used is not None:
             result = self._by_graph(kind, name, module, (args, kwargs), tensors, autocast, with_gradient)
             if result is not _NO_GRAPH:
@@ -199,12 +200,6 @@ class Calls:
         }
         return (
             bool(parameters)
-            and not any(
-                not any(hook is one for one in PURE_HOOKS)
-                for one in module.modules()
-                for table in _torch.hook_tables(one)
-                for hook in table.values()
-            )
             and all(id(one) in trained for one in parameters)
             and not _torch.has_gradient_hooks(parameters)
         )
@@ -242,6 +237,7 @@ class CallGraph(ZeroGraph):
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
+        self._used = sorted(kind.used or ())
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
         # By identity of the captured graph: the result, and which of its tensors have a gradient.
         self._templates: dict[int, tuple[Any, list[bool]]] = {}
@@ -265,7 +261,7 @@ class CallGraph(ZeroGraph):
         _TEMPLATE.set((template, [one.requires_grad for one in results]))
         if not self._optimizers:
             return results
-        used = [place for place in sorted(self._kind.used or ()) if results[place].requires_grad]
+        used = [place for place in self._used if results[place].requires_grad]
         if used:
             roots = [results[place] for place in used]
             gradients = [GRADIENT_OF(root.detach(), place) for root, place in zip(roots, used, strict=True)]
@@ -354,19 +350,17 @@ class Begun:
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the rest of the graph; return the gradient of each tensor that wants one, and None for parameters."""
         finish, self._finish = self._finish, None
-        pause = pause_of(self.step.emitted)
         assert finish is not None
-        assert pause is not None
         parts = []
-        for place in pause.args[2]:  # type: ignore[union-attr]
-            gradient = gradients[place]  # type: ignore[index]
+        for place in self._places():
+            gradient = gradients[place]
             if gradient is None:
-                parts.append(torch.zeros_like(self._outputs[place]))  # type: ignore[index]
+                parts.append(torch.zeros_like(self._outputs[place]))
                 continue
             if world().job.size > 1:
                 if not isinstance(gradient, GlobalTensor):
                     gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
-                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local  # type: ignore[index]
+                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
             parts.append(gradient.contiguous())
         values = finish(self.step.number_values(), parts)
         named = self.graph._members().parameters
@@ -427,15 +421,22 @@ class Begun:
         """
         if self._finish is not None and self._versions_now() != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
-        used = self.graph._kind.used or frozenset()
+        places = self._places()
         return (
             self._finish is not None
             and not torch.is_grad_enabled()
-            and all(place in used for place, gradient in enumerate(gradients) if gradient is not None)
+            and all(place in places for place, gradient in enumerate(gradients) if gradient is not None)
             and _torch.reaches_all_leaves(deeply=False)
             and [_torch.version(one) for one in self._outputs] == self._seen
             and all(self.step.stores.get(one.layout.name) is one for one in stores_of(self.parameters))
         )
+
+    def _places(self) -> Sequence[int]:
+        """Return the places of the results whose gradients the graph gets at its pause."""
+        pause = pause_of(self.step.emitted)
+        assert pause is not None
+        places: Any = pause.args[2]
+        return list(places)
 
     def _versions_now(self) -> tuple[int, ...]:
         stores = stores_of(self.graph.module.parameters())

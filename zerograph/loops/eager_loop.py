@@ -36,6 +36,8 @@ from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state.stateful import interruptible
 from zerograph.state.threads import one_thread
 
+_MOST_EDITS = 8
+
 
 class Update(ZeroGraph):
     """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only."""
@@ -139,6 +141,8 @@ class EagerLoop:
     ) -> None:
         if config.placement is not None:
             raise ConfigError("config.loop='eager' with config.placement: eager loops run on one line of ranks")
+        if config.stage == "auto":
+            raise ConfigError("config.loop='eager' with stage='auto': the plan needs a whole step, so give a stage")
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
         self.busy, self.has_loader = False, False
         self._forward = Update(modules, (), config)
@@ -217,6 +221,9 @@ class EagerLoop:
         names = self._forward._members().names()
         edited = tuple(names[id(one)] for one in parameters)
         key = function.__name__, edited, tuple((name, repr(value)) for name, value in arguments.items())
+        if key not in self._edits and len(self._edits) >= _MOST_EDITS:
+            # A limit that differs in each step, for instance.
+            return function(parameters, **arguments)
         if key not in self._edits:
             self._edits[key] = Edit(self.modules, self.optimizers, self.config, function, edited, arguments)
         with self.hidden():
@@ -307,10 +314,10 @@ class EagerLoop:
                 # What autograd has saved of it, past :meth:`_saving`, has no values any more.
                 torch.autograd.graph.increment_version(store.parameters)
 
-    def _reshard(self) -> list[Store]:
-        """Split whole parameters; return their stores. A collective."""
+    def _reshard(self) -> dict[Store, list[int]]:
+        """Split whole parameters; return their stores, with hashes of what was whole. A collective."""
         if not self._shown:
-            return []
+            return {}
         # By value: a change through parameter.data leaves no other trace.
         hashes = {store: _hashes(store) for store in self._shown}
         facts = {"parameters that the loop may have changed": str([*hashes.values()])}
@@ -318,21 +325,22 @@ class EagerLoop:
         before, self._shown = self._shown, {}
         for store, now in hashes.items():
             reshard(store, keep_changes=now != before[store])
-        return [*hashes]
+        return hashes
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Split whole parameters inside the block. After it they have their values again, which autograd may need."""
         values = {store: [one.detach() for one in store.parameters] for store in self._shown}
-        stores = self._reshard()
+        hashes = self._reshard()
         try:
             yield
         finally:
-            same = [store for store in stores if stores_of(store.parameters) == [store]]
+            # A graph that was compiled inside may have other stores.
+            same = {store: one for store, one in hashes.items() if stores_of(store.parameters) == [store]}
             for store in same:
                 show_whole(store, values[store])
-                self._shown[store] = _hashes(store)
-            if len(same) < len(stores):
+            self._shown |= same
+            if len(same) < len(hashes):
                 self._show()
 
     def _saving(self) -> contextlib.AbstractContextManager[None]:

@@ -400,6 +400,7 @@ def _adopt(optimizer: Any, loop: Loop | EagerLoop) -> None:
 def _clip_eagerly(original: Callable[..., Any], parameters: list[nn.Parameter], args: Any, kwargs: Any) -> Any:
     """Clip the gradients of an eager loop: in a graph where they are split, else by torch's own function."""
     call = inspect.signature(original).bind(parameters, *args, **kwargs)
+    parameters = [one for one in parameters if one.requires_grad or stored_gradient(one) is not None]
     loops = {getattr(one, "_zerograph_loop", None) for one in parameters}
     if len(loops) > 1 or call.arguments.get("error_if_nonfinite"):
         return original(parameters, *args, **kwargs)
