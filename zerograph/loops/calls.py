@@ -55,6 +55,7 @@ class Owner(Protocol):
     modules: dict[str, nn.Module]
     optimizers: list[torch.optim.Optimizer]
     config: Config
+    updates: int
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
@@ -327,6 +328,7 @@ class Begun:
     parameters: list[nn.Parameter] = field(default_factory=list)
     _finish: Callable[..., list[Tensor]] | None = None
     _versions: tuple[int, ...] = ()
+    _updates: int = 0
     _outputs: list[Tensor] = field(default_factory=list)
     _seen: list[int] = field(default_factory=list)
 
@@ -341,7 +343,7 @@ class Begun:
         values, self._finish = executor.start(*inputs)
         outputs = [self._global(number, value) for number, value in enumerate(values)]
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
-        self._versions = self._versions_now()
+        self._versions, self._updates = self._versions_now(), graph._owner.updates
         self._seen = [_torch.version(one) for one in self._outputs]
         self.parameters = [one for one in graph.module.parameters() if one.requires_grad]
         wanted = [one for one in self.tensors if one.requires_grad]
@@ -375,15 +377,17 @@ class Begun:
         """Return the gradients of tensors and parameters by running the call anew, on global tensors.
 
         Raises:
-            InputError: the call has drawn random numbers, which would be others now.
+            InputError: the call has drawn random numbers, which would be others now, or what it reads has changed.
         """
         kind = self.graph._kind
         kind.is_eager, kind.graph = True, None
-        if self.step.executor.draws:
+        draws = self.step.executor.draws
+        if draws or self.graph.ready(self.tensors).step.captured is not self.step.captured:
+            reason = "draws random numbers" if draws else "would compute something else by now"
             raise InputError(
-                f"{self.graph._doing()} draws random numbers, and its results are differentiated in another way than "
-                "those of its first calls (create_graph=True, retain_graph=True, torch.autograd.grad, changes in place)"
-                "\nRun the loop again with these calls first, or switch dropout off there."
+                f"{self.graph._doing()} {reason}, and its results are differentiated in another way than those of its "
+                "first calls (create_graph=True, retain_graph=True, torch.autograd.grad, changes in place)\n"
+                "Begin the loop with such calls: they then run operator by operator from the start."
             )
         creates = torch.is_grad_enabled()
         buffers = {one: one.clone() for one in self.graph.module.buffers()}
@@ -419,7 +423,9 @@ class Begun:
         Raises:
             InputError: parameters have changed since forward.
         """
-        if self._finish is not None and self._versions_now() != self._versions:
+        stores = stores_of(self.graph.module.parameters())
+        is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
+        if self.graph._owner.updates != self._updates or (is_bound and self._versions_now() != self._versions):
             raise InputError(CHANGED_BEFORE_BACKWARD)
         places = self._places()
         return (
@@ -428,7 +434,9 @@ class Begun:
             and all(place in places for place, gradient in enumerate(gradients) if gradient is not None)
             and _torch.reaches_all_leaves(deeply=False)
             and [_torch.version(one) for one in self._outputs] == self._seen
-            and all(self.step.stores.get(one.layout.name) is one for one in stores_of(self.parameters))
+            and is_bound
+            # A parameter that was frozen since gets no gradient.
+            and all(one.requires_grad for one in self.parameters)
         )
 
     def _places(self) -> Sequence[int]:
