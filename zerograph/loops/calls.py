@@ -381,8 +381,11 @@ class Begun:
         """
         kind = self.graph._kind
         kind.is_eager, kind.graph = True, None
-        draws = self.step.executor.draws
-        if draws or self.graph.ready(self.tensors).step.captured is not self.step.captured:
+        draws, is_same = self.step.executor.draws, False
+        if not draws:
+            with self.graph._owner.hidden():
+                is_same = self.graph.ready(self.tensors).step.captured is self.step.captured
+        if not is_same:
             reason = "draws random numbers" if draws else "would compute something else by now"
             raise InputError(
                 f"{self.graph._doing()} {reason}, and its results are differentiated in another way than those of its "
