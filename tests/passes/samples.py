@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.random import uniform
 
 aten = torch.ops.aten
@@ -220,6 +221,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.lift_fresh_copy.default: [s(x(4, 6))],
     aten.zeros_like.default: [s(x(4, 6))],
     aten.ones_like.default: [s(x(4, 6))],
+    GRADIENT_OF: [s(x(4, 6), 0)],
     aten.full_like.default: [s(x(4, 6), 2.5)],
     aten.fill.Scalar: [s(x(4, 6), 2.5)],
     aten.fill.Tensor: [s(x(4, 6), x())],
