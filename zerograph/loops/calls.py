@@ -55,7 +55,6 @@ class Owner(Protocol):
     modules: dict[str, nn.Module]
     optimizers: list[torch.optim.Optimizer]
     config: Config
-    updates: int
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
@@ -328,7 +327,6 @@ class Begun:
     parameters: list[nn.Parameter] = field(default_factory=list)
     _finish: Callable[..., list[Tensor]] | None = None
     _versions: tuple[int, ...] = ()
-    _updates: int = 0
     _outputs: list[Tensor] = field(default_factory=list)
     _seen: list[int] = field(default_factory=list)
 
@@ -343,7 +341,7 @@ class Begun:
         values, self._finish = executor.start(*inputs)
         outputs = [self._global(number, value) for number, value in enumerate(values)]
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
-        self._versions, self._updates = self._versions_now(), graph._owner.updates
+        self._versions = self._versions_now()
         self._seen = [_torch.version(one) for one in self._outputs]
         self.parameters = [one for one in graph.module.parameters() if one.requires_grad]
         wanted = [one for one in self.tensors if one.requires_grad]
@@ -428,7 +426,7 @@ class Begun:
         """
         stores = stores_of(self.graph.module.parameters())
         is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
-        if self.graph._owner.updates != self._updates or (is_bound and self._versions_now() != self._versions):
+        if is_bound and self._versions_now() != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
         places = self._places()
         return (

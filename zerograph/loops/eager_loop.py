@@ -133,7 +133,6 @@ class EagerLoop:
         optimizers: the prepared optimizers.
         config: the options of all graphs.
         busy: state dicts are those of the plain modules now.
-        updates: number of updates so far.
         has_loader: a loader is prepared, so a plain tensor is the whole tensor; else it is this rank's rows.
     """
 
@@ -145,7 +144,7 @@ class EagerLoop:
         if config.stage == "auto":
             raise ConfigError("config.loop='eager' with stage='auto': the plan needs a whole step, so give a stage")
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
-        self.busy, self.has_loader, self.updates = False, False, 0
+        self.busy, self.has_loader = False, False
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._edits: dict[Hashable, Edit] = {}
@@ -201,7 +200,6 @@ class EagerLoop:
         gradients, split = _gradients_of(parameters), self._gradients.of(parameters)
         if gradients or split:
             self.graph(optimizer).run(gradients, split)
-            self.updates += 1
         _torch.mark_step_called(optimizer)
         return result
 
