@@ -324,12 +324,12 @@ def _can_pause(graph: fx.Graph) -> bool:
     pause = pause_of(graph)
     if pause is None or any(node.target in (FETCH, TRANSFER) for node in graph.nodes):
         return False
-    early = {"gather_buffer", "buffer"} if pause.args[1] else {"gather_buffer"}
+    early = {"buffer"} if pause.args[1] else set()
     before = True
     for node in graph.nodes:
         before = before and node is not pause
         kinds = {meta(one)["role"].kind for one in written_arguments(node) if one.op == "placeholder"}
-        if kinds - early if before else kinds & early & {"buffer"}:
+        if kinds - early - {"gather_buffer"} if before else kinds & early:
             return False
     return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from typing import Any
 
@@ -28,7 +27,7 @@ def plain() -> nn.Module:
 
 
 class Growing(nn.Module):
-    """Each call leaves something behind in Python."""
+    """A model whose calls append to a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +179,7 @@ def test_a_graph_that_is_differentiated_in_another_way_gives_the_right_gradients
 
 def twice_with_noise() -> str:
     with pytest.raises(zg.ZeroGraphError) as error:
-        differentiated_twice(prepare_eagerly(2), functools.partial(noisy))
+        differentiated_twice(prepare_eagerly(2), noisy)
     return str(error.value)
 
 

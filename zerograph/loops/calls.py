@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from zerograph import _torch
 from zerograph.compiler.batch import Batch
@@ -28,12 +28,11 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, CommunicationError, InputError, RankMismatchError, ReplicaError
 from zerograph.graph import ZeroGraph
-from zerograph.ir.mesh import global_shape
 from zerograph.ir.pause import GRADIENT_OF, pause_of
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.loops.containers import INSIDE, PLAIN, found_in, map_tensors, mapped
-from zerograph.runtime.job.process_group import mesh
-from zerograph.runtime.state import stores_of
+from zerograph.runtime.parameters import parameters_of
+from zerograph.runtime.state import Store, stores_of
 from zerograph.state.threads import one_thread
 
 # The kinds of calls of one module that become graphs; others of a module that is called in more ways run eagerly.
@@ -81,7 +80,6 @@ class Kind:
     used: frozenset[int] | None = None
     graph: CallGraph | None = None
     is_eager: bool = False
-    _seen: set[int] = field(default_factory=set)
 
     def watched(self, result: Any) -> Any:
         """Return a result that notes which of its tensors the loop differentiates, and how."""
@@ -91,8 +89,7 @@ class Kind:
 
         def note(place: int) -> None:
             runs[place] = runs.get(place, 0) + 1
-            self._seen.add(place)
-            self.used = frozenset(self._seen)
+            self.used = (self.used or frozenset()) | {place}
             self.is_eager |= torch.is_grad_enabled() or runs[place] > 1 or not _torch.reaches_all_leaves()
 
         def view(tensor: Tensor) -> Tensor:
@@ -138,26 +135,17 @@ class Calls:
             if not kind.is_eager:
                 self._kinds[known] = kind
         elif not kind.is_eager and kind.used is not None:
-            result = self._by_graph(kind, name, module, (args, kwargs), tensors, autocast, with_gradient)
+            if kind.graph is None:
+                optimizers = self._owner.optimizers if with_gradient else ()
+                kind.graph = CallGraph(self._owner, optimizers, name, kind, (args, kwargs), tensors, autocast)
+            result = self._by_graph(kind, module, tensors)
             if result is not _NO_GRAPH:
                 return result
         result = self._owner.run_eagerly(module, args, kwargs)
         return result if kind.is_eager else kind.watched(result)
 
-    def _by_graph(
-        self,
-        kind: Kind,
-        name: str,
-        module: nn.Module,
-        arguments: Any,
-        tensors: Sequence[Tensor],
-        autocast: Any,
-        with_gradient: bool,
-    ) -> Any:
+    def _by_graph(self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
         """Run a call as a graph; return ``_NO_GRAPH`` if none can do it."""
-        if kind.graph is None:
-            optimizers = self._owner.optimizers if with_gradient else ()
-            kind.graph = CallGraph(self._owner, optimizers, name, kind, arguments, tensors, autocast)
         with self._owner.hidden():
             begun = self._ready(kind, module, tensors)
             return _NO_GRAPH if begun is None else begun.run()
@@ -192,12 +180,7 @@ class Calls:
     def _can_accumulate(self, module: nn.Module) -> bool:
         """Return whether an optimizer trains every parameter of a module that gets a gradient, and no hook sees it."""
         parameters = [one for one in module.parameters() if one.requires_grad]
-        trained = {
-            id(one)
-            for optimizer in self._owner.optimizers
-            for group in optimizer.param_groups
-            for one in group["params"]
-        }
+        trained = {id(one) for optimizer in self._owner.optimizers for one in parameters_of(optimizer)}
         return (
             bool(parameters)
             and all(id(one) in trained for one in parameters)
@@ -213,7 +196,35 @@ def _members_of(module: nn.Module) -> list[int]:
     return [*map(id, module.parameters()), *map(id, module.buffers())]
 
 
-class CallGraph(ZeroGraph):
+class LoopGraph(ZeroGraph):
+    """A graph of a loop's modules and of some of its optimizers.
+
+    Args:
+        modules: the modules, by their name in the graph.
+        optimizers: the optimizers.
+        config: the options.
+        clips: clip gradients as the options say. Else another graph clips their sum.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Config,
+        *,
+        clips: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            setattr(self, name, module)
+        for optimizer in optimizers:
+            self.add_optimizer(optimizer)
+        self.config = config if clips else copy.copy(config)
+        if not clips:
+            self.config.clip_grad_norm = None
+
+
+class CallGraph(LoopGraph):
     """The calls of one kind: forward, and with optimizers a pause and backward from the gradients of the results."""
 
     def __init__(
@@ -226,14 +237,7 @@ class CallGraph(ZeroGraph):
         tensors: Sequence[Tensor],
         autocast: Any,
     ) -> None:
-        super().__init__()
-        for module_name, module in owner.modules.items():
-            setattr(self, module_name, module)
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
-        # Clipped is the sum of gradients.
-        self.config = copy.copy(owner.config)
-        self.config.clip_grad_norm = None
+        super().__init__(owner.modules, optimizers, owner.config, clips=False)
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
@@ -352,7 +356,7 @@ class Begun:
         finish, self._finish = self._finish, None
         assert finish is not None
         parts = []
-        for place in self._places():
+        for place in self._places:
             gradient = gradients[place]
             if gradient is None:
                 parts.append(torch.zeros_like(self._outputs[place]))
@@ -424,15 +428,13 @@ class Begun:
         Raises:
             InputError: parameters have changed since forward.
         """
-        stores = stores_of(self.graph.module.parameters())
-        is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
+        is_bound = all(self.step.stores.get(one.layout.name) is one for one in self._stores_now())
         if is_bound and self._versions_now() != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
-        places = self._places()
         return (
             self._finish is not None
             and not torch.is_grad_enabled()
-            and all(place in places for place, gradient in enumerate(gradients) if gradient is not None)
+            and all(place in self._places for place, gradient in enumerate(gradients) if gradient is not None)
             and _torch.reaches_all_leaves(deeply=False)
             and [_torch.version(one) for one in self._outputs] == self._seen
             and is_bound
@@ -440,6 +442,7 @@ class Begun:
             and all(one.requires_grad for one in self.parameters)
         )
 
+    @functools.cached_property
     def _places(self) -> Sequence[int]:
         """Return the places of the results whose gradients the graph gets at its pause."""
         pause = pause_of(self.step.emitted)
@@ -447,18 +450,16 @@ class Begun:
         places: Any = pause.args[2]
         return list(places)
 
+    def _stores_now(self) -> list[Store]:
+        return stores_of(self.graph.module.parameters())
+
     def _versions_now(self) -> tuple[int, ...]:
-        stores = stores_of(self.graph.module.parameters())
-        return tuple(_torch.version(store.flat) for store in stores if isinstance(store.flat, Tensor))
+        return tuple(_torch.version(store.flat) for store in self._stores_now() if isinstance(store.flat, Tensor))
 
     def _global(self, number: int, value: Tensor) -> Tensor:
         """Return the global tensor of an output, which is a plain one in a job of one rank."""
-        sbp, now, value = self.step.outputs[number][0], world(), value.detach().contiguous()
-        if now.job.size == 1:
-            return value
-        shape = global_shape(value.shape, sbp, now.job.mesh)
-        stride = torch.empty(shape, device="meta").stride()
-        return GlobalTensor(value, now.spec(tuple(shape), stride, value.dtype, value.device, sbp))
+        value = value.detach().contiguous()
+        return value if world().job.size == 1 else GlobalTensor.of_part(value, self.step.outputs[number][0])
 
 
 class _Call(torch.autograd.Function):
@@ -526,13 +527,10 @@ def _is_rows(sbp: NdSbp) -> bool:
 
 def _input(tensor: Tensor) -> Tensor:
     """Return a tensor as an argument of a graph."""
-    if isinstance(tensor, GlobalTensor):
-        if tensor.viewed is not None:
-            dispatch.refresh(tensor)
-        if _is_rows(tensor.spec.sbp):
-            return tensor.local.detach()
-        tensor = dispatch.whole_of(tensor)
-    tensor = tensor.detach()
-    if not tensor.dim() or world().job.size == 1:
-        return tensor
-    return DTensor.from_local(tensor, mesh(tensor.device.type), [Replicate()], run_check=False)
+    if world().job.size == 1:
+        return tensor.detach()
+    x = tensor if isinstance(tensor, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, tensor)
+    is_rows = _is_rows(x.spec.sbp)
+    placed = dispatch.boxed(GlobalTensor, x, x.spec.sbp if is_rows else world().whole)
+    plain: Tensor = placed.local if is_rows or not placed.dim() else placed.to_dtensor()
+    return plain

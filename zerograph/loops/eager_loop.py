@@ -7,7 +7,6 @@ Loaders yield global tensors. A call of a prepared model computes at once, autog
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
@@ -22,9 +21,8 @@ from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
-from zerograph.graph import ZeroGraph
 from zerograph.ir.sbp import PartialSum, partial_sum
-from zerograph.loops.calls import CHANGED_BEFORE_BACKWARD, Calls
+from zerograph.loops.calls import CHANGED_BEFORE_BACKWARD, Calls, LoopGraph
 from zerograph.loops.global_parts import check_equal, of_parts
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.split_gradients import SplitGradients
@@ -36,21 +34,22 @@ from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state.stateful import interruptible
 from zerograph.state.threads import one_thread
 
+# Graphs of edits, one for each function and its arguments; further ones edit gradients that are read.
 _MOST_EDITS = 8
 
 
-class Update(ZeroGraph):
+class Update(LoopGraph):
     """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
+        self,
+        modules: Mapping[str, nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: Config,
+        *,
+        clips: bool = True,
     ) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
-        self.config = config
+        super().__init__(modules, optimizers, config, clips=clips)
         self._request = replace(self._request, gradients="accumulated")
 
     def build(self) -> list[Tensor]:
@@ -104,22 +103,14 @@ class Edit(Update):
         names: Sequence[str],
         arguments: Mapping[str, Any],
     ) -> None:
-        super().__init__(modules, optimizers, config)
-        self.config = copy.copy(config)
-        self.config.clip_grad_norm = None
+        super().__init__(modules, optimizers, config, clips=False)
         self._function, self._names, self._arguments = function, names, dict(arguments)
         self._request = replace(self._request, gradients="edit")
 
     def build(self) -> Any:
         """Edit the gradients."""
-        parameters = [self.get_parameter(name) for name in self._names]
-        return self._function(parameters, **self._arguments)
-
-    def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter by its name in the graphs."""
-        module, _, path = name.partition(".")
-        parameter: Tensor = getattr(self, module).get_parameter(path)
-        return parameter
+        root = self._members().root
+        return self._function([root.get_parameter(name) for name in self._names], **self._arguments)
 
     def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:
         self._passes_done += 1

@@ -66,9 +66,8 @@ class SplitGradients:
         _clear(store)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient, whole. A collective if it is split."""
-        self.settle(parameter)
-        return stored_gradient(parameter)
+        """Return None: :meth:`settle` has stored the gradient, if there is one."""
+        return None
 
     def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
         """Drop a split gradient, in whose place the loop sets another, or none."""
