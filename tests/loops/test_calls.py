@@ -177,15 +177,72 @@ def test_a_graph_that_is_differentiated_in_another_way_gives_the_right_gradients
         assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def twice_with_noise() -> str:
-    with pytest.raises(zg.ZeroGraphError) as error:
-        differentiated_twice(prepare_eagerly(2), noisy)
-    return str(error.value)
+class WithNoise(nn.Module):
+    """A model whose second result has the gradient of its last layer's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.scale = nn.Linear(6, 12), nn.Linear(12, 4, bias=False), 1.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.dropout(self.body(x), 0.4, self.training) * self.scale
+        return self.head(hidden), hidden
 
 
-def test_a_graph_that_drew_random_numbers_is_not_run_again_with_others(pool: Pool) -> None:
-    for message in pool.run(2, twice_with_noise):
-        assert message.startswith("a call of Sequential draws random numbers")
+def gradients_with_noise(stage: int) -> list[tuple[float, float]]:
+    model, optimizer, loader = prepared(WithNoise, stage, 6)
+    seen = []
+    for number, (x, _) in enumerate(loader):
+        optimizer.zero_grad()
+        out, hidden = model(x)
+        model.scale = number + 1
+        loss = out.sum() if number < 2 else out.sum() + 2 * hidden.sum()
+        if number == 3:
+            (gradient,) = torch.autograd.grad(loss, [model.head.weight], retain_graph=True)
+            assert model.head.weight.grad is None
+            seen.append((float(gradient[0].sum()), float(hidden.sum())))
+        loss.backward(retain_graph=number == 4)
+        if number == 4:
+            loss.backward()
+        seen.append((float(model.head.weight.grad[0].sum()), float(hidden.sum()) * (2 if number == 4 else 1)))
+        optimizer.step()
+    return seen
+
+
+def test_a_call_that_is_differentiated_in_another_way_keeps_its_random_numbers_and_its_state(pool: Pool) -> None:
+    for stage in (0, 3):
+        for seen in pool.run(2, gradients_with_noise, stage):
+            assert len(seen) == 7
+            for gradient, expected in seen:
+                assert gradient == pytest.approx(expected, rel=1e-5)
+
+
+def one_of_two_results(prepare: Any) -> list[float]:
+    module = seeded(WithNoise)
+    module.eval()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    module, optimizer, loader = prepare(module, optimizer, batches(6))
+    seen = []
+    for number, (x, _) in enumerate(loader):
+        optimizer.zero_grad()
+        out, hidden = module(x)
+        (out.square().mean() + hidden.square().mean() if number in (0, 1, 4) else hidden.square().mean()).backward()
+        optimizer.step()
+        gradient = module.head.weight.grad
+        seen += [float(module(x)[0].detach().sum()), -1.0 if gradient is None else float(gradient.sum())]
+    return seen
+
+
+def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: Pool) -> None:
+    # AdamW would change it for a gradient of zeros.
+    expected = one_of_two_results(lambda *objects: objects)
+    assert expected.count(-1.0) == 3
+    for seen in pool.run(2, on_two_ranks, one_of_two_results):
+        assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def on_two_ranks(run: Any) -> Any:
+    return run(prepare_eagerly(2))
 
 
 def changed_parameters() -> str:

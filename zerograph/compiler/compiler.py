@@ -21,6 +21,7 @@ from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.experts import in_groups
 from zerograph.capture.places import Place
+from zerograph.capture.some_results import of_results
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.binding import bind_step
@@ -96,7 +97,15 @@ class Compiler:
         self.updates = Updates(self.optimizers)
 
     def compile(
-        self, job: Job, members: Members, batch: Batch, key: StepKey, doing: str, dependencies: Dependencies
+        self,
+        job: Job,
+        members: Members,
+        batch: Batch,
+        key: StepKey,
+        doing: str,
+        dependencies: Dependencies,
+        *,
+        may_be_cached: bool = True,
     ) -> CompiledStep:
         """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
@@ -107,6 +116,7 @@ class Compiler:
             key: selects the step.
             doing: names the step in messages.
             dependencies: what the captured graph depends on besides its inputs.
+            may_be_cached: the cache of steps may have the step. It compares with the present state.
 
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
@@ -119,7 +129,8 @@ class Compiler:
         facts = dependencies.texts()
         present = {**self.requirements(members, facts, key.request), **input_requirements(job.mesh, batch)}
         source = StepSource(job, members, batch, present, dependencies)
-        source.look_up()
+        if may_be_cached:
+            source.look_up()
         try:
             with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
                 prepared = self.prepare(target, members, batch, key, facts)
@@ -374,12 +385,12 @@ class Compiler:
             key: selects the step; the capture depends on a part of it.
             artifact: has the captured graph, if it was loaded from a file.
         """
-        micro_batches = self.micro_batches(key.request)
+        micro_batches, places = self.micro_batches(key.request), key.request.differentiated
         clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * micro_batches
         groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
         options = (micro_batches > 1, self.config.amp_dtype, *self._flags(key.request), key.request.accumulated)
-        own = (key.of_capture(batch), clip, batch_norm_groups, groups, *options)
+        own = (key.of_capture(batch), clip, batch_norm_groups, groups, *options, places)
         cached = self._captures.get(own)
         # Only local regions depend on the number of parts.
         if cached is not None and (not cached[0].regions or cached[2] == parts):
@@ -389,7 +400,10 @@ class Compiler:
             self._captures[own] = artifact.captured, time.perf_counter() - start, parts
             return self._captures[own][:2]
         tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
-        if self._source is not None and self._source.records:
+        if places is not None:
+            of_all = replace(key, request=replace(key.request, differentiated=None))
+            captured = of_results(self._capture(members, batch, mesh, of_all)[0], places)
+        elif self._source is not None and self._source.records:
             with recorded() as recording:
                 captured = self._trace(members, batch, mesh, key.request)
             captured = replace(captured, recording=recording)
@@ -398,6 +412,11 @@ class Compiler:
         seconds = time.perf_counter() - start
         self._captures[own] = captured, seconds, parts
         return captured, seconds
+
+    def has_captured(self, batch: Batch, key: StepKey) -> bool:
+        """Return whether the graph of a step is captured, with the gradients of all results."""
+        of = key.of_capture(batch)
+        return any(one[0] == of and one[-1] is None for one in self._captures)
 
     def _trace(self, members: Members, batch: Batch, mesh: Mesh, request: StepRequest) -> Captured:
         """Trace ``build()``; see :meth:`_capture`."""

@@ -38,6 +38,7 @@ class StepRequest:
         accumulated: the parameters whose accumulated gradients a graph updates by, by name.
         early_outputs: number of outputs, the first ones, that the loop reads before backward.
         pure: ``build()`` must change no Python state; the trace is an error otherwise.
+        differentiated: the results, by number, that backward starts from; None: all.
     """
 
     reads_metric: bool = False
@@ -46,6 +47,7 @@ class StepRequest:
     accumulated: tuple[str, ...] = ()
     early_outputs: int = 0
     pure: bool = False
+    differentiated: frozenset[int] | None = None
 
     def texts(self) -> dict[str, str]:
         """Return what a step that another process has rewritten depends on, as text by name."""
@@ -53,6 +55,9 @@ class StepRequest:
             "the use of gradients": self.gradients,
             "accumulated gradients": ", ".join(self.accumulated),
             "outputs that are read before backward": str(self.early_outputs),
+            "results that are differentiated": "all"
+            if self.differentiated is None
+            else str(sorted(self.differentiated)),
         }
 
 

@@ -217,6 +217,32 @@ class Steps:
             self._remember(call, selection)
         return step, selection.batch
 
+    @property
+    def last_key(self) -> StepKey | None:
+        """What selected the step of the last call, besides sizes."""
+        return None if self._last_call is None else self._last_call.key
+
+    def variant(self, job: Job, key: StepKey, batch: Batch, request: StepRequest, doing: str) -> CompiledStep:
+        """Return the step of an earlier call for another request; compile it if there is none. A collective.
+
+        Args:
+            job: the ranks.
+            key: what selected the step of that call.
+            batch: the inputs of that call.
+            request: what the caller asks for.
+            doing: names the call in messages.
+
+        Raises:
+            InputError: the step must be traced anew, and what it depends on has changed.
+        """
+        key = replace(key, request=request, layout=layout_facts(self.members()))
+        step = self._steps.get(key.of_step(batch))
+        if step is not None:
+            return step
+        if not self._compiler.has_captured(batch, key) and key.facts != tuple(self._facts(self.members()).items()):
+            raise InputError(f"{doing} is to be traced again, and what it depends on has changed")
+        return self._compile(job, Selection(batch, key), doing, may_be_cached=False)
+
     def _step_of(self, job: Job, selection: Selection, everybody: Sequence[Sequence[int]], doing: str) -> CompiledStep:
         """Return the step for a selection, compiled if there is none yet; resolve the sizes of its batch."""
         unresolved, kind = selection.batch, selection.key.kind
@@ -333,7 +359,7 @@ class Steps:
             return last.step
         return self._steps.get(key.of_step(batch))
 
-    def _compile(self, job: Job, selection: Selection, doing: str) -> CompiledStep:
+    def _compile(self, job: Job, selection: Selection, doing: str, *, may_be_cached: bool = True) -> CompiledStep:
         """Compile the step for a selection that has none, and keep it."""
         key, batch, config = selection.key, selection.batch, self._compiler.config
         members = self.adopted(lambda: job) if selection.members is None else selection.members
@@ -341,7 +367,8 @@ class Steps:
         self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
         change = self._dimensions.change(key.kind, batch.variant)
         self._recompiles.count_sizes((key.kind, config.key()), change, doing)
-        step = self._compiler.compile(job, members, batch, key, doing, self.dependencies(members, key))
+        dependencies = self.dependencies(members, key)
+        step = self._compiler.compile(job, members, batch, key, doing, dependencies, may_be_cached=may_be_cached)
         self.compilations += 1
         self._dimensions.add_guards(key.kind, batch.variant, step.captured.guards)
         # Steps bound to dissolved stores would keep their memory.

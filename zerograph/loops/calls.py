@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
+from zerograph.compiler.step_key import StepKey
 from zerograph.config import Config
 from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
@@ -30,6 +31,7 @@ from zerograph.errors import CaptureError, CommunicationError, InputError, RankM
 from zerograph.graph import ZeroGraph
 from zerograph.ir.pause import GRADIENT_OF, pause_of
 from zerograph.ir.sbp import NdSbp, Split
+from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, PLAIN, found_in, map_tensors, mapped
 from zerograph.runtime.parameters import parameters_of
 from zerograph.runtime.state import Store, stores_of
@@ -43,9 +45,8 @@ CHANGED_BEFORE_BACKWARD = (
     "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
     "Call the model again, or change parameters after backward()."
 )
-# The result of the last trace, with numbers in place of tensors, and which of these have a gradient. No part of the
-# state that a trace can change.
-_TEMPLATE: ContextVar[tuple[Any, list[bool]]] = ContextVar("template")
+# The result of the last trace. No part of the state that a trace can change.
+_TEMPLATE: ContextVar[Template | None] = ContextVar("template", default=None)
 
 
 class Owner(Protocol):
@@ -64,26 +65,51 @@ class Owner(Protocol):
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that these parameters have a sum of gradients."""
 
+    def gradients_aside(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, Tensor]]:
+        """Return a block whose gradients are whole in a dictionary at its end, and in no parameter."""
+
+
+@dataclass(frozen=True)
+class Template:
+    """The result of a call without its tensors.
+
+    Attributes:
+        result: it has places in place of tensors.
+        differentiable: which of the tensors have a gradient.
+    """
+
+    result: Any
+    differentiable: tuple[bool, ...]
+
+    @staticmethod
+    def of(result: Any) -> Template:
+        """Return the template of a result."""
+        numbers = itertools.count()
+        flags = tuple(one.requires_grad for one in found_in(result, Tensor))
+        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags)
+
 
 @dataclass(eq=False)
 class Kind:
     """A kind of calls: of one module, with tensors of the same kinds in the same places.
 
     Attributes:
-        results: number of tensors in the result.
+        template: the result; None before the first call.
         used: the results that the loop has differentiated; None: it is not known yet.
         graph: runs the calls; None as long as they run eagerly.
         is_eager: the calls always run eagerly.
     """
 
-    results: int = 0
+    template: Template | None = None
     used: frozenset[int] | None = None
     graph: CallGraph | None = None
     is_eager: bool = False
 
     def watched(self, result: Any) -> Any:
         """Return a result that notes which of its tensors the loop differentiates, and how."""
-        self.results = len(found_in(result, Tensor))
+        self.template = Template.of(result)
         places = itertools.count()
         runs: dict[int, int] = {}
 
@@ -241,15 +267,18 @@ class CallGraph(LoopGraph):
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
-        self._used = sorted(kind.used or ())
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
-        # By identity of the captured graph: the result, and which of its tensors have a gradient.
-        self._templates: dict[int, tuple[Any, list[bool]]] = {}
-        early = kind.results if optimizers else 0
-        self._request = replace(self._request, gradients="accumulate", early_outputs=early, pure=True)
+        assert kind.template is not None
+        self._results = len(kind.template.differentiable)
+        # The captured graph, the result and the buffers that it changes, by identity of the first.
+        self._templates: dict[int, tuple[object, Template, list[str]]] = {}
+        early, used = (self._results, kind.used) if optimizers else (0, None)
+        self._request = replace(
+            self._request, gradients="accumulate", early_outputs=early, pure=True, differentiated=used
+        )
 
     def build(self, *tensors: Tensor) -> Any:
-        """Call the module; run backward from the gradients of the results that the loop differentiates."""
+        """Call the module; run backward from the gradients of all results."""
         given = [
             one.detach().requires_grad_() if wanted else one
             for one, wanted in zip(tensors, self._differentiable, strict=True)
@@ -258,18 +287,15 @@ class CallGraph(LoopGraph):
         with contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast):
             result = getattr(self, self._name)(*args, **kwargs)
         results = found_in(result, Tensor)
-        if len(results) != self._kind.results:
+        if len(results) != self._results:
             raise CaptureError("a call returns another number of tensors than before")
-        numbers = iter(range(len(results)))
-        template = map_tensors(result, lambda _: _Place(next(numbers)))
-        _TEMPLATE.set((template, [one.requires_grad for one in results]))
+        if found_in(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise CaptureError("a call returns a number that depends on the sizes of its inputs")
+        _TEMPLATE.set(Template.of(result))
         if not self._optimizers:
             return results
-        used = [place for place in self._used if results[place].requires_grad]
-        if used:
-            roots = [results[place] for place in used]
-            gradients = [GRADIENT_OF(root.detach(), place) for root, place in zip(roots, used, strict=True)]
-            torch.autograd.backward(roots, gradients)
+        roots = {place: one for place, one in enumerate(results) if one.requires_grad}
+        torch.autograd.backward([*roots.values()], [GRADIENT_OF(root.detach(), place) for place, root in roots.items()])
         return results, [one.grad for one, wanted in zip(given, self._differentiable, strict=True) if wanted]
 
     def ready(self, tensors: Sequence[Tensor]) -> Begun:
@@ -279,13 +305,51 @@ class CallGraph(LoopGraph):
             CaptureError: the call cannot be a graph.
             ZeroGraphError: as calling a graph does.
         """
+        _TEMPLATE.set(None)
         with one_thread("a call of a prepared module"):
             step, batch = self._ready(tuple(map(_input, tensors)), {})
         if id(step.captured) not in self._templates:
-            self._templates[id(step.captured)] = _TEMPLATE.get()
+            # A step of the cache is not traced.
+            template = _TEMPLATE.get() or self._kind.template
+            assert template is not None
+            self._keep(step, template)
+        key, used = self._steps.last_key, self._request.differentiated or frozenset()
+        assert key is not None
+        return Begun(self, self._checked(step), batch, list(tensors), key, used)
+
+    def variant(self, begun: Begun, used: frozenset[int]) -> Begun:
+        """Return a call that has begun for a backward from other results. A collective.
+
+        Raises:
+            InputError: it must be traced anew, and what it reads has changed.
+        """
+        request = replace(self._request, differentiated=used)
+        with one_thread("a call of a prepared module"):
+            step = self._steps.variant(world().job, begun.key, begun.batch, request, self._doing())
+        self._keep(step, self._template(begun.step))
+        return replace(begun, step=self._checked(step), used=used)
+
+    def predict(self, used: frozenset[int]) -> None:
+        """Have later calls prepare for a backward from these results."""
+        self._request = replace(self._request, differentiated=used)
+
+    def _checked(self, step: CompiledStep) -> CompiledStep:
         if self._optimizers and step.executor.pausing is None:
             raise CaptureError("its graph cannot pause between forward and backward")
-        return Begun(self, step, batch, list(tensors))
+        return step
+
+    def written(self, step: CompiledStep) -> list[Tensor]:
+        """Return the buffers that the calls change."""
+        buffers = self._members().buffers
+        return [buffers[name] for name in self._templates[id(step.captured)][2]]
+
+    def _keep(self, step: CompiledStep, template: Template) -> None:
+        roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
+        written = [role.name for role in roles if role.kind == "buffer"]
+        self._templates[id(step.captured)] = step.captured, template, written
+
+    def _template(self, step: CompiledStep) -> Template:
+        return self._templates[id(step.captured)][1]
 
     @property
     def module(self) -> nn.Module:
@@ -299,11 +363,11 @@ class CallGraph(LoopGraph):
 
     def result(self, step: CompiledStep, results: Sequence[Tensor]) -> Any:
         """Return the result of a call, with these tensors."""
-        return _filled(self._templates[id(step.captured)][0], results)
+        return _filled(self._template(step).result, results)
 
     def differentiable(self, step: CompiledStep) -> Sequence[bool]:
         """Return which tensors of a result have a gradient."""
-        return self._templates[id(step.captured)][1]
+        return self._template(step).differentiable
 
     def _seed_of_step(self) -> int:
         return int(world().seed(None))
@@ -321,6 +385,8 @@ class Begun:
         step: its compiled step.
         batch: the inputs of the step.
         tensors: the tensors among the arguments.
+        key: what has selected the step.
+        used: the results that backward starts from.
         parameters: the parameters that get a gradient.
     """
 
@@ -328,21 +394,28 @@ class Begun:
     step: CompiledStep
     batch: Batch
     tensors: list[Tensor]
+    key: StepKey
+    used: frozenset[int]
     parameters: list[nn.Parameter] = field(default_factory=list)
+    _inputs: tuple[Any, ...] = ()
     _finish: Callable[..., list[Tensor]] | None = None
     _versions: tuple[int, ...] = ()
-    _outputs: list[Tensor] = field(default_factory=list)
+    _outputs: Sequence[Tensor] = ()
     _seen: list[int] = field(default_factory=list)
+    # The buffers that forward changes, as they were.
+    _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Run the call, or its forward, and return its result."""
         graph, executor = self.graph, self.step.executor
         graph._check_replicas()
-        inputs = graph._run_inputs(self.step, executor, self.batch)
+        self._inputs = graph._run_inputs(self.step, executor, self.batch)
         graph._passes_done += 1
         if not graph._optimizers:
-            return graph.result(self.step, [self._global(n, one) for n, one in enumerate(executor(*inputs))])
-        values, self._finish = executor.start(*inputs)
+            results = executor(*self._inputs)
+            return graph.result(self.step, [self._global(n, one) for n, one in enumerate(results)])
+        self._buffers = {one: one.clone() for one in graph.written(self.step)}
+        values, self._finish = executor.start(*self._inputs)
         outputs = [self._global(number, value) for number, value in enumerate(values)]
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
         self._versions = self._versions_now()
@@ -351,7 +424,48 @@ class Begun:
         wanted = [one for one in self.tensors if one.requires_grad]
         return graph.result(self.step, _Call.apply(self, outputs, *wanted, *self.parameters))
 
-    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of tensors and parameters; None for those that the graph adds to their sums itself.
+
+        The graph goes on after its pause if it computes what is asked for. Else the call runs once more.
+
+        Raises:
+            InputError: parameters have changed since forward; or the call cannot run once more.
+        """
+        owner, used = self.graph._owner, frozenset(n for n, one in enumerate(gradients) if one is not None)
+        is_bound = all(self.step.stores.get(one.layout.name) is one for one in self._stores_now())
+        if is_bound and self._versions_now() != self._versions:
+            raise InputError(CHANGED_BEFORE_BACKWARD)
+        if torch.is_grad_enabled():
+            return self._again_eagerly(gradients, needed)
+        adds = (
+            _torch.reaches_all_leaves(deeply=self._finish is None)
+            # A parameter that was frozen since gets no gradient, and a hook sees it.
+            and all(one.requires_grad for one in self.parameters)
+            and not _torch.has_gradient_hooks(self.parameters)
+        )
+        goes_on = (
+            self._finish is not None
+            and used == self.used
+            and [_torch.version(one) for one in self._outputs] == self._seen
+            and is_bound
+        )
+        if adds and goes_on:
+            return self._go_on(gradients)
+        self.graph.predict(used)
+        with owner.hidden():
+            again = self.graph.variant(self, used)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._buffers_as_before())
+                sums = None if adds else stack.enter_context(owner.gradients_aside(self.parameters))
+                _, again._finish = again.step.executor.start(*again._inputs)
+                found = again._go_on(gradients)
+        if sums is None:
+            return found
+        found[len(found) - len(self.parameters) :] = [sums.get(one) for one in self.parameters]
+        return [one if wanted else None for one, wanted in zip(found, needed, strict=True)]
+
+    def _go_on(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the rest of the graph; return the gradient of each tensor that wants one, and None for parameters."""
         finish, self._finish = self._finish, None
         assert finish is not None
@@ -370,13 +484,13 @@ class Begun:
         named = self.graph._members().parameters
         self.graph._owner.note_gradients([named[name] for name in self.step.captured.gradients])
         # None where a tensor has no part in the result.
-        leaves = self.step.returned(self.batch)[self.graph._kind.results :]
-        rest = iter(range(self.graph._kind.results, len(values)))
+        leaves = self.step.returned(self.batch)[len(self._outputs) :]
+        rest = iter(range(len(self._outputs), len(values)))
         found = [self._global(number := next(rest), values[number]) if leaf is Tensor else None for leaf in leaves]
         return [*found, *(None for _ in self.parameters)]
 
-    def again(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of tensors and parameters by running the call anew, on global tensors.
+    def _again_eagerly(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+        """Return gradients that can be differentiated, by running the call once more on global tensors.
 
         Raises:
             InputError: the call has drawn random numbers, which would be others now, or what it reads has changed.
@@ -390,57 +504,42 @@ class Begun:
         if not is_same:
             reason = "draws random numbers" if draws else "would compute something else by now"
             raise InputError(
-                f"{self.graph._doing()} {reason}, and its results are differentiated in another way than those of its "
-                "first calls (create_graph=True, retain_graph=True, torch.autograd.grad, changes in place)\n"
+                f"{self.graph._doing()} {reason}, and its gradients are to be differentiated (create_graph=True), "
+                "which those of its first calls were not\n"
                 "Begin the loop with such calls: they then run operator by operator from the start."
             )
-        creates = torch.is_grad_enabled()
-        buffers = {one: one.clone() for one in self.graph.module.buffers()}
-        with torch.enable_grad():
-            tensors = [
-                one if creates or not one.requires_grad else one.detach().requires_grad_() for one in self.tensors
-            ]
-            result = self.graph._owner.run_eagerly(self.graph.module, *self.graph.arguments(tensors))
+        with torch.enable_grad(), self._buffers_as_before():
+            result = self.graph._owner.run_eagerly(self.graph.module, *self.graph.arguments(self.tensors))
             pairs = [
                 (output, gradient)
                 for output, gradient in zip(found_in(result, Tensor), gradients, strict=True)
                 if gradient is not None
             ]
-            sources = [*(one for one in tensors if one.requires_grad), *self.parameters]
+            sources = [*(one for one in self.tensors if one.requires_grad), *self.parameters]
             found = iter(
                 torch.autograd.grad(
                     [output for output, _ in pairs],
                     [one for one, wanted in zip(sources, needed, strict=True) if wanted],
                     [gradient for _, gradient in pairs],
-                    create_graph=creates,
+                    create_graph=True,
                     allow_unused=True,
                 )
             )
-        # Forward has written them already.
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
         return [next(found) if wanted else None for wanted in needed]
 
-    def can_go_on(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether the rest of the graph computes the gradients that are asked for.
-
-        Raises:
-            InputError: parameters have changed since forward.
-        """
-        is_bound = all(self.step.stores.get(one.layout.name) is one for one in self._stores_now())
-        if is_bound and self._versions_now() != self._versions:
-            raise InputError(CHANGED_BEFORE_BACKWARD)
-        return (
-            self._finish is not None
-            and not torch.is_grad_enabled()
-            and all(place in self._places for place, gradient in enumerate(gradients) if gradient is not None)
-            and _torch.reaches_all_leaves(deeply=False)
-            and [_torch.version(one) for one in self._outputs] == self._seen
-            and is_bound
-            # A parameter that was frozen since gets no gradient.
-            and all(one.requires_grad for one in self.parameters)
-        )
+    @contextlib.contextmanager
+    def _buffers_as_before(self) -> Iterator[None]:
+        """Give the buffers that forward has changed the values of before inside the block."""
+        now = {one: one.clone() for one in self._buffers}
+        with torch.no_grad():
+            for buffer, before in self._buffers.items():
+                buffer.copy_(before)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, after in now.items():
+                    buffer.copy_(after)
 
     @functools.cached_property
     def _places(self) -> Sequence[int]:
@@ -474,9 +573,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         begun: Begun = ctx.begun
-        if begun.can_go_on(gradients):
-            return None, None, *begun.backward(gradients)
-        return None, None, *begun.again(gradients, ctx.needs_input_grad[2:])
+        return None, None, *begun.backward(gradients, ctx.needs_input_grad[2:])
 
 
 @dataclass(frozen=True)

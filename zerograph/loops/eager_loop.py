@@ -235,6 +235,12 @@ class EagerLoop:
         """Note that these parameters have a sum of gradients."""
         self._gradients.note(parameters)
 
+    def gradients_aside(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, Tensor]]:
+        """Return a block whose gradients are whole in a dictionary at its end, and in no parameter."""
+        return self._gradients.aside(parameters)
+
     def waits_for_step(self) -> bool:
         """Return whether a parameter has a gradient of a global tensor."""
         return any(

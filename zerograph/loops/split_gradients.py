@@ -6,7 +6,8 @@ calls add to them and the update reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ class SplitGradients:
 
     def __init__(self) -> None:
         self._parameters: dict[int, nn.Parameter] = {}
+        # Those of the block that is open, whose gradients go to no parameter.
+        self._aside: list[nn.Parameter] | None = None
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Answer for the gradients of these parameters."""
@@ -31,12 +34,34 @@ class SplitGradients:
 
     def note(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that a graph has added to the gradients of these parameters."""
+        if self._aside is not None:
+            self._aside += parameters
+            return
         for parameter in parameters:
             self._parameters[id(parameter)] = parameter
         # What the loop has read it may read again by its own name.
         for parameter in parameters:
             if stored_gradient(parameter) is not None:
                 self.settle(parameter)
+
+    @contextlib.contextmanager
+    def aside(self, parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """Return a block whose gradients are whole in a dictionary at its end, and in no parameter. A collective."""
+        sums, result = {store: store.accumulated for store in stores_of(parameters)}, dict[nn.Parameter, Tensor]()
+        self._aside = []
+        for store in sums:
+            store.accumulated = None
+        try:
+            yield result
+            own = set(map(id, self._aside))
+            for store in sums:
+                for parameter, gradient in zip(store.parameters, accumulated_gradients(store), strict=True):
+                    if id(parameter) in own:
+                        result[parameter] = _whole(gradient)
+        finally:
+            self._aside = None
+            for store, before in sums.items():
+                store.accumulated = before
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._parameters
@@ -55,10 +80,7 @@ class SplitGradients:
             for other, gradient in zip(store.parameters, gradients, strict=True):
                 if self._parameters.pop(id(other), None) is None:
                     continue
-                whole: Tensor = gradient.clone()
-                if world().job.size > 1:
-                    whole = dispatch.wrapped_whole(GlobalTensor, whole)
-                before = stored_gradient(other)
+                whole, before = _whole(gradient), stored_gradient(other)
                 if before is None:
                     store_gradient(other, whole)
                 else:
@@ -93,6 +115,11 @@ class SplitGradients:
         for store in stores_of(self.of(parameters)):
             if store.accumulated is not None:
                 store.accumulated.mul_(factor.to(store.accumulated.dtype))
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    gradient = gradient.clone()
+    return gradient if world().job.size == 1 else dispatch.wrapped_whole(GlobalTensor, gradient)
 
 
 def _clear(store: Store) -> None:
