@@ -48,9 +48,8 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Compilation",
-        "[backends](#backends), [writing a rule](writing-a-rule.md), [writing a pass](writing-a-pass.md), "
-        "[eager loops](your-script.md#a-loop-that-runs-at-once)",
-        "backend loop on_missing_rule passes",
+        "[backends](#backends), [writing a rule](writing-a-rule.md), [writing a pass](writing-a-pass.md)",
+        "backend on_missing_rule passes",
     ),
     ("Faults", "[when something goes wrong](faults.md)", "on_nonfinite check_replicas timeout"),
 )

@@ -122,12 +122,12 @@ class SplitParameter(nn.Parameter):
     reference. Its storage is one element, expanded.
 
     Attributes:
-        make_whole: makes it whole where something computes with it, a collective; its gradient is kept while it is
-            split. None: computing with it is an error, and it has no gradient.
+        _zerograph_whole: makes it whole where something computes with it, a collective; its gradient is kept while it
+            is split. None: computing with it is an error, and it has no gradient.
     """
 
     grad = _Grad()
-    make_whole: Callable[[], object] | None = None
+    _zerograph_whole: Callable[[], object] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +140,7 @@ class SplitParameter(nn.Parameter):
             return None
         if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
             return args[0]
-        makers = {one.make_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)}
+        makers = {one._zerograph_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)}
         if None not in makers:
             for make_whole in makers:
                 make_whole()  # type: ignore[misc]
@@ -279,7 +279,7 @@ def hide(parameter: nn.Parameter) -> None:
         return
     with torch.no_grad():
         parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    if getattr(parameter, "make_whole", None) is None:
+    if getattr(parameter, "_zerograph_whole", None) is None:
         # Not through the readers, which reject what the user sets.
         _STORED.__set__(parameter, None)
     parameter._plain_class = type(parameter)  # type: ignore[attr-defined]

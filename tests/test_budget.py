@@ -12,24 +12,24 @@ BUDGET = {
     "zerograph/_torch": 1400,
     "zerograph/artifact": 1160,
     "zerograph/base": 500,
-    "zerograph/capture": 3500,
+    "zerograph/capture": 3550,
     "zerograph/cli": 1025,
-    "zerograph/compat": 3500,
-    "zerograph/compiler": 4200,
+    "zerograph/compat": 3375,
+    "zerograph/compiler": 4225,
     "zerograph/eager": 800,
     "zerograph/inspection": 2650,
-    "zerograph/integrations": 1750,
+    "zerograph/integrations": 800,
     "zerograph/ir": 4175,
-    "zerograph/loops": 4350,
+    "zerograph/loops": 1575,
     "zerograph/optim": 1025,
     "zerograph/planner": 2150,
     "zerograph/state": 3700,
     "passes": 8175,
     "runtime": 6025,
     "benchmarks": 6175,
-    "tests": 38_300,
+    "tests": 37_850,
 }
-PACKAGE = 51_100
+PACKAGE = 47_300
 
 
 def test_every_folder_is_within_its_budget() -> None:

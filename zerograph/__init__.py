@@ -20,7 +20,7 @@ The packages, lowest layer first (``tests/test_layers.py`` holds the order):
 ``planner``      predicted memory and time
 ``graph``        the front door, :class:`ZeroGraph`
 ``data``         batches until all ranks are done, outputs of all ranks
-``loops``        training loops recorded as graphs
+``loops``        training loops as users write them
 ``compat``       the front doors of OneFlow, ColossalAI and DeepSpeed
 ``integrations`` the front doors of transformers' Trainer, Accelerate and Lightning
 ``cli``          the commands
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
     from zerograph.ir.wire import WireFormat, wire
-    from zerograph.loops.prepare import full_parameters, prepare
+    from zerograph.loops.prepare import full_parameters, prepare, step_of
     from zerograph.passes.rules.check_rule import check_rule
     from zerograph.passes.rules.register_rule import register_rule
     from zerograph.passes.rules.registry import Operands
@@ -135,7 +135,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "to_local",
     ),
     "planner.front.plan": ("plan",),
-    "loops.prepare": ("full_parameters", "prepare"),
+    "loops.prepare": ("full_parameters", "prepare", "step_of"),
     "planner.plan": ("Plan",),
     "runtime.job.process_group": (
         "rank",
@@ -198,6 +198,7 @@ __all__ = [
     "replicated",
     "sbp",
     "sharded_init",
+    "step_of",
     "to_global",
     "to_local",
     "wire",

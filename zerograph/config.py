@@ -74,13 +74,6 @@ class Config:
         """Clip all gradients together to this norm at the end of ``build()``, as
         ``torch.nn.utils.clip_grad_norm_`` over all parameters does. Default None: do not clip.""",
     )
-    loop: str = option(
-        "recorded",
-        one_of("recorded", "eager"),
-        """How ``zg.prepare`` runs a loop. ``"recorded"`` (default): calls are recorded, and ``optimizer.step()`` runs
-        forward, backward and update as one graph. ``"eager"``: loaders yield global tensors, and each operator runs
-        when it is called; only the update is a graph. Slower, and right for what Python does with values.""",
-    )
     on_missing_rule: str = option(
         "gather",
         one_of("gather", "error", "discover"),

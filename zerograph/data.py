@@ -18,6 +18,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.compiler.batch import Layout, layout_of
 from zerograph.config import Config
+from zerograph.eager.tensor import GlobalTensor
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.marks import copy_marks
@@ -307,12 +308,14 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
     job = join(Config().timeout if timeout is None else timeout)
     leaves: list[Any] = []
     _mapped(outputs, leaves.append)
-    # Results of a prepared model that its step has yet to compute: the dimension of this rank's rows, None if whole.
-    rows = {number: leaf.meta.batch_dim for number, leaf in enumerate(leaves) if hasattr(leaf, "as_output")}
-    for number in rows:
-        leaves[number] = getattr(leaves[number], "as_output", leaves[number].detach)()
-    layouts = {number: _layout(leaf, job.grid) for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    layouts |= {number: ((broadcast if dim is None else Split(dim),), job.grid) for number, dim in rows.items()}
+    whole = {
+        number: leaf.full_tensor().detach() for number, leaf in enumerate(leaves) if isinstance(leaf, GlobalTensor)
+    }
+    layouts = {
+        number: _layout(leaf, job.grid)
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and number not in whole
+    }
     split_numbers = [number for number, (sbp, _) in layouts.items() if any(isinstance(one, Split) for one in sbp)]
     facts = {f"output {number}": _described(leaves[number], *layouts[number]) for number in layouts}
     parts = [leaves[n] for n in split_numbers if not is_dtensor(leaves[n])]
@@ -329,7 +332,8 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
             for place, number in enumerate(numbers):
                 leaves[number] = _joined([rank_parts[place] for rank_parts in pieces], *layouts[number])
         with explaining_failures(job, "zg.gather()"):
-            results = iter([leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves])
+            parts = [whole.get(number, leaf) for number, leaf in enumerate(leaves)]
+            results = iter([leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in parts])
     return _mapped(outputs, lambda _: next(results))
 
 

@@ -1,8 +1,8 @@
-"""pause_before_backward: let a loop read values, such as the loss, before the rest of the step runs.
+"""pause_before_backward: let a loop compute with the results of forward before backward runs.
 
-The rest may never run: the loop may skip the step. So nothing before the pause changes state, and no collective is in
-flight there. Where the loop computes the loss, the gradients that backward starts from are results of the pause, and
-the buffers that forward changes are written before.
+The gradients that backward starts from are results of the pause. The rest may never run: the loop may call no
+backward. So forward writes its buffers before the pause, nothing else changes state there, and no collective is in
+flight.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphM
     values = output_nodes(graph)[: context.batch.early_outputs]
     gradients = graph.find_nodes(op="call_function", target=GRADIENT_OF)
     order = positions(graph)
-    wanted = [*values, *(_writes_of_forward(graph, gradients) if gradients else ())]
+    wanted = [*values, *_writes_of_forward(graph, gradients)]
     needed = ancestors(wanted) | set(wanted)
     computed = sorted((node for node in needed if node.op != "placeholder"), key=order.__getitem__)
     backward = [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "backward"]

@@ -20,7 +20,6 @@ from tests.equivalence.training import STAGES, Result, Stage, equal, largest_dev
 from tests.harness import LossStep, update_plainly
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
-from zerograph.integrations.options import config_of
 from zerograph.ir.mesh import Mesh
 from zerograph.loops import loaders
 
@@ -223,34 +222,9 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
         assert word in message
 
 
-def prepared_loop(sequence_parallel: int = 1) -> tuple[list[float], dict[str, Tensor]]:
-    """Train on whole sequences from a loader by a prepared loop; a tensor that is no batch weights the loss."""
-    torch.manual_seed(0)
-    model = Mean().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*map(torch.cat, zip(*mean_batches(), strict=True))), batch_size=4
-    )
-    if sequence_parallel > 1:
-        config = zg.Config(sequence_parallel=sequence_parallel)
-        model, optimizer, loader = zg.prepare(model, optimizer, loader, config=config)
-    losses, weights = [], torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
-    for number, batch in enumerate(loader):
-        loss = (model(*batch) * weights).sum()
-        loss.backward()
-        # The first step has the gradients of two batches, the second those of one.
-        if number > 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
-
-
-def test_a_prepared_loader_yields_the_same_rows_to_ranks_that_split_sequences(pool: Pool) -> None:
-    wanted, wanted_state = prepared_loop()
-    for losses, state in pool.run(4, prepared_loop, 2):
-        assert losses == pytest.approx(wanted, rel=1e-12)
-        torch.testing.assert_close(state, wanted_state, rtol=1e-12, atol=1e-12)
+def test_a_loop_does_not_split_sequences() -> None:
+    with pytest.raises(zg.ConfigError, match=r"sequence_parallel=2: it is for steps that are one graph"):
+        zg.prepare(Mean(), config=zg.Config(sequence_parallel=2))
 
 
 def test_a_sampler_of_a_prepared_loader_has_the_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,14 +235,6 @@ def test_a_sampler_of_a_prepared_loader_has_the_parts_of_the_batch(monkeypatch: 
     split = loaders.SplitLoader(torch.utils.data.DataLoader(data, sampler=sampler), zg.Config(sequence_parallel=2))
     with pytest.raises(zg.InputError, match="Give it num_replicas=2, rank=0"):
         next(iter(split))
-
-
-@pytest.mark.parametrize("options", [{"sequence_parallel": 2}, {"batch_sbp": (zg.sbp.split(1),)}])
-def test_loops_of_frameworks_split_no_sequences(options: dict[str, Any]) -> None:
-    with pytest.raises(zg.ConfigError, match=r"need the same rows: use zg\.prepare"):
-        config_of(options)
-    with pytest.raises(zg.ConfigError, match=r"need the same rows: use zg\.prepare"):
-        config_of(zg.Config(**options))
 
 
 class Convolved(nn.Module):

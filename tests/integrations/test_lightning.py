@@ -197,49 +197,6 @@ def run(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (2, 2)])
-def test_two_ranks_log_what_one_process_does(pool: Pool, tmp_path: Path, stage: int, accumulation: int) -> None:
-    expected = run(tmp_path / "plain", 1, None, accumulation)
-    for numbers in pool.run(2, run, tmp_path / "zero", 2, stage, accumulation):
-        assert numbers == pytest.approx(expected, abs=1e-5)
-    checkpoint = str(tmp_path / "zero" / "epoch=0.ckpt")
-    resumed = run(tmp_path / "one", 1, 1, accumulation, checkpoint)
-    # Lightning itself loads the checkpoint too.
-    assert resumed == pytest.approx(run(tmp_path / "again", 1, None, accumulation, checkpoint), abs=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_manual_optimization_of_two_models_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
-    expected = run(tmp_path / "plain", 1, None, kind=Adversarial)
-    for numbers in pool.run(2, run, tmp_path / "zero", 2, 3, 1, None, Adversarial):
-        assert numbers == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", [Scheduled, Measured])
-def test_a_step_depends_on_counters_reads_values_and_updates_metrics(pool: Pool, tmp_path: Path, kind: Any) -> None:
-    expected = run(tmp_path / "plain", 1, None, kind=kind)
-    for numbers in pool.run(2, run, tmp_path / "zero", 2, 3, 1, None, kind):
-        assert numbers == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (UsesIndex, "batch_idx"),
-        (KeepsATensor, "keeps a tensor in self.loss"),
-        (ComputesAMetric, "computed or reset in a step"),
-    ],
-)
-def test_a_step_that_cannot_be_one_graph_is_an_error(tmp_path: Path, kind: Any, message: str) -> None:
-    from zerograph.errors import CaptureError
-
-    with pytest.raises(CaptureError, match=message):
-        run(tmp_path, 1, 1, kind=kind)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "stage", "accumulation"),
     [
@@ -252,11 +209,11 @@ def test_a_step_that_cannot_be_one_graph_is_an_error(tmp_path: Path, kind: Any, 
         (Adversarial, 3, 1),
     ],
 )
-def test_an_eager_loop_runs_the_steps_of_one_process(
+def test_the_steps_are_those_of_one_process(
     pool: Pool, tmp_path: Path, kind: Any, stage: int, accumulation: int
 ) -> None:
     expected = run(tmp_path / "plain", 1, None, accumulation, kind=kind)
-    zero = {"loop": "eager", "stage": stage}
+    zero = {"stage": stage}
     for numbers in pool.run(2, run, tmp_path / "zero", 2, zero, accumulation, None, kind):
         assert numbers == pytest.approx(expected, abs=1e-5)
     checkpoint = str(tmp_path / "zero" / "epoch=0.ckpt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,32 +142,3 @@ def test_a_loss_depends_on_the_step(pool: Pool, tmp_path: Path) -> None:
     assert expected[-1]["read"] > 3
     for logs in pool.run(2, run, "language_model", tmp_path / "zero", 2, 3, options):
         assert_equal(logs, expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("deciding", "because of a value that was read"),
-        ("multiplying", "because of a value that was read, or with it"),
-        ("keeping", "keeps a tensor in self.last"),
-    ],
-)
-def test_a_value_that_decides_what_is_computed_is_an_error(tmp_path: Path, kind: str, message: str) -> None:
-    from zerograph.errors import CaptureError
-
-    with pytest.raises(CaptureError, match=message):
-        run("language_model", tmp_path, 1, 1, {"kind": kind})
-
-
-def test_a_label_that_is_no_class_is_an_error_before_the_step() -> None:
-    from zerograph.errors import InputError
-    from zerograph.integrations.checks import check_labels
-
-    class AnyForCTC(torch.nn.Linear):
-        config = SimpleNamespace(vocab_size=4)
-
-    labels = torch.tensor([[1, 3, -100], [2, 2, 1]])
-    check_labels(AnyForCTC(2, 2), {"labels": labels})
-    check_labels(torch.nn.Linear(2, 2), {"labels": labels + 1})
-    with pytest.raises(InputError, match="a label is 4, and the model has the 4 classes 0 to 3"):
-        check_labels(AnyForCTC(2, 2), {"labels": labels + 1})

@@ -1,4 +1,4 @@
-"""Calls of a model in an eager loop are graphs after the first, unless the loop uses them as none allows."""
+"""Calls of a model in a loop are graphs after the first, unless the loop uses them as none allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.loops.scripts import samples, seeded
-from tests.loops.test_eager_loop import prepare_eagerly, update
+from tests.loops.test_habits import prepare_at, update
 from tests.pool import Pool
 from zerograph.runtime.parameters import stored_gradient
 from zerograph.runtime.state import stores_of
@@ -47,13 +47,13 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 def prepared(model: Any, stage: int, count: int = 4) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     module = seeded(model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    result: tuple[nn.Module, torch.optim.Optimizer, Any] = prepare_eagerly(stage)(module, optimizer, batches(count))
+    result: tuple[nn.Module, torch.optim.Optimizer, Any] = prepare_at(stage)(module, optimizer, batches(count))
     return result
 
 
 def graphs_of(model: nn.Module) -> list[bool]:
     """Return for each kind of calls of a model whether a graph runs them."""
-    calls = type(model)._zerograph_prepared._calls  # type: ignore[attr-defined]
+    calls = type(model)._zerograph_prepared.calls  # type: ignore[attr-defined]
     return [kind.graph is not None for kind in calls._kinds.values()]
 
 
@@ -168,7 +168,7 @@ def differentiated_twice(prepare: Any, model: Any) -> list[float]:
 
 
 def twice_on_a_rank(stage: int) -> list[float]:
-    return differentiated_twice(prepare_eagerly(stage), plain)
+    return differentiated_twice(prepare_at(stage), plain)
 
 
 def test_a_graph_that_is_differentiated_in_another_way_gives_the_right_gradients(pool: Pool) -> None:
@@ -242,7 +242,7 @@ def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: Pool) ->
 
 
 def on_two_ranks(run: Any) -> Any:
-    return run(prepare_eagerly(2))
+    return run(prepare_at(2))
 
 
 def changed_parameters() -> str:

@@ -1,4 +1,4 @@
-"""Eager loops of drawn habits on two ranks print and save what they do in one process, or are refused by name."""
+"""Loops of drawn habits on two ranks print and save what they do in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
-from tests.loops.test_eager_loop import prepare_eagerly
+from tests.loops.test_habits import prepare_at
 from tests.pool import Pool
 
 ROWS, STEPS = 8, 5
@@ -173,24 +173,18 @@ class Loop:
         ]
 
 
-def drawn(seed: int, stages: tuple[int, ...]) -> list[Seen] | str:
-    """Return what a loop does at each stage, or the error that refuses it at the first."""
-    try:
-        return [Loop(prepare_eagerly(stage), seed).run() for stage in stages]
-    except zg.InputError as error:
-        return str(error)
+def drawn(seed: int, stages: tuple[int, ...]) -> list[Seen]:
+    """Return what a loop does at each stage."""
+    return [Loop(prepare_at(stage), seed).run() for stage in stages]
 
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 200))],
+    [*range(3), 42, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 200) if seed != 42)],
 )
 def test_a_drawn_loop_prints_and_saves_what_one_process_does(pool: Pool, seed: int) -> None:
     printed, (state,) = Loop(unprepared, seed).run()
     for seen in pool.run(2, drawn, seed, (0, 2, 3)):
-        if isinstance(seen, str):
-            assert "its results are differentiated in another way than those of its first calls" in seen
-            continue
         for stage_printed, (stage_state,) in seen:
             assert stage_printed == pytest.approx(printed, rel=1e-8, abs=1e-10)
             torch.testing.assert_close(stage_state, state, rtol=1e-8, atol=1e-10)

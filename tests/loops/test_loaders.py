@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +11,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import zerograph as zg
+from tests.loops.scripts import Prepare, seeded, unprepared
 from tests.pool import Pool
-from zerograph.errors import InputError
 from zerograph.ir.mesh import line
 from zerograph.loops import loaders
 
@@ -106,25 +108,56 @@ def test_ranks_keep_their_rows_of_a_batch_that_the_collator_sees_whole(
     assert [len(rank[-1]["tokens"]) for rank in ranks] == [1, 0]
 
 
-def test_a_batch_whose_rows_are_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def edges(samples: list[int]) -> dict[str, Tensor]:
-        return {"nodes": torch.zeros(len(samples), 4), "edges": torch.zeros(3 * len(samples) - 1, 2)}
+class Edges(nn.Module):
+    """A layer of a graph network: it sums over the edges of each node."""
 
-    def graph(samples: list[int]) -> object:
-        return SimpleNamespace(nodes=torch.zeros(len(samples), 4))
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
 
-    dataset: Any = list(range(8))
-    with pytest.raises(InputError, match=r"4, 11 rows(.|\n)*must be the samples"):
-        as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=edges))
-    with pytest.raises(InputError, match=r"a batch has a SimpleNamespace"):
-        as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph))
-    # One process has all rows.
-    assert len(as_ranks(monkeypatch, lambda: DataLoader(dataset, 4, collate_fn=graph), 1)[0]) == 2
+    def forward(self, nodes: Tensor, edges: Tensor) -> Tensor:
+        summed: Tensor = torch.zeros_like(nodes).index_add(0, edges[:, 1], nodes[edges[:, 0]])
+        return self.linear(nodes + summed)  # type: ignore[no-any-return]
+
+
+def graph_of(samples: list[Tensor]) -> SimpleNamespace:
+    nodes = torch.cat(samples)
+    edges = torch.stack([torch.arange(len(nodes) - 1), torch.arange(1, len(nodes))], 1)
+    return SimpleNamespace(nodes=nodes, edges=edges, device=object())
+
+
+def trained_on_graphs(prepare: Prepare) -> list[float]:
+    model = seeded(Edges)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs: Any = list(torch.linspace(-1, 1, 48, dtype=torch.float64).view(8, 2, 3))
+    loader: Any = DataLoader(graphs, 2, collate_fn=graph_of)
+    model, optimizer, loader = prepare(model, optimizer, loader)
+    losses = []
+    for graph in loader:
+        loss = model(graph.nodes, graph.edges).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def graphs_on_ranks() -> tuple[list[float], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = trained_on_graphs(functools.partial(zg.prepare, stage=3))
+    return losses, [str(one.message) for one in caught if "all rows" in str(one.message)]
+
+
+def test_a_batch_whose_rows_are_not_known_is_whole_on_every_rank(pool: Pool) -> None:
+    expected = trained_on_graphs(unprepared)
+    (losses, messages), (others, _) = pool.run(2, graphs_on_ranks)
+    assert losses == others == pytest.approx(expected, rel=1e-12)
+    assert len(messages) == 1
+    assert "its tensors have 3, 4 rows" in messages[0]
 
 
 def test_a_batch_that_is_an_object_has_rows_by_its_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loaders.SplitLoader, "takes_objects", True)
-
     def graph(samples: list[Tensor]) -> object:
         return SimpleNamespace(nodes=torch.stack(samples), name="graph")
 

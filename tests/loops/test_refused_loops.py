@@ -1,4 +1,4 @@
-"""Check that what a step of a loop cannot do is an error on the user's line."""
+"""A loop does what it does in plain PyTorch; where that is an error, it is one here too."""
 
 from __future__ import annotations
 
@@ -12,128 +12,194 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import zerograph as zg
+from tests.loops.scripts import Prepare, unprepared
+from tests.loops.test_habits import prepare_at
 from tests.loops.test_prepare import X, Y, network, ready
-
-
-def no_backward(model: nn.Module, optimizer: Any) -> None:
-    model(X)
-    optimizer.step()
-
-
-def not_cleared(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    for _ in range(2):
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
+from tests.pool import Pool
 
 
 def twice(model: nn.Module, optimizer: Any) -> None:
-    loss = F.cross_entropy(model(X), Y)
-    loss.backward()
+    # The second call is a graph.
+    for _ in range(2):
+        loss = model(X).mean()
+        loss.backward()
     loss.backward()
 
 
 def changed_input(model: nn.Module, optimizer: Any) -> None:
-    x = torch.zeros(2**15, 6, dtype=torch.float64)
-    loss = model(x).square().mean()
-    x.fill_(1.0)
-    loss.backward()
-    optimizer.step()
+    for _ in range(2):
+        x = torch.zeros(2**15, 6, dtype=torch.float64)
+        loss = model(x).square().mean()
+        x.fill_(1.0)
+        loss.backward()
 
 
 def written_gradient(model: nn.Module, optimizer: Any) -> None:
     F.cross_entropy(model(X), Y).backward()
-    next(model.parameters()).grad = torch.zeros(3)
-
-
-def closure(model: nn.Module, optimizer: Any) -> None:
-    optimizer.step(lambda: None)
+    next(model.parameters()).grad = torch.zeros(3).double()
 
 
 def updated_since(model: nn.Module, optimizer: Any) -> None:
-    out = model(X)
-    F.cross_entropy(out.detach() + model(X), Y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    out.mean().backward()
-
-
-def around_the_model(model: nn.Module, optimizer: Any) -> None:
-    F.cross_entropy(model(X), Y).backward()
-    next(model.children())(X).square().mean().backward()
-    optimizer.step()
-
-
-def one_optimizer_alone(model: nn.Module, optimizer: Any) -> None:
-    first = network()
-    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
-    last = torch.optim.SGD(first[2].parameters(), lr=0.1)
-    first, part = zg.prepare(first, part)
-    F.cross_entropy(first(X), Y).backward()
-    part.step()
-    last.step()
-
-
-def group_with_a_gradient(model: nn.Module, optimizer: Any) -> None:
-    first = network()
-    part = torch.optim.SGD(first[0].parameters(), lr=0.1)
-    first, part = zg.prepare(first, part)
-    F.cross_entropy(first(X), Y).backward()
-    part.add_param_group({"params": list(first[2].parameters())})
-
-
-def anomalies(model: nn.Module, optimizer: Any) -> None:
-    with torch.autograd.set_detect_anomaly(True):
-        F.cross_entropy(model(X), Y).backward()
+    for _ in range(2):
+        out = model(X)
+        F.cross_entropy(out.detach() + model(X), Y).backward()
         optimizer.step()
+        optimizer.zero_grad()
+        out.mean().backward()
 
 
-def penalty(model: nn.Module, optimizer: Any) -> None:
-    x = X.clone().requires_grad_()
-    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
+    "one loss twice": (twice, "backward through the graph a second time"),
+    "an input that changed": (changed_input, "changed in place|modified by an inplace operation"),
+    "a gradient of another shape": (written_gradient, "to a tensor of size|data of a different size"),
+    "a result of an updated model": (updated_since, "a parameter was changed between|modified by an inplace operation"),
+}
 
 
-def penalty_within(model: nn.Module, optimizer: Any) -> None:
-    model(X).requires_grad_()
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_a_loop_may_not_do_is_an_error(name: str) -> None:
+    loop, message = LOOPS[name]
+    plain = network()
+    with pytest.raises(RuntimeError):
+        loop(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    with pytest.raises((zg.ZeroGraphError, RuntimeError), match=message):
+        loop(*ready())
+
+
+Step = Callable[[nn.Module, Any, Tensor, Tensor], Any]
+
+
+def no_backward(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.step()
+    return model(x).sum()
+
+
+def not_cleared(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def closure(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    def evaluate() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return optimizer.step(evaluate)
+
+
+def around_the_model(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    loss = next(model.children())(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def anomalies(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    with torch.autograd.set_detect_anomaly(True):
+        return not_cleared(model, optimizer, x, y)
+
+
+def penalty(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = F.cross_entropy(out, y) + (gradient.norm(dim=1) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def late_penalty(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Differentiate gradients from the third step on, when the calls are graphs."""
+    optimizer.zero_grad()
+    x = x.clone().requires_grad_()
+    out = model(x)
+    loss = F.cross_entropy(out, y)
+    optimizer.calls = getattr(optimizer, "calls", 0) + 1
+    if optimizer.calls > 2:
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = loss + gradient.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def another_optimizer(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Train a group that the optimizer gets later."""
+    if len(optimizer.param_groups) == 1:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.add_param_group({"params": [model.extra], "lr": 0.5})
+    return not_cleared(model, optimizer, x, y + 0)
 
 
 class Packed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rnn = nn.LSTM(6, 4, batch_first=True)
+        self.rnn = nn.LSTM(1, 4, batch_first=True)
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.tensor([6, 2, 3, 1, 4, 5, 2, 6][: len(x)])
+        packed = pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
         last: Tensor = self.rnn(packed)[1][0][-1]
         return last
 
 
-def packed_rows(model: nn.Module, optimizer: Any) -> None:
-    rnn = Packed()
-    rnn, _ = zg.prepare(rnn, torch.optim.SGD(rnn.parameters(), lr=0.1))
-    rnn(torch.zeros(4, 5, 6), torch.tensor([5, 2, 3, 1]))
+class WithExtra(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.extra = network(), nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x) * self.extra
+        return result
 
 
-LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
-    "no backward": (no_backward, r"without loss\.backward"),
-    "gradients not cleared": (not_cleared, r"without zero_grad\(\)"),
-    "one loss twice": (twice, "twice on one loss"),
-    "an input that changed": (changed_input, "changed in place"),
-    "a gradient of another shape": (written_gradient, r"set to a tensor of shape \(3,\)"),
-    "a loss from a submodule": (around_the_model, "computed without the prepared model"),
-    "a closure": (closure, "closure"),
-    "an optimizer that is not prepared": (one_optimizer_alone, "no prepared optimizer trains"),
-    "a new group with a gradient": (group_with_a_gradient, "has a gradient already"),
-    "detection of anomalies": (anomalies, "on_nonfinite = 'raise'"),
-    "a penalty on gradients of an input": (penalty, r"WGAN-GP's, into the build\(\) of a zg\.ZeroGraph"),
-    "a penalty on gradients of a result": (penalty_within, r"create_graph=True\) works there"),
-    "rows packed by their lengths": (packed_rows, r"output\[torch\.arange\(len\(lengths\)\), lengths - 1\]"),
-    "a result of an updated model": (updated_since, "was updated since"),
+def packed_rows() -> nn.Module:
+    torch.manual_seed(0)
+    return Packed().double()
+
+
+def with_extra() -> nn.Module:
+    return WithExtra()
+
+
+HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
+    "no backward": (no_backward, network),
+    "gradients not cleared": (not_cleared, network),
+    "a closure": (closure, network),
+    "a loss from a submodule": (around_the_model, network),
+    "detection of anomalies": (anomalies, network),
+    "a penalty on gradients of an input": (penalty, network),
+    "a late penalty": (late_penalty, network),
+    "a new group with a gradient": (another_optimizer, with_extra),
+    "rows packed by their lengths": (not_cleared, packed_rows),
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_what_a_step_cannot_do_is_an_error(name: str) -> None:
-    loop, message = LOOPS[name]
-    with pytest.raises(zg.ZeroGraphError, match=message):
-        loop(*ready())
+def trained(prepare: Prepare, name: str) -> tuple[list[float], dict[str, Tensor]]:
+    step, make = HABITS[name]
+    model = make()
+    trained = model.net if isinstance(model, WithExtra) else model
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.5)
+    model, optimizer, loader = prepare(model, optimizer, [(X, Y), (-X, Y), (X * 2, Y), (X + 1, Y)])
+    losses = [float(step(model, optimizer, x, y).detach()) for x, y in loader]
+    return losses, dict(model.state_dict())
+
+
+def on_ranks(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    return trained(prepare_at(2), name)
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_what_a_loop_may_do_does_what_it_does_in_one_process(pool: Pool, name: str) -> None:
+    losses, state = trained(unprepared, name)
+    for mine, my_state in pool.run(2, on_ranks, name):
+        assert mine == pytest.approx(losses, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(my_state, state, rtol=1e-9, atol=1e-12)

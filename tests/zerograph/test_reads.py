@@ -1,4 +1,4 @@
-"""Every way of reading a value while ``build()``, or a prepared model, is traced is an error that names the line."""
+"""Every way of reading a value while ``build()`` is traced is an error that names the line."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def test_a_read_in_build_is_an_error_with_the_line(name: str) -> None:
         Step(READS[name])(torch.ones(2, 3), 1.0)
 
 
-@pytest.mark.parametrize("name", READS)
-def test_a_read_in_a_prepared_model_is_an_error_with_the_line(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in READS if name != "pickle"])
+def test_a_prepared_model_may_read_values(name: str) -> None:
     model = zg.prepare(Net(3, 3))
     model.read = READS[name]
-    with pytest.raises(zg.CaptureError, match=r"(?s)needs values that .* has yet to compute.*test_reads.py:\d+"):
-        model(torch.ones(2, 3))
+    for _ in range(3):
+        loss = model(torch.ones(2, 3))
+    assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize("arguments", [(torch.ones(2, 3),), (torch.ones(2, 3), 1.0, 2.0)])

@@ -75,8 +75,8 @@ class Backward:
         with self._outside_autocast():
             original(tensors, *args, **kwargs)
             self.calls += 1
-            if self._scale is not None and self.calls == self._expected_calls:
-                self._unscale(self._scale)
+            if self.calls == self._expected_calls:
+                self.unscale()
 
     def _outside_autocast(self) -> AbstractContextManager[Any]:
         # Meta tensors, for which a step can be prepared, have no autocast.
@@ -84,7 +84,10 @@ class Backward:
         return torch.autocast(self._device, enabled=False) if available else nullcontext()
 
     @torch.no_grad()
-    def _unscale(self, scale: Tensor) -> None:
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, if there is one, and note which overflowed."""
+        if self._scale is None:
+            return
         with_gradient = {name: tensor for name, tensor in self._parameters.items() if tensor.grad is not None}
         for optimizer, names in self._trained.items():
             gradients = [tensor.grad for name, tensor in with_gradient.items() if name in names]
@@ -92,6 +95,6 @@ class Backward:
                 largest = TOTAL_NORM(gradients, float("inf"))
                 name = optimizer if len(self._trained) > 1 else ""
                 self.overflows.append(Overflow(name, largest, torch.isfinite(largest).logical_not().float()))
-        inverse = scale.double().reciprocal().float()
+        inverse = self._scale.double().reciprocal().float()
         for parameter in with_gradient.values():
             parameter.grad = parameter.grad * inverse  # type: ignore[operator]

@@ -83,7 +83,7 @@ class Capture:
         clip_grad_norm: the norm that all gradients together are clipped to after ``build()``; None for no clipping.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
         amp_dtype: the dtype of ``torch.autocast`` around ``build()``; None for none.
-        scaled: multiply the loss by an input of the graph, and unscale the gradients.
+        scaled: multiply the loss by an input of the graph, and unscale the gradients; accumulated ones are scaled.
         checked: also return whether losses and gradients are finite (:mod:`zerograph.ir.finite_check`).
         accumulated: names of parameters whose gradients are inputs: earlier graphs have computed them.
         pure: ``build()`` must change no Python state.
@@ -215,7 +215,7 @@ class Capture:
     def _traced(self, tracer: _Tracer) -> tuple[fx.GraphModule, _Trace, Mapping[str, Tensor]]:
         """Return the graph, what its trace noted, and the tensors that ``build()`` stores in attributes, by path."""
         graph, trace = tracer.trace()
-        if self.scaled and trace.gradients and not trace.backward_calls:
+        if self.scaled and trace.gradients and not trace.backward_calls and not self.accumulated:
             raise CaptureError(
                 "the loss is to be scaled, but build() makes gradients without calling backward()\n"
                 "Call loss.backward(), or set config.grad_scaler to None."
@@ -378,6 +378,8 @@ class _Tracer:
         backward = Backward(self._device.type, loss_scale, self._backward_calls, parameters, capture.trained)
         args, kwargs = capture.arrange(inputs)
         with self._inside_build(trace, state, backward):
+            if capture.accumulated:
+                backward.unscale()
             with self._autocast():
                 leaves, trace.output_spec = pytree.tree_flatten(capture.build(*args, **kwargs))
             if capture.clip_grad_norm is not None and any(tensor.grad is not None for tensor in parameters.values()):

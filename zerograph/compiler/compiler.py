@@ -197,7 +197,7 @@ class Compiler:
             update_seconds=update_seconds,
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
-            micro_batches=self.micro_batches(request),
+            micro_batches=self.micro_batches(),
             trains=bool(self.optimizers),
             request=request,
             warn=self._warn,
@@ -264,7 +264,7 @@ class Compiler:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), comparison, self._warn)
         parts = piece_count(rows_on(self.config, mesh), mesh)
-        check_indices(captured, batch, parts, self.micro_batches(request), comparison, self._warn)
+        check_indices(captured, batch, parts, self.micro_batches(), comparison, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: nothing would use the gradients\n"
@@ -366,14 +366,15 @@ class Compiler:
         """Return whether the backend runs symbolic sizes; CUDA graphs and a user's backend get static ones."""
         return self._resolve_backend(members)[1] in (backends.eager, backends.inductor)
 
-    def micro_batches(self, request: StepRequest) -> int:
+    def micro_batches(self) -> int:
         """Return the number of micro-batches into which each rank's part of the batch is cut."""
-        return self.config.gradient_accumulation_steps if self.optimizers or request.accumulates else 1
+        return self.config.gradient_accumulation_steps if self.optimizers else 1
 
     def _flags(self, request: StepRequest) -> tuple[bool, bool]:
         """Return whether the graph scales the loss, and whether it returns if losses and gradients are finite."""
-        scaled = self.config.scaler is not None and bool(self.optimizers) and request.gradients == "update"
-        return scaled, self.config.on_nonfinite != "ignore" and request.gradients in ("update", "accumulated")
+        updates = request.gradients in ("update", "accumulated")
+        scaled = self.config.scaler is not None and bool(self.optimizers) and updates
+        return scaled, self.config.on_nonfinite != "ignore" and updates
 
     def _capture(
         self, members: Members, batch: Batch, mesh: Mesh, key: StepKey, artifact: Artifact | None = None
@@ -385,7 +386,7 @@ class Compiler:
             key: selects the step; the capture depends on a part of it.
             artifact: has the captured graph, if it was loaded from a file.
         """
-        micro_batches, places = self.micro_batches(key.request), key.request.differentiated
+        micro_batches, places = self.micro_batches(), key.request.differentiated
         clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * micro_batches
         groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
@@ -426,7 +427,7 @@ class Compiler:
                 return list(specs)
             return [replace(spec, device=torch.device("cpu")) for spec in specs]
 
-        config, micro_batches = self.config, self.micro_batches(request)
+        config, micro_batches = self.config, self.micro_batches()
         parts, (scaled, checked) = mesh.size * micro_batches, self._flags(request)
         capture = capturing.Capture(
             self.build,

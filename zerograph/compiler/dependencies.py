@@ -19,8 +19,8 @@ from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
 from zerograph.passes.rules.registry import user_rules
 
-# The name among the attributes of a graph for the calls of a loop that its ``build()`` repeats.
-RECORDED = "the recorded calls"
+# The name among the attributes of a graph of a loop for what its ``build()`` does.
+OF_LOOP = "the part of the loop"
 _FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
 # Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
 _OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step")
@@ -34,7 +34,7 @@ class Dependencies:
         facts: those that a capture compares, as text by name.
         read_facts: returns them as they are now.
         graph: the graph.
-        attributes: its attributes, private ones of the user's class included; and :data:`RECORDED`.
+        attributes: its attributes, private ones of the user's class included; and :data:`OF_LOOP`.
         members: its modules and tensors.
         optimizers: its optimizers.
         config: its options.
@@ -71,12 +71,12 @@ class Dependencies:
         # What no code names is not read: schedulers and tokenizers may be in attributes.
         names = read_names(trace)
         attributes = {
-            name: value for name, value in self.attributes.items() if names is None or name in names or name == RECORDED
+            name: value for name, value in self.attributes.items() if names is None or name in names or name == OF_LOOP
         }
         self._digests(digest, attributes, names)
         doubts = [*trace.doubts, *of_code.doubts, *digest.doubts]
         doubts += [*unseen(trace, [of_code, digest]), *self.foreseen_doubts()]
-        if self._is_recorded:
+        if self._is_of_loop:
             # No code of the user has the graph.
             return doubts if trace.codes else [*doubts, "no code of the model ran"]
         if not any(code.co_name == "build" for code in trace.codes):
@@ -89,9 +89,9 @@ class Dependencies:
     def foreseen_doubts(self) -> list[str]:
         """Return those of :meth:`doubts` that no trace is needed for."""
         doubts = process.doubts()
-        kinds = [type(self.graph), *(map(type, self.members.root.modules()) if self._is_recorded else ())]
+        kinds = [type(self.graph), *(map(type, self.members.root.modules()) if self._is_of_loop else ())]
         names = [kind.__module__ for cls in kinds for kind in cls.__mro__ if kind.__module__.startswith(_FRAMEWORKS)]
-        if names or (type(self.graph).__module__.startswith("zerograph.loops") and not self._is_recorded):
+        if names or (type(self.graph).__module__.startswith("zerograph.loops") and not self._is_of_loop):
             doubts.append(f"a class of {[*names, type(self.graph).__module__][0]} keeps state of its own")
         if modes := _torch.active_modes():
             doubts.append(f"modes of torch are active: {', '.join(modes)}")
@@ -100,8 +100,8 @@ class Dependencies:
         return doubts
 
     @property
-    def _is_recorded(self) -> bool:
-        return RECORDED in self.attributes
+    def _is_of_loop(self) -> bool:
+        return OF_LOOP in self.attributes
 
     def _digest(self) -> Digest:
         """Return a digest to which the graph, its modules and their tensors are names: they are compared here."""
@@ -119,7 +119,7 @@ class Dependencies:
         """
         texts: dict[str, str] = {}
         modules = {name: module for name, module in self.members.root.named_modules() if name}
-        own = {name: value for name, value in attributes.items() if name != RECORDED}
+        own = {name: value for name, value in attributes.items() if name != OF_LOOP}
         for path, values in {"self": own, **{name: vars(module) for name, module in modules.items()}}.items():
             for name, value, guard in attributes_of(values, private=path != "self"):
                 # Guards by value, and the members, are compared as they are.
@@ -133,8 +133,8 @@ class Dependencies:
                 texts[f"the hooks of {path}"] = digest.of(hooks)
         for cls in dict.fromkeys(map(type, [self.graph, *modules.values()])):
             texts[f"the class {cls.__module__}.{cls.__qualname__}"] = digest.of(cls)
-        if self._is_recorded:
-            texts[RECORDED] = digest.of(attributes[RECORDED])
+        if self._is_of_loop:
+            texts[OF_LOOP] = digest.of(attributes[OF_LOOP])
         tensors = {**self.members.parameters, **self.members.buffers}
         for name, tensor in tensors.items():
             noted = {key: entry for key, entry in vars(tensor).items() if not key.startswith("_zerograph")}

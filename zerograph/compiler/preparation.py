@@ -227,6 +227,7 @@ class Preparation:
 
     def _context(self, candidate: Candidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]) -> Context:
         config, gradients = self.config, self.request.gradients
+        updates = gradients in ("update", "accumulated")
         return Context(
             mesh=self.target.mesh,
             policy=replace(config.policy if self.trains else OFF, dims=self.zero_dims),
@@ -244,8 +245,8 @@ class Preparation:
             gradients=gradients,
             numerics=Numerics(
                 reduce_dtype=config.reduce_dtype,
-                scaler=config.scaler if self.trains and gradients == "update" else None,
-                checked=config.on_nonfinite != "ignore" and gradients in ("update", "accumulated"),
+                scaler=config.scaler if self.trains and updates else None,
+                checked=config.on_nonfinite != "ignore" and updates,
                 wire=config.wire,
             ),
             memory=MemoryOptions(

@@ -34,7 +34,7 @@ from zerograph.base.source import levels_to_user
 from zerograph.compiler.artifacts import Artifact, artifact_content, read_artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import RewrittenStep
-from zerograph.compiler.dependencies import RECORDED, Dependencies
+from zerograph.compiler.dependencies import OF_LOOP, Dependencies
 from zerograph.compiler.members import Members
 from zerograph.errors import ArtifactError, CommunicationError, ConfigError, ZeroGraphWarning
 from zerograph.runtime.job.exchange import broadcast_number, broadcast_small, broadcast_when_ready
@@ -46,7 +46,7 @@ _DEFAULT_LIMIT = "4GiB"
 _ABANDONED_SECONDS = 3600
 _log = logging.getLogger("zerograph.cache")
 # Steps that differ in one of these have files of their own.
-_IN_NAMES = ("config.", "input ", "the mesh", "parameters: ", "buffers: ", RECORDED)
+_IN_NAMES = ("config.", "input ", "the mesh", "parameters: ", "buffers: ", OF_LOOP)
 _MOST_DIFFERENCES = 5
 # The numbers that rank 0 sends in place of a length: without cache; each rank traces; rank 0 traces for all.
 _OFF, _EACH, _ONCE = -2, -1, 0

@@ -33,7 +33,6 @@ class StepRequest:
 
     Attributes:
         reads_metric: a scheduler reads the first 0-d tensor that ``build()`` returns.
-        accumulates: a graph without optimizer has micro-batches too.
         gradients: the use of gradients in graphs with optimizers.
         accumulated: the parameters whose accumulated gradients a graph updates by, by name.
         early_outputs: number of outputs, the first ones, that the loop reads before backward.
@@ -42,7 +41,6 @@ class StepRequest:
     """
 
     reads_metric: bool = False
-    accumulates: bool = False
     gradients: GradientUse = "update"
     accumulated: tuple[str, ...] = ()
     early_outputs: int = 0

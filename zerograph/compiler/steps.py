@@ -143,7 +143,7 @@ class Steps:
         members = replace(self.members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         config = self._compiler.config
-        batch = self._read((args, kwargs), mesh, grid, request, members.meta)
+        batch = self._read((args, kwargs), mesh, grid, members.meta)
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         facts = {**self._facts(members), "the device": members.meta}
         key = StepKey(tuple(facts.items()), config.key(), request, None, batch.pattern(), config.dynamic_shapes)
@@ -155,10 +155,9 @@ class Steps:
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         mesh: Mesh,
         grid: Any,
-        request: StepRequest,
         meta: torch.device | None = None,
     ) -> Batch:
-        config, micro_batches = self._compiler.config, self._compiler.micro_batches(request)
+        config, micro_batches = self._compiler.config, self._compiler.micro_batches()
         return read_batch(*arguments, mesh, grid, batch_on(config, mesh), micro_batches, meta, config.sequence_parallel)
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
@@ -219,7 +218,7 @@ class Steps:
 
     @property
     def last_key(self) -> StepKey | None:
-        """What selected the step of the last call, besides sizes."""
+        """The key of the step of the last call, besides sizes."""
         return None if self._last_call is None else self._last_call.key
 
     def variant(self, job: Job, key: StepKey, batch: Batch, request: StepRequest, doing: str) -> CompiledStep:
@@ -278,7 +277,7 @@ class Steps:
         members = self.adopted(lambda: call.job)
         _check_usable(stores_of(members.parameters.values()))
         refuse_hooks_before(call.optimizers)
-        batch = self._read(call.arguments, call.job.mesh, call.job.grid, call.request)
+        batch = self._read(call.arguments, call.job.mesh, call.job.grid)
         check_devices(
             members, [(name, spec.device) for name, spec in zip(batch.names, batch.specs, strict=True) if spec.shape]
         )

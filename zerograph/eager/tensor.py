@@ -15,7 +15,7 @@ from zerograph.eager import dispatch
 from zerograph.eager.dispatch import View
 from zerograph.eager.program import Spec
 from zerograph.eager.world import world
-from zerograph.errors import InputError, PlacementError, ZeroGraphError
+from zerograph.errors import InputError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import global_shape
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
@@ -63,10 +63,16 @@ class GlobalTensor(Tensor):
         kwargs = kwargs or {}
         with _torch.without_torch_function():
             try:
-                return func(*args, **kwargs)
-            except ZeroGraphError:
-                raise
-            except (RuntimeError, ValueError, IndexError):
+                result = func(*args, **kwargs)
+                if getattr(func, "__name__", "") == "_pack_padded_sequence":
+                    # Kernels of recurrent layers read the sizes of the steps.
+                    return result[0], result[1].full_tensor()
+                return result
+            except (ZeroGraphError, RuntimeError, ValueError, IndexError) as error:
+                # Rows that ranks have cut differ between them.
+                differs = isinstance(error, RankMismatchError) and world().rows_of_ranks
+                if isinstance(error, ZeroGraphError) and not differs:
+                    raise
                 if (parts := _with_parts((args, kwargs))) is None:
                     raise
             args, kwargs = parts
@@ -229,8 +235,9 @@ def _with_parts(arguments: Any) -> Any:
     leaves, spec = pytree.tree_flatten(arguments)
     rows = {len(one) for one in leaves if isinstance(one, GlobalTensor) and one.dim()}
     found = [one for one in leaves if _is_plain(one) and rows and len(one) < max(rows)]
-    made = {id(one): global_tensor(one, split(0)) for one in found}
-    if not made or any(len(one) not in rows for one in made.values()):
+    # A plain tensor beside them may be whole, such as the weights of classes.
+    made = {id(one): x for one in found if len(x := global_tensor(one, split(0))) in rows}
+    if not made:
         return None
     return pytree.tree_unflatten([made.get(id(one), one) for one in leaves], spec)
 

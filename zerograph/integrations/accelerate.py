@@ -1,16 +1,12 @@
-"""Accelerate's ``Accelerator``, whose training steps are graphs with ZeRO.
+"""Accelerate's ``Accelerator`` with ZeRO.
 
-Everything that this class does not define is Accelerate's: trackers, printing, processes, devices, hooks.
-
-With ``zero={"loop": "eager"}`` a script runs as it is written, as one process on the batches of all: batches and
-results are global tensors.
+A script runs as it is written, as one process on the batches of all: batches and results are global tensors. Everything
+that this class does not define is Accelerate's: trackers, printing, processes, devices, hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +16,14 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zerograph import data
 from zerograph._torch import pytree
+from zerograph.eager.tensor import GlobalTensor
 from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.eager import RowsOfRank, whole
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.replay import sees_whole_batch
 from zerograph.integrations.rows import global_loader
 from zerograph.loops.calls import PURE_HOOKS
-from zerograph.loops.deferred import Deferred, values_of
-from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
@@ -47,14 +40,14 @@ except ImportError as error:
         "zerograph.integrations.accelerate needs accelerate: pip install 'zerograph[accelerate]'"
     ) from error
 
-# The folder of the sharded state. The file of the loop's counts beside it has the suffix .json.
+# The folder of the sharded state.
 STATE = "zerograph"
 
 
 class Accelerator(accelerate.Accelerator):
     """As ``accelerate.Accelerator``, with the numbers of one process on the batches of all processes together.
 
-    Calls of prepared models are recorded, and ``optimizer.step()`` runs one graph, as :func:`zerograph.prepare` says.
+    Models, optimizers and loaders are prepared as :func:`zerograph.prepare` does it.
 
     Args:
         zero: the ZeRO stage, a dict of options, or a :class:`zerograph.Config`. None: stage 2.
@@ -69,7 +62,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, zero: Zero = None, **kwargs: Any) -> None:
         self.zero_config = config_of(zero)
-        self.is_eager, self._has_loader = self.zero_config.loop == "eager", False
+        self._has_loader = False
         # Modules of the next loop that other objects of it call, and that have no optimizer themselves.
         self.companions: list[nn.Module] = []
         super().__init__(*args, **kwargs)
@@ -87,7 +80,11 @@ class Accelerator(accelerate.Accelerator):
                         self.mixed_precision == "fp16" and self.scaler is None,
                     ),
                     ("mixed_precision='fp8'", bf16, self.mixed_precision == "fp8"),
-                    ("parallelism_config", "zg.Config(placement=...) places a step", bool(self.parallelism_config)),
+                    (
+                        "parallelism_config",
+                        "a zg.ZeroGraph with config.placement places a step",
+                        bool(self.parallelism_config),
+                    ),
                     ("dispatch_batches=True", "every rank reads its rows", bool(self.dispatch_batches)),
                     (
                         f"distributed_type {self.distributed_type}",
@@ -177,18 +174,18 @@ class Accelerator(accelerate.Accelerator):
                 self._dataloaders.append(data_loader)
             return data_loader
         job = join(self.zero_config.timeout, self.zero_config.placement)
-        rows = global_loader(data_loader, job, split=self.split_batches, objects=self.is_eager)
+        rows = global_loader(data_loader, job, split=self.split_batches)
         place = self.device_placement if device_placement is None else device_placement
-        if self.is_eager:
-            rows.collate_fn = RowsOfRank(rows.collate_fn, send_to_device if place else None)
-            self._has_loader = True
-            self._tell_loops()
+        rows.collate_fn = RowsOfRank(rows.collate_fn, send_to_device if place else None)
+        self._has_loader = True
+        self._tell_loops()
         prepared = prepare_data_loader(
             rows,
             self.device,
             num_processes=1,
             process_index=0,
-            put_on_device=place or self.is_eager,
+            # Moving rows to the device makes them global.
+            put_on_device=True,
             rng_types=self.rng_types.copy(),
             dispatch_batches=False,
             use_seedable_sampler=self.use_seedable_sampler,
@@ -203,28 +200,28 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Record ``loss.backward()``, divided by the number of accumulation steps, and in fp16 scaled.
+        """Run ``loss.backward()``, divided by the number of accumulation steps, and in fp16 scaled.
 
         Raises:
-            InputError: no model of a prepared optimizer computed the loss, and there are other processes.
+            InputError: there are other processes, and a model without its optimizer may have computed the loss.
         """
-        if self.num_processes > 1 and not (self.is_eager or isinstance(loss, Deferred)):
+        is_alone = any(loop_of(model) is None for model in self._models) and not isinstance(loss, GlobalTensor)
+        if self.num_processes > 1 and is_alone:
             raise InputError(
                 "accelerator.backward() got a loss that no prepared model computed, so each process would train by "
                 "itself\nPass the model's optimizer to accelerator.prepare() too, before the first batch."
             )
-        # As a float: an integer could be a count of this rank's samples.
-        steps = float(self.gradient_accumulation_steps)
+        steps = self.gradient_accumulation_steps
         loss = loss if steps == 1 else loss / steps
         (loss if self.scaler is None else self.scaler.scale(loss)).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Record that gradients are clipped, in fp16 unscaled before; return their norm before."""
+        """Clip gradients, in fp16 unscaled before; return their norm before."""
         self.unscale_gradients()
         return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Record that gradients are clipped, in fp16 unscaled before."""
+        """Clip gradients, in fp16 unscaled before."""
         self.unscale_gradients()
         torch.nn.utils.clip_grad_value_(list(parameters), clip_value)
 
@@ -233,55 +230,29 @@ class Accelerator(accelerate.Accelerator):
         """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
         yield
 
-    @contextlib.contextmanager
-    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Return a block without effect: the step computes in the precision of its configuration.
-
-        In an eager loop it is Accelerate's.
-        """
-        with super().autocast(autocast_handler) if self.is_eager else contextlib.nullcontext():
-            yield
-
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks in order. Ranks may have unequal numbers of rows.
 
         Raises:
-            RankMismatchError: the loop is eager, and ranks pass other plain tensors.
+            RankMismatchError: ranks pass other plain tensors.
         """
-        if self.is_eager:
-            check_equal(tensor, "accelerator.gather()")
-            return whole(tensor)
-        tensor = values_of(tensor)
-        if self.num_processes == 1 or sees_whole_batch():
-            return tensor
-        leaves, tree = pytree.tree_flatten(tensor)
-        rows = iter(data.gather([one.detach() for one in leaves if isinstance(one, Tensor) and one.dim()]))
-        gathered = [
-            next(rows) if isinstance(one, Tensor) and one.dim() else super(Accelerator, self).gather(one)
-            for one in leaves
-        ]
-        return pytree.tree_unflatten(gathered, tree)
+        check_equal(tensor, "accelerator.gather()")
+        return whole(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
-        if self.is_eager and (use_gather_object or not _are_tensors(input_data)):
+        if use_gather_object or not _are_tensors(input_data):
             return whole(input_data)
-        if sees_whole_batch():
-            return input_data
-        return super().gather_for_metrics(values_of(input_data), use_gather_object)
+        return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the ranks as Accelerate does. Results of prepared models, such as a loss, are the same on all."""
-        if self.is_eager:
-            check_equal(tensor, "accelerator.reduce()")
-            return whole(tensor)
-        if sees_whole_batch():
-            return tensor
-        return super().reduce(values_of(tensor), reduction, scale)
+        check_equal(tensor, "accelerator.reduce()")
+        return whole(tensor)
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pad tensors to the longest of all ranks; those of an eager loop are whole."""
-        return tensor if self.is_eager else super().pad_across_processes(tensor, *args, **kwargs)
+        """Return the tensors: they are whole."""
+        return tensor
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process."""
@@ -300,7 +271,7 @@ class Accelerator(accelerate.Accelerator):
         with self._without_sharded():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, loop in enumerate(self._loops()):
-            save_loop(loop, Path(folder) / f"{STATE}{number or ''}", write_counts=self.is_main_process)
+            loop.graph(*loop.optimizers).save(Path(folder) / f"{STATE}{number or ''}")
         self.wait_for_everyone()
         return folder
 
@@ -313,11 +284,11 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("load_state() needs a folder")
         with self._without_sharded():
             super().load_state(input_dir, load_kwargs, **kwargs)
-        if self.is_eager and self.num_processes > 1:
+        if self.num_processes > 1:
             # Of ranks that the checkpoint does not know, too.
             synchronize_rng_states(["torch"])
         for number, loop in enumerate(self._loops()):
-            load_loop(loop, Path(input_dir) / f"{STATE}{number or ''}")
+            loop.graph(*loop.optimizers).load(Path(input_dir) / f"{STATE}{number or ''}")
 
     def _prepared(self, one: Any, place: bool | None) -> Any:
         if isinstance(one, DataLoader):
@@ -330,7 +301,7 @@ class Accelerator(accelerate.Accelerator):
         use_plain_linears(model)
         if loop_of(model) is None and (place or (place is None and self.device_placement)):
             model.to(self.device)
-        if self.is_eager and self.native_amp and not any(one is _in_fp32 for one in model._forward_hooks.values()):
+        if self.native_amp and not any(one is _in_fp32 for one in model._forward_hooks.values()):
             model.register_forward_hook(_in_fp32)
         if not any(model is one for one in self._models):
             self._models.append(model)
@@ -350,12 +321,11 @@ class Accelerator(accelerate.Accelerator):
         self._tell_loops()
 
     def _tell_loops(self) -> None:
-        """Tell eager loops whether plain tensors are whole, which they are beside the batches of a loader."""
+        """Tell loops whether plain tensors are whole, which they are beside the batches of a loader."""
         for loop in self._loops():
-            if isinstance(loop, EagerLoop):
-                loop.has_loader = loop.has_loader or self._has_loader
+            loop.has_loader = loop.has_loader or self._has_loader
 
-    def _loops(self) -> list[Loop | EagerLoop]:
+    def _loops(self) -> list[Loop]:
         loops = [loop for model in self._models if (loop := loop_of(model)) is not None]
         return [loop for number, loop in enumerate(loops) if not any(loop is other for other in loops[:number])]
 
@@ -372,31 +342,6 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
-
-
-def save_loop(loop: Loop | EagerLoop, folder: Path, *, write_counts: bool) -> None:
-    """Save the state of a loop's modules and optimizers, sharded. A collective.
-
-    Args:
-        loop: the loop.
-        folder: of the checkpoint.
-        write_counts: write the loop's counts, on which its random numbers depend, beside it. One rank does.
-    """
-    loop.graph(*loop.optimizers).save(folder)
-    if write_counts and isinstance(loop, Loop):
-        counts = folder.with_name(f"{folder.name}.json")
-        beside = counts.with_name(f".{counts.name}.part")
-        beside.write_text(json.dumps({"graphs_done": loop.graphs_done}))
-        os.replace(beside, counts)
-
-
-def load_loop(loop: Loop | EagerLoop, folder: Path) -> None:
-    """Load what :func:`save_loop` saved. A collective; each rank reads its shards."""
-    loop.graph(*loop.optimizers).load(folder)
-    counts = folder.with_name(f"{folder.name}.json")
-    # Those of an eager loop are torch's generators, which the framework saves.
-    if isinstance(loop, Loop) and counts.exists():
-        loop.graphs_done = int(json.loads(counts.read_text())["graphs_done"])
 
 
 def _are_tensors(values: Any) -> bool:

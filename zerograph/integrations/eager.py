@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.loops.containers import map_tensors
 from zerograph.loops.global_parts import of_parts
+from zerograph.loops.rows import WholeBatch
 
 
 def whole(values: Any) -> Any:
@@ -48,5 +50,8 @@ class _Rows:
 
     def to(self, device: torch.device, **options: Any) -> Any:
         """Return the batch as global tensors on a device. A collective."""
-        rows = self._rows if self._move is None else self._move(self._rows, device, **options)
-        return of_parts(rows, "a batch of a prepared loader")
+        rows = self._rows
+        batch = rows.batch if isinstance(rows, WholeBatch) else rows
+        moved = batch if self._move is None else self._move(batch, device, **options)
+        parts = replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved
+        return of_parts(parts, "a batch of a prepared loader")

@@ -8,7 +8,6 @@ from typing import Any
 
 from zerograph.config import Config
 from zerograph.errors import ConfigError
-from zerograph.ir.sbp import Split
 from zerograph.ir.zero import DEFAULT_STAGE
 
 Zero = Config | Mapping[str, Any] | int | str | None
@@ -19,32 +18,21 @@ def config_of(zero: Zero) -> Config:
 
     Args:
         zero: a configuration; a mapping of its options, with ``stage`` among them; a stage, 0 to 3, where 0 shards
-            nothing, or ``"auto"``; None: stage 2.
+            nothing; None: stage 2.
 
     Raises:
-        ConfigError: it is something else, has an option that does not exist, or splits sequences: loaders and metrics
-            of frameworks are those of ranks that hold different rows.
+        ConfigError: it is something else, or has an option that does not exist.
     """
     if isinstance(zero, Config):
-        return _checked(copy.copy(zero))
+        return copy.copy(zero)
     options = dict(zero) if isinstance(zero, Mapping) else {} if zero is None else {"stage": zero}
     stage: Any = options.pop("stage", DEFAULT_STAGE)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
-        raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3, or 'auto'), a dict of options, or a zg.Config")
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3), a dict of options, or a zg.Config")
     config = Config()
     config.enable_zero(stage != 0, stage=stage or DEFAULT_STAGE)
     for name, value in options.items():
         setattr(config, name, value)
-    return _checked(config)
-
-
-def _checked(config: Config) -> Config:
-    advice = "ranks that split a sequence need the same rows: use zg.prepare() or zg.ZeroGraph"
-    used = {
-        f"sequence_parallel={config.sequence_parallel}": config.sequence_parallel > 1,
-        "batch_sbp": any(isinstance(entry, Split) and entry.dim > 0 for entry in config.batch_sbp or ()),
-    }
-    refuse("zero=", {name: advice for name, is_used in used.items() if is_used})
     return config
 
 

@@ -62,18 +62,17 @@ class JoinedBatches(BatchSampler):
         return whole + (more > 0 and not self.drop_last)
 
 
-def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False, objects: bool = False) -> DataLoader[Any]:
+def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> DataLoader[Any]:
     """Return a loader of this rank's rows of whole batches.
 
     Args:
         loader: a loader whose batches are those of one rank.
         job: the ranks.
         split: the loader's batches are whole already.
-        objects: a batch may be an object with attributes.
     """
     ranks = 1 if split else job.size
     arguments = {**reading_options(loader), "in_order": loader.in_order}
-    collate = RowsOf(loader.collate_fn, job.rank, job.size, objects)
+    collate = RowsOf(loader.collate_fn, job.rank, job.size)
     if isinstance(loader.dataset, IterableDataset):
         size = None if loader.batch_size is None else loader.batch_size * ranks
         return DataLoader(loader.dataset, size, collate_fn=collate, drop_last=loader.drop_last, **arguments)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from zerograph.base.source import levels_to_user
 from zerograph.errors import ZeroGraphWarning
-from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
 from zerograph.runtime.state import gather_parts, store_of, stores_of
 
@@ -49,7 +48,7 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def whole_state(
-    module: nn.Module, loop: Loop | EagerLoop, *, here: bool, wanted: Callable[[str, Tensor], bool] | None = None
+    module: nn.Module, loop: Loop, *, here: bool, wanted: Callable[[str, Tensor], bool] | None = None
 ) -> dict[str, Tensor]:
     """Gather the state of a prepared module. A collective; other ranks hold one bucket at a time.
 

@@ -20,7 +20,7 @@ def unsupported(args: Any) -> dict[str, str]:
             args.optim == "adafactor",
             "optimizer_cls_and_kwargs=(torch.optim.Adafactor, {'lr': ...}): that of transformers counts in Python",
         ),
-        ("parallelism_config", args.parallelism_config, "zero={'placement': zg.placement(...)} places the step"),
+        ("parallelism_config", args.parallelism_config, "a zg.ZeroGraph with config.placement places a step"),
         ("use_liger_kernel", args.use_liger_kernel, "zero={'backend': 'inductor'} fuses operators"),
         ("debug", [one for one in args.debug if "underflow" in str(one)], "zero={'on_nonfinite': 'raise'}"),
         (

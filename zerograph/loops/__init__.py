@@ -1,1 +1,1 @@
-"""Training loops as users write them, recorded and run as graphs of whole steps."""
+"""Training loops as users write them: calls of models and updates are graphs, the rest runs on global tensors."""

@@ -7,136 +7,40 @@ call is a step graph that pauses between forward and backward. Its gradients of 
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
-from zerograph.compiler.batch import Batch
-from zerograph.compiler.compiled import CompiledStep
-from zerograph.compiler.step_key import StepKey
-from zerograph.config import Config
-from zerograph.eager import dispatch
+from zerograph.base.dictionaries import Dictionaries
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
-from zerograph.errors import CaptureError, CommunicationError, InputError, RankMismatchError, ReplicaError
-from zerograph.graph import ZeroGraph
-from zerograph.ir.pause import GRADIENT_OF, pause_of
-from zerograph.ir.sbp import NdSbp, Split
-from zerograph.ir.step_graph import writes
-from zerograph.loops.containers import INSIDE, PLAIN, found_in, map_tensors, mapped
+from zerograph.errors import CommunicationError, RankMismatchError, ReplicaError
+from zerograph.loops.call_graph import Begun, CallGraph, Kind, Owner, is_rows
+from zerograph.loops.containers import PLAIN
 from zerograph.runtime.parameters import parameters_of
-from zerograph.runtime.state import Store, stores_of
-from zerograph.state.threads import one_thread
 
 # The kinds of calls of one module that become graphs; others of a module that is called in more ways run eagerly.
 _MOST_KINDS = 16
 # Hooks of zerograph's own that a graph may have inside.
 PURE_HOOKS: set[Callable[..., Any]] = set()
-CHANGED_BEFORE_BACKWARD = (
-    "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
-    "Call the model again, or change parameters after backward()."
-)
-# The result of the last trace. No part of the state that a trace can change.
-_TEMPLATE: ContextVar[Template | None] = ContextVar("template", default=None)
-
-
-class Owner(Protocol):
-    """The loop whose calls these are."""
-
-    modules: dict[str, nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    config: Config
-
-    def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call on global tensors."""
-
-    def hidden(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block inside which the parameters are split that the loop has made whole."""
-
-    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that these parameters have a sum of gradients."""
-
-    def gradients_aside(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, Tensor]]:
-        """Return a block whose gradients are whole in a dictionary at its end, and in no parameter."""
-
-
-@dataclass(frozen=True)
-class Template:
-    """The result of a call without its tensors.
-
-    Attributes:
-        result: it has places in place of tensors.
-        differentiable: which of the tensors have a gradient.
-    """
-
-    result: Any
-    differentiable: tuple[bool, ...]
-
-    @staticmethod
-    def of(result: Any) -> Template:
-        """Return the template of a result."""
-        numbers = itertools.count()
-        flags = tuple(one.requires_grad for one in found_in(result, Tensor))
-        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags)
-
-
-@dataclass(eq=False)
-class Kind:
-    """A kind of calls: of one module, with tensors of the same kinds in the same places.
-
-    Attributes:
-        template: the result; None before the first call.
-        used: the results that the loop has differentiated; None: it is not known yet.
-        graph: runs the calls; None as long as they run eagerly.
-        is_eager: the calls always run eagerly.
-    """
-
-    template: Template | None = None
-    used: frozenset[int] | None = None
-    graph: CallGraph | None = None
-    is_eager: bool = False
-
-    def watched(self, result: Any) -> Any:
-        """Return a result that notes which of its tensors the loop differentiates, and how."""
-        self.template = Template.of(result)
-        places = itertools.count()
-        runs: dict[int, int] = {}
-
-        def note(place: int) -> None:
-            runs[place] = runs.get(place, 0) + 1
-            self.used = (self.used or frozenset()) | {place}
-            self.is_eager |= torch.is_grad_enabled() or runs[place] > 1 or not _torch.reaches_all_leaves()
-
-        def view(tensor: Tensor) -> Tensor:
-            place = next(places)
-            if not tensor.requires_grad or tensor.is_leaf:
-                return tensor
-            # The model may differentiate through its own results too, which tells nothing.
-            seen = tensor.view_as(tensor)
-            seen.register_hook(lambda _: note(place))
-            return seen
-
-        return map_tensors(result, view)
 
 
 class Calls:
-    """The calls of a loop's modules."""
+    """The calls of a loop's modules.
+
+    Attributes:
+        latest: the graph of the last training call of each module.
+    """
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
+        self.latest: dict[nn.Module, CallGraph] = {}
         self._kinds: dict[Hashable, Kind] = {}
-        self._members = {id(module): _members_of(module) for module in owner.modules.values()}
+        self._trees = {id(module): _Tree(name, module) for name, module in owner.modules.items()}
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call of a prepared module.
@@ -147,14 +51,12 @@ class Calls:
         """
         key: list[Hashable] = []
         tensors: list[Tensor] = []
-        with_gradient = torch.is_grad_enabled()
-        can_be_graph = self._is_plain(module) and _described((args, kwargs), key, tensors)
-        if not can_be_graph or (with_gradient and not self._can_accumulate(module)):
+        with_gradient, tree = torch.is_grad_enabled(), self._trees[id(module)]
+        can_be_graph = tree.is_plain() and _is_plain_here() and _described((args, kwargs), key, tensors)
+        if not can_be_graph or (with_gradient and not self._can_accumulate(tree)):
             return self._owner.run_eagerly(module, args, kwargs)
-        flags = tuple(one.training for one in module.modules())
         autocast = _torch.ambient_autocast()
-        name = next(name for name, one in self._owner.modules.items() if one is module)
-        known = (name, *key, flags, with_gradient, autocast)
+        known = (tree.name, *key, tree.flags(), with_gradient, autocast)
         kind = self._kinds.get(known)
         if kind is None:
             kind = Kind(used=None if with_gradient else frozenset(), is_eager=len(self._kinds) >= _MOST_KINDS)
@@ -163,7 +65,7 @@ class Calls:
         elif not kind.is_eager and kind.used is not None:
             if kind.graph is None:
                 optimizers = self._owner.optimizers if with_gradient else ()
-                kind.graph = CallGraph(self._owner, optimizers, name, kind, (args, kwargs), tensors, autocast)
+                kind.graph = CallGraph(self._owner, optimizers, tree.name, kind, (args, kwargs), tensors, autocast)
             result = self._by_graph(kind, module, tensors)
             if result is not _NO_GRAPH:
                 return result
@@ -174,7 +76,11 @@ class Calls:
         """Run a call as a graph; return ``_NO_GRAPH`` if none can do it."""
         with self._owner.hidden():
             begun = self._ready(kind, module, tensors)
-            return _NO_GRAPH if begun is None else begun.run()
+            if begun is None:
+                return _NO_GRAPH
+            if begun.graph._optimizers:
+                self.latest[module] = begun.graph
+            return begun.run()
 
     def _ready(self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor]) -> Begun | None:
         """Return a call that is ready to run; None if no graph can run it."""
@@ -189,402 +95,58 @@ class Calls:
             world().warn(f"calls of {type(module).__name__} run operator by operator, which is slower: {reason}")
             return None
 
-    def _is_plain(self, module: nn.Module) -> bool:
-        """Return whether a graph sees what a call would: no hooks, no modes, no tensors in place of parameters."""
-        return (
-            self._members[id(module)] == _members_of(module)
-            and not any(
-                not any(hook is one for one in PURE_HOOKS)
-                for one in module.modules()
-                for table in _torch.hook_tables(one)
-                for hook in table.values()
-            )
-            and not _torch.active_modes()
-            and not _torch.is_transforming()
-        )
-
-    def _can_accumulate(self, module: nn.Module) -> bool:
+    def _can_accumulate(self, tree: _Tree) -> bool:
         """Return whether an optimizer trains every parameter of a module that gets a gradient, and no hook sees it."""
-        parameters = [one for one in module.parameters() if one.requires_grad]
-        trained = {id(one) for optimizer in self._owner.optimizers for one in parameters_of(optimizer)}
+        parameters = [one for one in tree.parameters if one.requires_grad]
+        trained = {*map(id, itertools.chain.from_iterable(map(parameters_of, self._owner.optimizers)))}
         return (
-            bool(parameters)
-            and all(id(one) in trained for one in parameters)
-            and not _torch.has_gradient_hooks(parameters)
+            bool(parameters) and trained.issuperset(map(id, parameters)) and not _torch.has_gradient_hooks(parameters)
         )
 
 
 _NO_GRAPH: Any = object()
 
 
-def _members_of(module: nn.Module) -> list[int]:
+class _Tree:
+    """A prepared module with its submodules, as they were when it was prepared.
+
+    Attributes:
+        name: of the module in the graphs.
+        parameters: those of the module.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self._module, self._tensors = name, module, _tensors_of(module)
+        self._look()
+
+    def is_plain(self) -> bool:
+        """Return whether a graph sees what a call would: no hooks, and the same parameters and buffers."""
+        if not self._tables.are_same():
+            if _tensors_of(self._module) != self._tensors:
+                return False
+            self._look()
+        return not self._has_hooks
+
+    def flags(self) -> tuple[bool, ...]:
+        """Return which modules are in training mode."""
+        return tuple([one.training for one in self._modules])
+
+    def _look(self) -> None:
+        self._modules, self.parameters = list(self._module.modules()), list(self._module.parameters())
+        hooks = [table for one in self._modules for table in _torch.hook_tables(one)]
+        self._has_hooks = any(not any(hook is one for one in PURE_HOOKS) for table in hooks for hook in table.values())
+        members = [table for one in self._modules for table in (one._modules, one._parameters, one._buffers)]
+        self._tables = Dictionaries([*members, *hooks])
+
+
+def _tensors_of(module: nn.Module) -> list[int]:
     """Return what tells the parameters and buffers of a module from others in their place."""
     return [*map(id, module.parameters()), *map(id, module.buffers())]
 
 
-class LoopGraph(ZeroGraph):
-    """A graph of a loop's modules and of some of its optimizers.
-
-    Args:
-        modules: the modules, by their name in the graph.
-        optimizers: the optimizers.
-        config: the options.
-        clips: clip gradients as the options say. Else another graph clips their sum.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: Config,
-        *,
-        clips: bool = True,
-    ) -> None:
-        super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer)
-        self.config = config if clips else copy.copy(config)
-        if not clips:
-            self.config.clip_grad_norm = None
-
-
-class CallGraph(LoopGraph):
-    """The calls of one kind: forward, and with optimizers a pause and backward from the gradients of the results."""
-
-    def __init__(
-        self,
-        owner: Owner,
-        optimizers: Sequence[torch.optim.Optimizer],
-        name: str,
-        kind: Kind,
-        arguments: Any,
-        tensors: Sequence[Tensor],
-        autocast: Any,
-    ) -> None:
-        super().__init__(owner.modules, optimizers, owner.config, clips=False)
-        self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
-        places = {id(one): place for place, one in enumerate(tensors)}
-        self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
-        self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
-        assert kind.template is not None
-        self._results = len(kind.template.differentiable)
-        # The captured graph, the result and the buffers that it changes, by identity of the first.
-        self._templates: dict[int, tuple[object, Template, list[str]]] = {}
-        early, used = (self._results, kind.used) if optimizers else (0, None)
-        self._request = replace(
-            self._request, gradients="accumulate", early_outputs=early, pure=True, differentiated=used
-        )
-
-    def build(self, *tensors: Tensor) -> Any:
-        """Call the module; run backward from the gradients of all results."""
-        given = [
-            one.detach().requires_grad_() if wanted else one
-            for one, wanted in zip(tensors, self._differentiable, strict=True)
-        ]
-        args, kwargs = _filled(self._arguments, given)
-        with contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast):
-            result = getattr(self, self._name)(*args, **kwargs)
-        results = found_in(result, Tensor)
-        if len(results) != self._results:
-            raise CaptureError("a call returns another number of tensors than before")
-        if found_in(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise CaptureError("a call returns a number that depends on the sizes of its inputs")
-        _TEMPLATE.set(Template.of(result))
-        if not self._optimizers:
-            return results
-        roots = {place: one for place, one in enumerate(results) if one.requires_grad}
-        torch.autograd.backward([*roots.values()], [GRADIENT_OF(root.detach(), place) for place, root in roots.items()])
-        return results, [one.grad for one, wanted in zip(given, self._differentiable, strict=True) if wanted]
-
-    def ready(self, tensors: Sequence[Tensor]) -> Begun:
-        """Return a call that all ranks are ready to run; compile its graph if there is none. A collective.
-
-        Raises:
-            CaptureError: the call cannot be a graph.
-            ZeroGraphError: as calling a graph does.
-        """
-        _TEMPLATE.set(None)
-        with one_thread("a call of a prepared module"):
-            step, batch = self._ready(tuple(map(_input, tensors)), {})
-        if id(step.captured) not in self._templates:
-            # A step of the cache is not traced.
-            template = _TEMPLATE.get() or self._kind.template
-            assert template is not None
-            self._keep(step, template)
-        key, used = self._steps.last_key, self._request.differentiated or frozenset()
-        assert key is not None
-        return Begun(self, self._checked(step), batch, list(tensors), key, used)
-
-    def variant(self, begun: Begun, used: frozenset[int]) -> Begun:
-        """Return a call that has begun for a backward from other results. A collective.
-
-        Raises:
-            InputError: it must be traced anew, and what it reads has changed.
-        """
-        request = replace(self._request, differentiated=used)
-        with one_thread("a call of a prepared module"):
-            step = self._steps.variant(world().job, begun.key, begun.batch, request, self._doing())
-        self._keep(step, self._template(begun.step))
-        return replace(begun, step=self._checked(step), used=used)
-
-    def predict(self, used: frozenset[int]) -> None:
-        """Have later calls prepare for a backward from these results."""
-        self._request = replace(self._request, differentiated=used)
-
-    def _checked(self, step: CompiledStep) -> CompiledStep:
-        if self._optimizers and step.executor.pausing is None:
-            raise CaptureError("its graph cannot pause between forward and backward")
-        return step
-
-    def written(self, step: CompiledStep) -> list[Tensor]:
-        """Return the buffers that the calls change."""
-        buffers = self._members().buffers
-        return [buffers[name] for name in self._templates[id(step.captured)][2]]
-
-    def _keep(self, step: CompiledStep, template: Template) -> None:
-        roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
-        written = [role.name for role in roles if role.kind == "buffer"]
-        self._templates[id(step.captured)] = step.captured, template, written
-
-    def _template(self, step: CompiledStep) -> Template:
-        return self._templates[id(step.captured)][1]
-
-    @property
-    def module(self) -> nn.Module:
-        """The module that is called."""
-        module: nn.Module = getattr(self, self._name)
-        return module
-
-    def arguments(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the arguments of a call, with these tensors."""
-        return _filled(self._arguments, tensors)
-
-    def result(self, step: CompiledStep, results: Sequence[Tensor]) -> Any:
-        """Return the result of a call, with these tensors."""
-        return _filled(self._template(step).result, results)
-
-    def differentiable(self, step: CompiledStep) -> Sequence[bool]:
-        """Return which tensors of a result have a gradient."""
-        return self._template(step).differentiable
-
-    def _seed_of_step(self) -> int:
-        return int(world().seed(None))
-
-    def _doing(self) -> str:
-        return f"a call of {type(self.module).__name__}"
-
-
-@dataclass(eq=False)
-class Begun:
-    """A call that is about to run, or has run its forward.
-
-    Attributes:
-        graph: the graph.
-        step: its compiled step.
-        batch: the inputs of the step.
-        tensors: the tensors among the arguments.
-        key: what has selected the step.
-        used: the results that backward starts from.
-        parameters: the parameters that get a gradient.
-    """
-
-    graph: CallGraph
-    step: CompiledStep
-    batch: Batch
-    tensors: list[Tensor]
-    key: StepKey
-    used: frozenset[int]
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    _inputs: tuple[Any, ...] = ()
-    _finish: Callable[..., list[Tensor]] | None = None
-    _versions: tuple[int, ...] = ()
-    _outputs: Sequence[Tensor] = ()
-    _seen: list[int] = field(default_factory=list)
-    # The buffers that forward changes, as they were.
-    _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
-
-    def run(self) -> Any:
-        """Run the call, or its forward, and return its result."""
-        graph, executor = self.graph, self.step.executor
-        graph._check_replicas()
-        self._inputs = graph._run_inputs(self.step, executor, self.batch)
-        graph._passes_done += 1
-        if not graph._optimizers:
-            results = executor(*self._inputs)
-            return graph.result(self.step, [self._global(n, one) for n, one in enumerate(results)])
-        self._buffers = {one: one.clone() for one in graph.written(self.step)}
-        values, self._finish = executor.start(*self._inputs)
-        outputs = [self._global(number, value) for number, value in enumerate(values)]
-        self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
-        self._versions = self._versions_now()
-        self._seen = [_torch.version(one) for one in self._outputs]
-        self.parameters = [one for one in graph.module.parameters() if one.requires_grad]
-        wanted = [one for one in self.tensors if one.requires_grad]
-        return graph.result(self.step, _Call.apply(self, outputs, *wanted, *self.parameters))
-
-    def backward(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of tensors and parameters; None for those that the graph adds to their sums itself.
-
-        The graph goes on after its pause if it computes what is asked for. Else the call runs once more.
-
-        Raises:
-            InputError: parameters have changed since forward; or the call cannot run once more.
-        """
-        owner, used = self.graph._owner, frozenset(n for n, one in enumerate(gradients) if one is not None)
-        is_bound = all(self.step.stores.get(one.layout.name) is one for one in self._stores_now())
-        if is_bound and self._versions_now() != self._versions:
-            raise InputError(CHANGED_BEFORE_BACKWARD)
-        if torch.is_grad_enabled():
-            return self._again_eagerly(gradients, needed)
-        adds = (
-            _torch.reaches_all_leaves(deeply=self._finish is None)
-            # A parameter that was frozen since gets no gradient, and a hook sees it.
-            and all(one.requires_grad for one in self.parameters)
-            and not _torch.has_gradient_hooks(self.parameters)
-        )
-        goes_on = (
-            self._finish is not None
-            and used == self.used
-            and [_torch.version(one) for one in self._outputs] == self._seen
-            and is_bound
-        )
-        if adds and goes_on:
-            return self._go_on(gradients)
-        self.graph.predict(used)
-        with owner.hidden():
-            again = self.graph.variant(self, used)
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._buffers_as_before())
-                sums = None if adds else stack.enter_context(owner.gradients_aside(self.parameters))
-                _, again._finish = again.step.executor.start(*again._inputs)
-                found = again._go_on(gradients)
-        if sums is None:
-            return found
-        found[len(found) - len(self.parameters) :] = [sums.get(one) for one in self.parameters]
-        return [one if wanted else None for one, wanted in zip(found, needed, strict=True)]
-
-    def _go_on(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the rest of the graph; return the gradient of each tensor that wants one, and None for parameters."""
-        finish, self._finish = self._finish, None
-        assert finish is not None
-        parts = []
-        for place in self._places:
-            gradient = gradients[place]
-            if gradient is None:
-                parts.append(torch.zeros_like(self._outputs[place]))
-                continue
-            if world().job.size > 1:
-                if not isinstance(gradient, GlobalTensor):
-                    gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
-                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
-            parts.append(gradient.contiguous())
-        values = finish(self.step.number_values(), parts)
-        named = self.graph._members().parameters
-        self.graph._owner.note_gradients([named[name] for name in self.step.captured.gradients])
-        # None where a tensor has no part in the result.
-        leaves = self.step.returned(self.batch)[len(self._outputs) :]
-        rest = iter(range(len(self._outputs), len(values)))
-        found = [self._global(number := next(rest), values[number]) if leaf is Tensor else None for leaf in leaves]
-        return [*found, *(None for _ in self.parameters)]
-
-    def _again_eagerly(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return gradients that can be differentiated, by running the call once more on global tensors.
-
-        Raises:
-            InputError: the call has drawn random numbers, which would be others now, or what it reads has changed.
-        """
-        kind = self.graph._kind
-        kind.is_eager, kind.graph = True, None
-        draws, is_same = self.step.executor.draws, False
-        if not draws:
-            with self.graph._owner.hidden():
-                is_same = self.graph.ready(self.tensors).step.captured is self.step.captured
-        if not is_same:
-            reason = "draws random numbers" if draws else "would compute something else by now"
-            raise InputError(
-                f"{self.graph._doing()} {reason}, and its gradients are to be differentiated (create_graph=True), "
-                "which those of its first calls were not\n"
-                "Begin the loop with such calls: they then run operator by operator from the start."
-            )
-        with torch.enable_grad(), self._buffers_as_before():
-            result = self.graph._owner.run_eagerly(self.graph.module, *self.graph.arguments(self.tensors))
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(found_in(result, Tensor), gradients, strict=True)
-                if gradient is not None
-            ]
-            sources = [*(one for one in self.tensors if one.requires_grad), *self.parameters]
-            found = iter(
-                torch.autograd.grad(
-                    [output for output, _ in pairs],
-                    [one for one, wanted in zip(sources, needed, strict=True) if wanted],
-                    [gradient for _, gradient in pairs],
-                    create_graph=True,
-                    allow_unused=True,
-                )
-            )
-        return [next(found) if wanted else None for wanted in needed]
-
-    @contextlib.contextmanager
-    def _buffers_as_before(self) -> Iterator[None]:
-        """Give the buffers that forward has changed the values of before inside the block."""
-        now = {one: one.clone() for one in self._buffers}
-        with torch.no_grad():
-            for buffer, before in self._buffers.items():
-                buffer.copy_(before)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, after in now.items():
-                    buffer.copy_(after)
-
-    @functools.cached_property
-    def _places(self) -> Sequence[int]:
-        """Return the places of the results whose gradients the graph gets at its pause."""
-        pause = pause_of(self.step.emitted)
-        assert pause is not None
-        places: Any = pause.args[2]
-        return list(places)
-
-    def _stores_now(self) -> list[Store]:
-        return stores_of(self.graph.module.parameters())
-
-    def _versions_now(self) -> tuple[int, ...]:
-        return tuple(_torch.version(store.flat) for store in self._stores_now() if isinstance(store.flat, Tensor))
-
-    def _global(self, number: int, value: Tensor) -> Tensor:
-        """Return the global tensor of an output, which is a plain one in a job of one rank."""
-        value = value.detach().contiguous()
-        return value if world().job.size == 1 else GlobalTensor.of_part(value, self.step.outputs[number][0])
-
-
-class _Call(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, begun: Begun, outputs: list[GlobalTensor], *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.begun = begun
-        ctx.set_materialize_grads(False)
-        flags = begun.graph.differentiable(begun.step)
-        ctx.mark_non_differentiable(*(one for one, wanted in zip(outputs, flags, strict=True) if not wanted))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        begun: Begun = ctx.begun
-        return None, None, *begun.backward(gradients, ctx.needs_input_grad[2:])
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a tensor among others."""
-
-    number: int
-
-
-def _filled(template: Any, tensors: Sequence[Any]) -> Any:
-    return mapped(template, lambda one: tensors[one.number] if isinstance(one, _Place) else INSIDE)
+def _is_plain_here() -> bool:
+    """Return whether no mode around a call changes what its operators do."""
+    return not (_torch.active_modes() or _torch.is_transforming() or torch.is_anomaly_enabled())
 
 
 def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
@@ -607,7 +169,7 @@ def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
     if isinstance(value, GlobalTensor):
         if value.spec.rows is not None:
             return False
-        is_part = _is_rows(value.spec.sbp)
+        is_part = is_rows(value.spec.sbp)
     elif type(value) is not Tensor:
         return False
     # The same tensor twice is one input.
@@ -616,18 +178,3 @@ def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
         tensors.append(value)
     key.append((value.dim(), value.dtype, value.device, value.requires_grad, is_part, known))
     return True
-
-
-def _is_rows(sbp: NdSbp) -> bool:
-    return sbp == (Split(0),)
-
-
-def _input(tensor: Tensor) -> Tensor:
-    """Return a tensor as an argument of a graph."""
-    if world().job.size == 1:
-        return tensor.detach()
-    x = tensor if isinstance(tensor, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, tensor)
-    is_rows = _is_rows(x.spec.sbp)
-    placed = dispatch.boxed(GlobalTensor, x, x.spec.sbp if is_rows else world().whole)
-    plain: Tensor = placed.local if is_rows or not placed.dim() else placed.to_dtensor()
-    return plain

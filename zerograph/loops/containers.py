@@ -68,11 +68,6 @@ def has_parts(one: Any) -> bool:
     return isinstance(one, (Mapping, list, tuple)) or hasattr(one, "__dict__") or _is_registered(one)
 
 
-def is_object(one: Any) -> bool:
-    """Return whether a value is taken apart by its attributes: no mapping, sequence or class registered with pytree."""
-    return has_parts(one) and not isinstance(one, (Mapping, list, tuple)) and not _is_registered(one)
-
-
 def _is_registered(one: Any) -> bool:
     leaves = pytree.tree_leaves(one)
     return not (len(leaves) == 1 and leaves[0] is one)

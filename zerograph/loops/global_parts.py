@@ -12,6 +12,7 @@ from zerograph.eager.world import world
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.sbp import split
 from zerograph.loops.containers import found_in, map_tensors
+from zerograph.loops.rows import WholeBatch
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.tensor_hash import hash_bits
 
@@ -23,12 +24,18 @@ def of_parts(values: Any, doing: str) -> Any:
     row, all ranks get the rows of all.
 
     Args:
-        values: tensors in containers of any kind.
+        values: tensors in containers of any kind, or a :class:`.rows.WholeBatch`.
         doing: what the ranks are about to do, for messages.
 
     Raises:
         RankMismatchError: ranks pass other numbers of tensors, or tensors of other shapes or dtypes.
     """
+    if isinstance(values, WholeBatch):
+        world().warn(
+            f"every rank computes with all rows of {doing}: {values.reason}, of which zerograph does not know the parts"
+        )
+        check_equal(values.batch, doing)
+        return values.batch
     now, tensors = world(), _plain_in(values)
     if not tensors or now.job.size == 1:
         return values

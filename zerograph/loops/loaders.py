@@ -30,12 +30,7 @@ class SplitLoader:
     batch or draw random numbers: every rank reads and collates the whole batch. So does every rank for any other
     iterable, whose batches must be equal on all ranks. A loader with a ``DistributedSampler`` yields this rank's
     batches already.
-
-    Attributes:
-        takes_objects: a batch may be an object with attributes.
     """
-
-    takes_objects = False
 
     def __init__(self, loader: Iterable[Any], config: Config) -> None:
         self._loader, self._config = loader, config
@@ -50,8 +45,6 @@ class SplitLoader:
 
         Raises:
             RankMismatchError: the ranks' batches differ.
-            InputError: a batch has fewer rows than there are ranks, and a rank had none before; or the rows of a batch
-                are not known.
         """
         loader, job = self._loader, self._job()
         if job.size == 1:
@@ -93,7 +86,7 @@ class SplitLoader:
             parts = self._parts(job)
             own = only_stacks(loader.collate_fn)
             mine = _Part(loader.batch_sampler, *(parts if own else (0, 1)))  # type: ignore[arg-type]
-            collate = loader.collate_fn if own else RowsOf(loader.collate_fn, *parts, self.takes_objects)
+            collate = loader.collate_fn if own else RowsOf(loader.collate_fn, *parts)
             options = reading_options(loader)
             self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
         local, mine = self._reading
@@ -101,7 +94,7 @@ class SplitLoader:
         def part_of(number: int, batch: Any) -> Any:
             indices, count = mine.read.pop(number)
             agree_on_batch(job, number, "samples", indices)
-            return batch if count else rows_of(batch, 1, 2, objects=self.takes_objects)
+            return batch if count else rows_of(batch, 1, 2)
 
         return _Batches(job, iter(local), part_of)
 
@@ -111,7 +104,7 @@ class SplitLoader:
 
         def part_of(number: int, batch: Any) -> Any:
             agree_on_batch(job, number, "shapes and values", [_facts(one) for one in tensors_of(batch)])
-            return rows_of(batch, part, parts, objects=self.takes_objects)
+            return rows_of(batch, part, parts)
 
         return _Batches(job, iter(loader), part_of)
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, TypeVarTuple, overload
@@ -19,19 +18,18 @@ from zerograph import _torch
 from zerograph.capture.wrappers import check_modules
 from zerograph.config import Config
 from zerograph.errors import ConfigError, SplitParameterError
-from zerograph.graph import building
+from zerograph.graph import ZeroGraph, building
 from zerograph.ir.zero import DEFAULT_STAGE
-from zerograph.loops.deferred import is_replaying, replaying
-from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
+from zerograph.loops.plain_calls import are_calls_plain, plain_calls
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
-from zerograph.runtime.parameters import parameters_of, stored_gradient
+from zerograph.runtime.parameters import SplitParameter, parameters_of, stored_gradient
 from zerograph.runtime.state import holds_state_of
 
 One = TypeVar("One")
 Several = TypeVarTuple("Several")
-Stage = Literal[0, 1, 2, 3, "auto"]
+Stage = Literal[0, 1, 2, 3]
 
 
 @overload
@@ -45,14 +43,14 @@ def prepare(*objects: *Several, stage: Stage | None = None, config: Config | Non
 def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = None) -> Any:  # type: ignore[misc]
     """Prepare the objects of a training loop, and return them in the same order.
 
-    Calls of prepared models are recorded, and ``optimizer.step()`` runs forward, backward and update as one graph over
-    all ranks. The numbers are those of the loop in one process on the whole batch.
+    Loaders yield global tensors, calls of prepared models run at once, and ``optimizer.step()`` runs one graph that
+    updates by ``parameter.grad``. The numbers are those of the loop in one process on the whole batch.
 
     Args:
         objects: in any number and order: modules; optimizers of their parameters; schedulers of these optimizers;
             loaders, whose batches are split between the ranks; functions, such as a criterion, that see the whole
             batch.
-        stage: the ZeRO stage, 1, 2, 3 or ``"auto"``, or 0 for no ZeRO. None: as ``config`` says; without ``config``
+        stage: the ZeRO stage, 1, 2 or 3, or 0 for no ZeRO. None: as ``config`` says; without ``config``
             stage 2.
         config: the options of the graphs. With ``stage`` a copy of it is used.
 
@@ -85,8 +83,7 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
     _check(objects, modules, optimizers)
     _release_earlier(modules, optimizers)
     names = [f"model{number or ''}" for number in range(len(modules))]
-    kind: Any = EagerLoop if config.loop == "eager" else Loop
-    loop: Loop | EagerLoop = kind(dict(zip(names, modules, strict=True)), optimizers, config)
+    loop = Loop(dict(zip(names, modules, strict=True)), optimizers, config)
     for module in modules:
         _prepare_module(module, loop)
     for optimizer in optimizers:
@@ -156,36 +153,36 @@ def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.op
                 vars(optimizer)["step"] = vars(optimizer)["zero_grad"] = refuse
 
 
-def _prepared(one: Any, loop: Loop | EagerLoop) -> Any:
+def _prepared(one: Any, loop: Loop) -> Any:
     if isinstance(one, (nn.Module, torch.optim.Optimizer, LRScheduler)):
         return one
     if isinstance(one, Iterable) and not isinstance(one, (Tensor, str, bytes, dict)):
         return loop.loader(one)
     if callable(one):
-        return _recorded_function(one, loop)
+        return _called_by(one, loop)
     raise ConfigError(
         f"zg.prepare() got {one!r:.60}\n"
         "It takes modules, optimizers, schedulers, loaders, and functions such as a criterion."
     )
 
 
-def _recorded_function(function: Callable[..., Any], loop: Loop | EagerLoop) -> Callable[..., Any]:
+def _called_by(function: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
     @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        if is_replaying() or building():
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if are_calls_plain() or building():
             return function(*args, **kwargs)
         return loop.call(function, args, kwargs)
 
-    return recorded
+    return call
 
 
-def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
-    """Give a module the class that records its calls; it stays the same object."""
+def _prepare_module(module: nn.Module, loop: Loop) -> None:
+    """Give a module the class that answers its calls; it stays the same object."""
     kind: Any = type(module)
 
     @_torch.not_compiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not module or is_replaying() or building():
+        if self is not module or are_calls_plain() or building():
             return kind.__call__(self, *args, **kwargs)
         return loop.call(self, args, kwargs)
 
@@ -194,7 +191,7 @@ def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
-        if self is not module or args or kwargs or is_replaying() or _is_busy(loop):
+        if self is not module or args or kwargs or are_calls_plain() or _is_busy(loop):
             return kind.state_dict(self, *args, **kwargs)
         with _busy(loop), graph.gathered_parameters():
             state = kind.state_dict(self)
@@ -214,21 +211,21 @@ def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
         return contextlib.nullcontext()
 
     def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
-        """Generate with gathered parameters, by transformers' loop or the model's own. Nothing is recorded."""
-        if self is not module or is_replaying() or _is_busy(loop):
+        """Generate with gathered parameters, by the model's own loop."""
+        if self is not module or are_calls_plain() or _is_busy(loop):
             return kind.generate(self, *args, **options)
-        if isinstance(loop, EagerLoop) or not hasattr(kind, "prepare_inputs_for_generation"):
-            with loop.graph().gathered_parameters(), replaying():
-                return kind.generate(self, *args, **options)
-        options |= dict(zip(("inputs", "generation_config"), args, strict=False))
-        given: Any = next((options.pop(name) for name in ("input_ids", "inputs") if name in options), None)
-        with replaying():
-            return loop.graph().generate(self, given, **options)
+        with loop.graph().gathered_parameters(), plain_calls():
+            return kind.generate(self, *args, **options)
 
     def plainly(self: nn.Module, copying: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Copy as a module of the original class, which no loop knows."""
-        if self is module and not (is_replaying() or building()):
+        if self is module and not (are_calls_plain() or building()):
             loop.graph()
+        if any(isinstance(one, SplitParameter) for one in self.parameters()):
+            raise SplitParameterError(
+                f"a {kind.__name__} is copied, whose parameters are split between the ranks\n"
+                "Copy it inside 'with zg.full_parameters(model):'."
+            )
         prepared, self.__class__ = type(self), kind
         try:
             return copying(self)
@@ -256,9 +253,9 @@ def _prepare_module(module: nn.Module, loop: Loop | EagerLoop) -> None:
     module.__class__ = type(kind)(kind.__name__, (kind,), {**methods, **names})
 
 
-def loop_of(module: nn.Module) -> Loop | EagerLoop | None:
+def loop_of(module: nn.Module) -> Loop | None:
     """Return the loop that a module is prepared for, or None."""
-    loop: Loop | EagerLoop | None = getattr(type(module), "_zerograph_prepared", None)
+    loop: Loop | None = getattr(type(module), "_zerograph_prepared", None)
     return loop
 
 
@@ -283,8 +280,35 @@ def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> I
     if loop is None:
         raise ConfigError(f"zg.full_parameters() of a {type(module).__name__} that zg.prepare() has not prepared")
     graph = loop.graph()
-    with _busy(loop), graph.full_parameters(modifier_rank=modifier_rank), replaying():
+    with _busy(loop), graph.full_parameters(modifier_rank=modifier_rank), plain_calls():
         yield
+
+
+def step_of(prepared: nn.Module | torch.optim.Optimizer) -> ZeroGraph:
+    """Return the graph of a prepared module's last training call, or of an optimizer's updates, to look at it.
+
+    ``zg.step_of(model).report("step.html")``, ``print(zg.step_of(model).text())``, ``zg.step_of(optimizer).memory``.
+
+    Args:
+        prepared: a prepared module or optimizer.
+
+    Raises:
+        ConfigError: it is not prepared, or there is no such graph yet: the first call of each kind runs operator by
+            operator.
+    """
+    graph: ZeroGraph | None = None
+    if isinstance(prepared, nn.Module):
+        loop = loop_of(prepared)
+        graph = None if loop is None else loop.calls.latest.get(prepared)
+    else:
+        loop = next((getattr(one, "_zerograph_loop", None) for one in parameters_of(prepared)), None)
+        graph = None if loop is None else loop.graph(prepared)
+    if graph is None:
+        raise ConfigError(
+            f"zg.step_of() of a {type(prepared).__name__} "
+            + ("that zg.prepare() has not prepared" if loop is None else "no training call of which is a graph yet")
+        )
+    return graph
 
 
 def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
@@ -304,7 +328,7 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
 class _busy:  # noqa: N801
     """A block inside which state dicts are those of plain modules."""
 
-    def __init__(self, loop: Loop | EagerLoop) -> None:
+    def __init__(self, loop: Loop) -> None:
         self._loop = loop
 
     def __enter__(self) -> None:
@@ -314,11 +338,11 @@ class _busy:  # noqa: N801
         self._loop.busy = False
 
 
-def _is_busy(loop: Loop | EagerLoop) -> bool:
+def _is_busy(loop: Loop) -> bool:
     return loop.busy
 
 
-def _prepare_optimizer(optimizer: Any, loop: Loop | EagerLoop) -> None:
+def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     """Replace the methods of an optimizer that the loop calls."""
     number = next(n for n, other in enumerate(loop.optimizers) if other is optimizer)
     plain: Any = type(optimizer)
@@ -376,7 +400,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop | EagerLoop) -> None:
     _adopt(optimizer, loop)
 
 
-def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop | EagerLoop) -> bool:
+def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
     """Return whether a step on zero gradients at rate 0 creates the optimizer's state, as torch's checkpoints do."""
     if any(group.get("lr") != 0 for group in optimizer.param_groups) or loop.waits_for_step():
         return False
@@ -387,26 +411,14 @@ def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop | EagerLoop
     return not any(bool(gradient.any()) for gradient in gradients)
 
 
-def _adopt(optimizer: Any, loop: Loop | EagerLoop) -> None:
+def _adopt(optimizer: Any, loop: Loop) -> None:
     """Answer for the gradients of an optimizer's parameters."""
     _check_known(optimizer, loop.modules.values())
     parameters = parameters_of(optimizer)
     for parameter in parameters:
         parameter._zerograph_loop = loop  # type: ignore[attr-defined]
-        vars(parameter).pop("make_whole", None)
+        vars(parameter).pop("_zerograph_whole", None)
     loop.watch(parameters)
-
-
-def _clip_eagerly(original: Callable[..., Any], parameters: list[nn.Parameter], args: Any, kwargs: Any) -> Any:
-    """Clip the gradients of an eager loop: in a graph where they are split, else by torch's own function."""
-    call = inspect.signature(original).bind(parameters, *args, **kwargs)
-    parameters = [one for one in parameters if one.requires_grad or stored_gradient(one) is not None]
-    loops = {getattr(one, "_zerograph_loop", None) for one in parameters}
-    if len(loops) > 1 or call.arguments.get("error_if_nonfinite"):
-        return original(parameters, *args, **kwargs)
-    (loop,) = loops
-    assert isinstance(loop, EagerLoop)
-    return loop.edit(original, parameters, dict(list(call.arguments.items())[1:]))
 
 
 @functools.cache
@@ -424,27 +436,14 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
             parameters = [parameters]
         parameters = list(parameters)
         loops = {id(loop): loop for one in parameters if (loop := getattr(one, "_zerograph_loop", None)) is not None}
-        if not loops or is_replaying() or building():
+        if not loops or are_calls_plain() or building():
             return original(parameters, *args, **kwargs)
-        if any(isinstance(loop, EagerLoop) for loop in loops.values()):
-            return _clip_eagerly(original, parameters, args, kwargs)
-        # Parameters that are frozen have no gradient.
-        others = [one for one in parameters if getattr(one, "_zerograph_loop", None) is None and one.requires_grad]
-        parameters = [one for one in parameters if getattr(one, "_zerograph_loop", None) is not None]
-        if len(loops) > 1 or others:
-            raise ConfigError(f"{original.__name__}() of parameters that one zg.prepare() has prepared, and of others")
-        (loop,) = loops.values()
         call = inspect.signature(original).bind(parameters, *args, **kwargs)
-        raises = call.arguments.pop("error_if_nonfinite", False)
-        norm = loop.edit(original, parameters, (), dict(list(call.arguments.items())[1:]))
-        # Read here, before the update: the graph cannot raise in the middle.
-        if raises and not math.isfinite(norm):
-            order = float(call.arguments.get("norm_type", 2.0))
-            raise RuntimeError(
-                f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be "
-                "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                "`error_if_nonfinite=False`"
-            )
-        return norm
+        parameters = [one for one in parameters if one.requires_grad or stored_gradient(one) is not None]
+        is_of_others = any(getattr(one, "_zerograph_loop", None) is None for one in parameters)
+        if len(loops) > 1 or is_of_others or call.arguments.get("error_if_nonfinite"):
+            return original(parameters, *args, **kwargs)
+        (loop,) = loops.values()
+        return loop.edit(original, parameters, dict(list(call.arguments.items())[1:]))
 
     return clip

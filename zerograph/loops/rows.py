@@ -11,8 +11,20 @@ import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from zerograph.errors import InputError
-from zerograph.loops.containers import INSIDE, PLAIN, found_in, has_parts, is_object, mapped
+from zerograph.loops.containers import INSIDE, PLAIN, found_in, has_parts, mapped
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch that every rank gets whole, since its rows are not known.
+
+    Attributes:
+        batch: the batch.
+        reason: why its rows are not known.
+    """
+
+    batch: Any
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -25,13 +37,11 @@ class RowsOf:
         collate: the collator of whole batches.
         part: the part to keep.
         parts: number of parts.
-        objects: take batches that are objects with attributes.
     """
 
     collate: Callable[[Any], Any]
     part: int
     parts: int
-    objects: bool = False
 
     def __call__(self, samples: Any) -> Any:
         """Return this part of the batch of these samples."""
@@ -39,7 +49,7 @@ class RowsOf:
             return self.collate(samples)
         samples = list(samples) if isinstance(samples, Iterable) else samples
         count = len(samples) if isinstance(samples, list) else 0
-        return rows_of(self.collate(samples), self.part, self.parts, count, objects=self.objects)
+        return rows_of(self.collate(samples), self.part, self.parts, count)
 
 
 def only_stacks(collate: Any) -> bool:
@@ -63,8 +73,10 @@ def tensors_of(batch: Any) -> list[Tensor | numpy.ndarray[Any, Any]]:
     return found_in(batch, (Tensor, numpy.ndarray))
 
 
-def rows_of(batch: Any, part: int, parts: int, samples: int = 0, *, objects: bool = False) -> Any:
-    """Return the rows of a batch that belong to one part.
+def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
+    """Return the rows of a batch that belong to one part; a :class:`WholeBatch` if its rows are not known.
+
+    They are not if tensors differ in their first dimension, or a value is of a type without parts.
 
     Tensors and arrays without dimensions, numbers and strings are kept. A list of other values is split if it has an
     entry for each row.
@@ -74,20 +86,13 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0, *, objects: boo
         part: the part.
         parts: number of parts.
         samples: number of samples of the batch. A tensor may have several rows for each, as pairs of texts have.
-        objects: take objects apart by their attributes. A recorded call does not see tensors inside of them.
-
-    Raises:
-        InputError: the rows are not known: tensors differ in their first dimension, or a value is of another type.
     """
     sizes = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
     several = samples > 0 and all(size % samples == 0 for size in sizes)
     if len(sizes) > 1 and not several:
-        raise InputError(
-            f"the tensors of a batch have {', '.join(map(str, sorted(sizes)))} rows, of which zerograph does not know "
-            "the ranks' parts\nThe first dimension of every tensor of a batch must be the samples."
-        )
+        return WholeBatch(batch, f"its tensors have {', '.join(map(str, sorted(sizes)))} rows")
     count = samples if several else next(iter(sizes), 0)
-    rows = bounds(count, part, parts)
+    rows, unknown = bounds(count, part, parts), list[str]()
 
     def rows_of_tensor(tensor: Any) -> Any:
         times = len(tensor) // count if count else 1
@@ -102,11 +107,10 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0, *, objects: boo
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) == count:
             nested = any(isinstance(one, (Tensor, numpy.ndarray, Mapping, list, tuple)) for one in value)
             return INSIDE if nested else value[rows]
-        if not has_parts(value) or (is_object(value) and not objects):
-            raise InputError(
-                f"a batch has a {type(value).__name__}, of which zerograph does not know the ranks' parts\n"
-                "Let a loader yield tensors, arrays and numbers in lists, tuples and dicts."
-            )
+        if not has_parts(value):
+            unknown.append(type(value).__name__)
+            return value
         return INSIDE
 
-    return mapped(batch, own)
+    result = mapped(batch, own)
+    return WholeBatch(batch, f"it has a {unknown[0]}") if unknown else result

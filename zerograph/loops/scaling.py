@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from zerograph import _torch
-from zerograph.loops.eager_loop import EagerLoop
 from zerograph.loops.loop import Loop
 from zerograph.runtime.parameters import parameters_of
 
 
-def step_scaled(
-    loop: Loop | EagerLoop, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-) -> Any:
+def step_scaled(loop: Loop, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Make an update as ``GradScaler.step()`` asks for it.
 
     Of a fused optimizer it does not unscale the gradients: it leaves the scale and the overflow flag as attributes.
@@ -39,7 +36,7 @@ def step_scaled(
 
 @functools.cache
 def replace_unscaling() -> None:
-    """Let ``GradScaler`` unscale the gradients of prepared optimizers by a graph, without gathering them."""
+    """Let ``GradScaler`` unscale the gradients of prepared optimizers without gathering them."""
     _torch.replace_unscaling(_unscale)
 
 
@@ -47,4 +44,5 @@ def _unscale(optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor | None
     """Unscale the gradients of a prepared optimizer; return the overflow flag, or None for any other optimizer."""
     parameters = parameters_of(optimizer)
     loop: Loop | None = getattr(parameters[0], "_zerograph_loop", None) if parameters else None
-    return loop.unscale(optimizer, inverse) if isinstance(loop, Loop) else None
+    is_finite = None if loop is None else loop.unscale(optimizer, inverse)
+    return None if is_finite is None else torch.full((), float(not is_finite), device=inverse.device)

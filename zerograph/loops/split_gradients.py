@@ -1,4 +1,4 @@
-"""Gradients of an eager loop that graphs have computed: sums that the ranks hold split until the loop reads them.
+"""Gradients of a loop that graphs have computed: sums that the ranks hold split until the loop reads them.
 
 ``parameter.grad`` is torch's own once it was read, whole on every rank. Other gradients stay in the buckets, where
 calls add to them and the update reads them.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
+from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient
 from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
 
@@ -109,6 +110,12 @@ class SplitGradients:
         if set_to_none:
             for one in cleared:
                 del self._parameters[id(one)]
+
+    def are_finite(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether the split gradients of parameters are finite on all ranks. A collective."""
+        sums = [store.accumulated for store in stores_of(self.of(parameters)) if store.accumulated is not None]
+        own = [int(all(bool(one.isfinite().all()) for one in sums))]
+        return all(flag for (flag,) in agree(world().job, "unscaling gradients", 0, dict, None, own))
 
     def multiply(self, parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         """Multiply the split gradients of an optimizer's parameters."""

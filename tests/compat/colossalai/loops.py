@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.models import Batch, TokenLoss, part
 from zerograph.compat import colossalai
+from zerograph.integrations.eager import whole
 
 PLAIN: dict[str, Any] = {"zero": {"level": 2}, "fp16": False}
 
@@ -34,6 +35,13 @@ def train(engine: colossalai.Engine, data: list[Batch], look: Callable[[Tensor],
         engine.step()
         losses.append(loss)
     return [look(loss) for loss in losses]
+
+
+def gradients_of(engine: colossalai.Engine) -> list[Tensor]:
+    """The whole gradients, without the loss scale."""
+    scaler = engine.graph.config.scaler
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    return [whole(parameter.grad).clone() / scale for parameter in engine.model.parameters()]
 
 
 def train_plainly(model: nn.Module, data: list[Batch], calls: int = 1, lr: float = 0.1) -> list[float]:

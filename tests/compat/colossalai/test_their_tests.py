@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
+from tests.compat.colossalai.loops import gradients_of
 from tests.models import ConvNet, part
 from tests.pool import Pool
 from zerograph.compat import colossalai
@@ -99,8 +100,7 @@ def step(engine: colossalai.Engine, x: Tensor, y: Tensor) -> tuple[list[Tensor],
     """Gradients before the step, and whether it updated."""
     engine.zero_grad()
     engine.backward(engine.criterion(engine(part(x)), part(y)))
-    gradients = [one.grad.clone() for one in engine.model.parameters()]
-    return gradients, engine.step()
+    return gradients_of(engine), engine.step()
 
 
 def trained(name: str, config: dict[str, Any]) -> tuple[list[list[Tensor]], list[dict[str, Tensor]]]:
@@ -211,7 +211,7 @@ def predicted() -> Tensor:
         engine.backward(engine.criterion(engine(part(x)), part(y)))
         engine.step()
     engine.eval()
-    found: Tensor = engine(torch.ones(4, 3, 8, 8))
+    found: Tensor = engine(torch.ones(4, 3, 8, 8)).to_local()
     return found
 
 

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph.compat.colossalai.engine import Engine
 from zerograph.compat.colossalai.launching import Configuration, settings_of
 from zerograph.compat.settings import Settings
+from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.runtime.job.process_group import rank
 
@@ -42,7 +43,7 @@ def initialize(
         test_dataloader: batches of this rank for evaluation.
         lr_scheduler: a scheduler of the optimizer, or a function that creates one from it; the training loop steps it.
         config: a dict, or the path of a Python file; None: the configuration of ``launch()``.
-        verbose: rank 0 prints the engine's options, and hints.
+        verbose: rank 0 prints the engine's options.
 
     Returns:
         The engine, the train loader, the test loader, and the scheduler.
@@ -56,14 +57,16 @@ def initialize(
         raise ConfigError(f"criterion={criterion!r:.60}: give a module or function that returns the loss, or None")
     engine_optimizer = _optimizer(optimizer, model, criterion, settings)
     scheduler = _scheduler(lr_scheduler, engine_optimizer, settings)
-    engine = Engine(model, engine_optimizer, criterion, settings.configure, verbose=verbose)
-    calls = engine.graph.config.gradient_accumulation_steps
+    options = Config()
+    settings.configure(options)
+    if verbose and rank() == 0:
+        print(f"zerograph: {options.shown(changed=True)}", flush=True)
+    engine = Engine(model, engine_optimizer, criterion, options)
+    calls = engine.gradient_accumulation
     if calls > 1 and engine_optimizer is not None:
         if train_dataloader is not None and hasattr(train_dataloader, "__len__"):
             train_dataloader = WholeUpdates(train_dataloader, calls)
         scheduler = None if scheduler is None else EachUpdate(scheduler, calls)
-    if verbose and rank() == 0:
-        print(f"zerograph: {engine.graph.config.shown(changed=True)}", flush=True)
     return engine, train_dataloader, test_dataloader, scheduler
 
 

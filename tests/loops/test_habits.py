@@ -1,4 +1,4 @@
-"""A loop under ``config.loop = "eager"`` on two ranks computes what plain PyTorch computes in one process."""
+"""A prepared loop on two ranks computes what plain PyTorch computes in one process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.pool import Pool
 
 
-def prepare_eagerly(stage: int) -> Prepare:
-    config = zg.Config()
-    config.loop = "eager"
-    return functools.partial(zg.prepare, stage=stage, config=config)
+def prepare_at(stage: int) -> Prepare:
+    return functools.partial(zg.prepare, stage=stage)
 
 
 def perceptron() -> nn.Module:
@@ -226,7 +224,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
 
 def habit(name: str, stages: tuple[int, ...], rows: int) -> list[Seen]:
     step, model = HABITS[name]
-    return [loop_of(prepare_eagerly(stage), step, model, rows) for stage in stages]
+    return [loop_of(prepare_at(stage), step, model, rows) for stage in stages]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_a_habit_of_loops_means_what_it_means_in_one_process(pool: Pool, name: s
 
 
 def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
-    return scripts.run_by_rules(name, prepare_eagerly(stage), options)
+    return scripts.run_by_rules(name, prepare_at(stage), options)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +276,7 @@ def own_rows(stage: int) -> list[float]:
     """Train on rows that each rank cuts by itself, from weights that differ between ranks before the first call."""
     torch.manual_seed(zg.rank())
     model = perceptron().double()
-    model, optimizer = prepare_eagerly(stage)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = prepare_at(stage)(model, torch.optim.SGD(model.parameters(), lr=0.1))
     generator, printed = torch.Generator().manual_seed(1), []
     for _ in range(3):
         x, y = torch.randn(8, 6, generator=generator).double(), torch.randint(4, (8,), generator=generator)
@@ -294,7 +292,7 @@ def test_rows_that_a_rank_has_cut_are_its_part_of_the_batch(pool: Pool) -> None:
 
 
 def halves_of_own_rows() -> list[str]:
-    model = prepare_eagerly(2)(perceptron())
+    model = prepare_at(2)(perceptron())
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         model(torch.ones(4, 6)).chunk(2)
@@ -323,19 +321,17 @@ class Chain(nn.Module):
         return ids
 
 
-def generated(kind: str) -> list[int]:
+def generated() -> list[int]:
     torch.manual_seed(0)
-    config, model = zg.Config(), Chain()
-    config.loop = kind
-    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3, config=config)
+    model = Chain()
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=3)
     model(torch.ones(2, 3, dtype=torch.long)).mean().backward()
     optimizer.step()
     tokens: list[int] = model.generate(torch.ones(1, 1, dtype=torch.long), 4)[0].tolist()
     return tokens
 
 
-@pytest.mark.parametrize("kind", ["recorded", "eager"])
-def test_a_model_generates_by_its_own_loop(pool: Pool, kind: str) -> None:
+def test_a_model_generates_by_its_own_loop(pool: Pool) -> None:
     torch.manual_seed(0)
     expected = Chain().generate(torch.ones(1, 1, dtype=torch.long), 4)[0].tolist()
-    assert pool.run(2, generated, kind) == [expected, expected]
+    assert pool.run(2, generated) == [expected, expected]

@@ -1,4 +1,4 @@
-"""Trainers and accelerators over eager loops on two ranks do what they do in one process, call by call."""
+"""Trainers and accelerators on two ranks do what they do in one process, call by call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ from tests.integrations.test_transformers import assert_equal, run
 Logs = list[dict[str, float]]
 
 
-def eager(stage: int) -> dict[str, Any]:
-    return {"loop": "eager", "stage": stage}
-
-
 def on_stages(name: str, folder: Path, stages: list[int], options: dict[str, Any]) -> list[Any]:
-    return [run(name, folder / str(stage), 2, eager(stage), options) for stage in stages]
+    return [run(name, folder / str(stage), 2, stage, options) for stage in stages]
 
 
 @pytest.mark.parametrize("options", [{"kind": "bert"}, {"kind": "llama", "gradient_accumulation_steps": 2}])
@@ -45,20 +41,20 @@ def test_each_stage_makes_the_calls_and_numbers_of_one_process(
 def test_a_loss_reads_values_and_decides_by_them(pool: Pool, tmp_path: Path, kind: str) -> None:
     options = {"kind": kind, "num_train_epochs": 1}
     expected = run("language_model", tmp_path / "plain", 1, None, options)
-    for logs in pool.run(2, run, "language_model", tmp_path / "zero", 2, eager(2), options):
+    for logs in pool.run(2, run, "language_model", tmp_path / "zero", 2, 2, options):
         assert_equal(logs, expected)
 
 
 def test_generated_tokens_are_evaluated_once(pool: Pool, tmp_path: Path) -> None:
     expected = run("seq2seq", tmp_path / "plain", 1, None, {})
-    for logs in pool.run(2, run, "seq2seq", tmp_path / "zero", 2, eager(3), {}):
+    for logs in pool.run(2, run, "seq2seq", tmp_path / "zero", 2, 3, {}):
         assert_equal(logs, expected)
 
 
 def test_bf16_is_that_of_one_process(pool: Pool, tmp_path: Path) -> None:
     options = {"bf16": True, "optim": "sgd", "num_train_epochs": 1}
     expected = run("classifier", tmp_path / "plain", 1, None, options)
-    for logs in pool.run(2, run, "classifier", tmp_path / "zero", 2, eager(3), options):
+    for logs in pool.run(2, run, "classifier", tmp_path / "zero", 2, 3, options):
         assert_equal(logs, expected, within=1e-2)
 
 
@@ -67,33 +63,14 @@ def test_a_run_resumes_at_another_number_of_ranks_and_loads_plainly(pool: Pool, 
 
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "dataloader_drop_last": True}
     expected = run("language_model", tmp_path / "plain", 1, None, options)
-    pool.run(2, run, "language_model", tmp_path / "zero", 2, eager(3), options)
+    pool.run(2, run, "language_model", tmp_path / "zero", 2, 3, options)
     plain = GPT2LMHeadModel.from_pretrained(tmp_path / "plain" / "saved").state_dict()
     saved = GPT2LMHeadModel.from_pretrained(tmp_path / "zero" / "saved").state_dict()
     torch.testing.assert_close(saved, plain, rtol=0, atol=1e-5)
     options["resume"] = str(tmp_path / "zero" / "checkpoint-3")
-    assert_equal(run("language_model", tmp_path / "one", 1, eager(1), options)[:-1], expected[:-1])
-    for logs in pool.run(2, run, "language_model", tmp_path / "two", 2, eager(2), options):
+    assert_equal(run("language_model", tmp_path / "one", 1, 1, options)[:-1], expected[:-1])
+    for logs in pool.run(2, run, "language_model", tmp_path / "two", 2, 2, options):
         assert_equal(logs[:-1], expected[:-1])
-
-
-@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (2, 4)])
-def test_a_script_of_accelerate_prints_what_one_process_does(
-    pool: Pool, tmp_path: Path, stage: int, accumulation: int
-) -> None:
-    expected = test_accelerate.run(tmp_path / "plain", 1, None, accumulation)
-    for printed in pool.run(2, test_accelerate.run, tmp_path / "zero", 2, eager(stage), accumulation):
-        assert printed == pytest.approx(expected, abs=1e-5)
-    if accumulation > 1:
-        resumed = test_accelerate.run(tmp_path / "zero", 1, eager(1), accumulation, resume=True)
-        assert resumed == pytest.approx(expected[-len(resumed) :], abs=1e-5)
-
-
-@pytest.mark.parametrize(("stage", "accumulation"), [(3, 1), (2, 2)])
-def test_fp16_skips_the_updates_of_one_process(pool: Pool, tmp_path: Path, stage: int, accumulation: int) -> None:
-    expected = test_accelerate.run_half(1, None, accumulation, tmp_path)
-    for printed in pool.run(2, test_accelerate.run_half, 2, eager(stage), accumulation, tmp_path):
-        assert printed == pytest.approx(expected, abs=2e-3)
 
 
 def gathered() -> tuple[Any, str]:
@@ -102,7 +79,7 @@ def gathered() -> tuple[Any, str]:
     from zerograph.integrations.accelerate import Accelerator
 
     def gather() -> tuple[Any, str]:
-        accelerator = Accelerator(cpu=True, zero=eager(2))
+        accelerator = Accelerator(cpu=True, zero=2)
         model = torch.nn.Linear(6, 4)
         loader = torch.utils.data.DataLoader(test_accelerate.samples(13), batch_size=4)
         model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
