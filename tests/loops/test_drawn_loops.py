@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zerograph as zg
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.loops.test_habits import prepare_at
 from tests.pool import Pool
