@@ -63,8 +63,8 @@ class Training(zg.ZeroGraph):
         self.compiled: dict[int, CompiledStep] = {}
         compile_step = self._compiler.compile
 
-        def noting(*args: Any) -> CompiledStep:
-            step = compile_step(*args)
+        def noting(*args: Any, **kwargs: Any) -> CompiledStep:
+            step = compile_step(*args, **kwargs)
             noted[id(step)] = step
             return step
 

@@ -127,9 +127,9 @@ def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = zg.graph.Compiler.compile
 
-    def compile_(self: Any, *args: Any) -> Any:
+    def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append("compiled")
-        return original(self, *args)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(zg.graph.Compiler, "compile", compile_)
     return seen
