@@ -316,6 +316,8 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
         for number, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor) and number not in whole
     }
+    for number, value in whole.items():
+        leaves[number] = value
     split_numbers = [number for number, (sbp, _) in layouts.items() if any(isinstance(one, Split) for one in sbp)]
     facts = {f"output {number}": _described(leaves[number], *layouts[number]) for number in layouts}
     parts = [leaves[n] for n in split_numbers if not is_dtensor(leaves[n])]
@@ -332,8 +334,7 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
             for place, number in enumerate(numbers):
                 leaves[number] = _joined([rank_parts[place] for rank_parts in pieces], *layouts[number])
         with explaining_failures(job, "zg.gather()"):
-            parts = [whole.get(number, leaf) for number, leaf in enumerate(leaves)]
-            results = iter([leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in parts])
+            results = iter([leaf.full_tensor() if is_dtensor(leaf) else leaf for leaf in leaves])
     return _mapped(outputs, lambda _: next(results))
 
 

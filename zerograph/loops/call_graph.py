@@ -125,6 +125,8 @@ class Kind:
 class CallGraph(LoopGraph):
     """The calls of one kind: forward, and with optimizers a pause and backward from the gradients of the results."""
 
+    gradients = "accumulate"
+
     def __init__(
         self,
         owner: Owner,
@@ -145,9 +147,7 @@ class CallGraph(LoopGraph):
         # The captured graph, the result and the buffers that it changes, by identity of the first.
         self._templates: dict[int, tuple[object, Template, list[str]]] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
-        self._request = replace(
-            self._request, gradients="accumulate", early_outputs=early, pure=True, differentiated=used
-        )
+        self._request = replace(self._request, early_outputs=early, pure=True, differentiated=used)
 
     def build(self, *tensors: Tensor) -> Any:
         """Call the module; run backward from the gradients of all results."""

@@ -150,11 +150,6 @@ class Loop:
         with self.hidden():
             return self._edits[key].run({}, split)
 
-    def zero_grad(self, numbers: Iterable[int], *, set_to_none: bool = True) -> None:
-        """Clear the gradients of optimizers."""
-        for number in numbers:
-            self.zero_grad_of(parameters_of(self.optimizers[number]), set_to_none=set_to_none)
-
     def zero_grad_of(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear the gradients of parameters."""
         parameters = list(parameters)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.graph import ZeroGraph
 from zerograph.ir.sbp import PartialSum, partial_sum
+from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.state import Store, load_part, stores_of
 from zerograph.runtime.tensor_hash import hash_bits
@@ -34,7 +35,12 @@ class LoopGraph(ZeroGraph):
         optimizers: the optimizers.
         config: the options.
         clips: clip gradients as the options say. Else another graph clips their sum.
+
+    Attributes:
+        gradients: the use of gradients.
     """
+
+    gradients: ClassVar[GradientUse]
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class LoopGraph(ZeroGraph):
             setattr(self, name, module)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
+        self._request = replace(self._request, gradients=self.gradients)
         self.config = config if clips else copy.copy(config)
         if not clips:
             self.config.clip_grad_norm = None
@@ -64,16 +71,7 @@ class LoopGraph(ZeroGraph):
 class Update(LoopGraph):
     """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only."""
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: Config,
-        *,
-        clips: bool = True,
-    ) -> None:
-        super().__init__(modules, optimizers, config, clips=clips)
-        self._request = replace(self._request, gradients="accumulated")
+    gradients: ClassVar[GradientUse] = "accumulated"
 
     def build(self) -> list[Tensor]:
         """Compute nothing: the gradients are there."""
@@ -117,6 +115,8 @@ class Update(LoopGraph):
 class Edit(Update):
     """A function of torch that edits gradients, such as one that clips them, on the sums of the ranks."""
 
+    gradients = "edit"
+
     def __init__(
         self,
         modules: Mapping[str, nn.Module],
@@ -128,7 +128,6 @@ class Edit(Update):
     ) -> None:
         super().__init__(modules, optimizers, config, clips=False)
         self._function, self._names, self._arguments = function, names, dict(arguments)
-        self._request = replace(self._request, gradients="edit")
 
     def build(self) -> Any:
         """Edit the gradients."""

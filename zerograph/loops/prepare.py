@@ -344,7 +344,6 @@ def _is_busy(loop: Loop) -> bool:
 
 def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     """Replace the methods of an optimizer that the loop calls."""
-    number = next(n for n, other in enumerate(loop.optimizers) if other is optimizer)
     plain: Any = type(optimizer)
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -354,7 +353,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         return step_scaled(loop, optimizer, closure)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        loop.zero_grad([number], set_to_none=set_to_none)
+        loop.zero_grad_of(parameters_of(optimizer), set_to_none=set_to_none)
 
     def add_param_group(group: dict[str, Any]) -> None:
         loop.graph()
