@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -30,16 +29,12 @@ OTHERS_OPTIONS = {
     [["--help"], ["--version"], ["plan", "--help"], ["inspect", "--help"], ["plan", "--params", "7.5e9"]],
     ids=" ".join,
 )
-def test_it_starts_without_torch_and_in_less_than_a_second(arguments: list[str]) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def test_it_starts_without_torch(arguments: list[str]) -> None:
     found = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "zerograph", *arguments], capture_output=True, text=True
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert found.returncode == 0, found.stderr
     assert not re.search(r"\| +(torch|numpy|yaml|networkx)\b", found.stderr)
-    # Processor time: the machine may have other work.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
 def test_importing_zerograph_loads_next_to_nothing() -> None:
