@@ -18,6 +18,8 @@ BY_TEXT = frozenset({"getattr", "vars", "hasattr", "__dict__", "dir", "attrgette
 _ALL = "*"
 # Of modules in modules.
 _DEPTH = 4
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
+_OF_GLOBALS = {_LOAD_GLOBAL, *(dis.opmap[name] for name in ("LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"))}
 
 
 def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -31,6 +33,21 @@ def with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
 def names_in(code: types.CodeType) -> set[str]:
     """Return the names in code, and in the code inside."""
     return {name for inner in with_inner(code) for name in inner.co_names}
+
+
+def globals_in(code: types.CodeType) -> set[str]:
+    """Return the names of the globals that code reads or writes, and the code inside."""
+    names: set[str] = set()
+    for inner in with_inner(code):
+        extended, instructions = 0, inner.co_code
+        # Opcodes are at even places, and a number of more than a byte is in several of them.
+        for opcode, number in zip(instructions[::2], instructions[1::2], strict=True):
+            number |= extended
+            extended = number << 8 if opcode == dis.EXTENDED_ARG else 0
+            if opcode in _OF_GLOBALS:
+                # The lowest bit says how it is called.
+                names.add(inner.co_names[number >> 1 if opcode == _LOAD_GLOBAL else number])
+    return names
 
 
 def texts_of(code: types.CodeType) -> set[str]:

@@ -19,7 +19,7 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from zerograph._torch import FakeTensor, hook_tables, module_hooks
 from zerograph.base import source
-from zerograph.base.names import names_in
+from zerograph.base.names import globals_in, names_in, texts_of
 from zerograph.capture.wrappers import is_seen_through
 
 # Values that cannot change in place, and whose text tells all of them.
@@ -275,19 +275,27 @@ def build_guards(build: Callable[..., Any], root: nn.Module) -> tuple[Any, ...]:
     return module_guards(root), () if owner is None else attribute_guards(vars(owner))
 
 
-def walk(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any, bool]]:
+def walk(
+    places: Iterable[tuple[Place, Any]], names: Collection[str] | None = None
+) -> Iterator[tuple[Place, Any, bool]]:
     """Yield places and values with all that is inside these, and whether a value counts by what is inside.
 
-    A container or object is entered once, by the first place that leads to it.
+    A container or object is entered once, by the first place that leads to it. With names, all such places are yielded.
+
+    Args:
+        places: where to begin, with the values there.
+        names: the attributes of objects that count; None for all.
     """
     waiting, entered, number = [*places][::-1], set[int](), 0
     while waiting:
         place, value = waiting.pop()
         if place.own and isinstance(value, Tensor):
             continue
-        inside = [*_inside(value)] if len(place.steps) <= _MAX_DEPTH else []
+        inside = [*_inside(value, names)] if len(place.steps) <= _MAX_DEPTH else []
         is_entered = bool(inside) or isinstance(value, CONTAINERS)
         if is_entered and (id(value) in entered or number > _MAX_VALUES):
+            if names is not None:
+                yield place, value, is_entered
             continue
         if is_entered:
             entered.add(id(value))
@@ -296,14 +304,15 @@ def walk(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any, bool
         waiting += [(place.at(step), part) for step, part in reversed(inside)]
 
 
-def _inside(value: Any) -> Iterable[tuple[Step, Any]]:
+def _inside(value: Any, names: Collection[str] | None) -> Iterable[tuple[Step, Any]]:
     """Return what is inside a container, a tuple of more than plain values, or an object of a user's class."""
     if isinstance(value, CONTAINERS):
         is_walked = len(value) <= _MAX_LENGTH
     elif isinstance(value, tuple):
         is_walked = any(not isinstance(entry, PLAIN) for entry in value)
     else:
-        is_walked = is_users_object(value)
+        entries = parts(value) if is_users_object(value) else ()
+        return entries if names is None else [(step, entry) for step, entry in entries if step[1] in names]
     return parts(value) if is_walked else ()
 
 
@@ -335,13 +344,19 @@ class PythonState:
         build: the function, bound to its graph if it has one.
         root: holds the graph's modules.
         groups: the optimizers' parameter groups.
+
+    Attributes:
+        texts: the names and strings in the code of the functions.
     """
 
     def __init__(self, build: Callable[..., Any], root: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
         graph = getattr(build, "__self__", None)
-        # Owners of attributes, with their titles; other roots with one step, by key.
+        # Owners of attributes, with their titles; of the first, plain attributes are guards. Other roots with one step,
+        # by key.
         self._owners: list[tuple[Any, str]] = [] if graph is None else [(graph, "self")]
         self._owners += [(module, path) for path, module in root.named_modules()]
+        self._guarded = len(self._owners)
+        self.texts: set[str] = set()
         self._roots: dict[Hashable, Place] = {}
         self._met: set[Hashable] = set()
         self._functions: deque[tuple[types.FunctionType, type | None]] = deque()
@@ -352,13 +367,23 @@ class PythonState:
         self._meet(build, None)
         if graph is not None:
             self._meet(getattr(graph, "build", None), type(graph))
-        for owner, _ in self._owners:
-            if isinstance(owner, nn.Module):
-                # Statically: modules of torch.jit create theirs on access, and only for instances.
-                self._meet(inspect.getattr_static(type(owner), "forward", None), type(owner))
-            for value in vars(owner).values():
-                if callable(value) and not isinstance(value, (nn.Module, type)):
-                    self._meet(value, type(owner))
+        for owner, _ in [*self._owners]:
+            self._meet_functions_of(owner)
+        self._follow_functions()
+        for value in [value for owner, _ in self._owners for value in vars(owner).values()]:
+            if is_users_object(value):
+                self._add_class(type(value), self.texts)
+        self._follow_functions()
+
+    def _meet_functions_of(self, owner: Any) -> None:
+        if isinstance(owner, nn.Module):
+            # Statically: modules of torch.jit create theirs on access, and only for instances.
+            self._meet(inspect.getattr_static(type(owner), "forward", None), type(owner))
+        for value in vars(owner).values():
+            if callable(value) and not isinstance(value, (nn.Module, type)):
+                self._meet(value, type(owner))
+
+    def _follow_functions(self) -> None:
         while self._functions:
             self._follow_names(*self._functions.popleft())
 
@@ -382,6 +407,7 @@ class PythonState:
     def _follow_names(self, function: types.FunctionType, owner: type | None) -> None:
         """Add what a function holds, and what it names among globals and in its class."""
         names = names_in(function.__code__)
+        self.texts |= texts_of(function.__code__)
         title, defaults = function.__qualname__, function.__defaults__ or ()
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._meet_named(self._add(cell, name, ("cell", None)), names)
@@ -394,7 +420,7 @@ class PythonState:
                 self._meet(value, owner)
             else:
                 self._add(function, title, ("attr", name))
-        for name in names & function.__globals__.keys():
+        for name in globals_in(function.__code__) & function.__globals__.keys():
             self._meet_named(self._add(function.__globals__, "", ("key", name)), names)
         if owner is not None:
             self._add_class(owner, names)
@@ -407,6 +433,12 @@ class PythonState:
                     self._meet(self._add(value, value.__name__, ("attr", name)), None)
         elif isinstance(value, types.FunctionType):
             self._meet(value, None)
+        elif isinstance(value, nn.Module):
+            known = {id(owner) for owner, _ in self._owners}
+            for name, module in value.named_modules(prefix=type(value).__name__):
+                if id(module) not in known:
+                    self._owners.append((module, name))
+                    self._meet_functions_of(module)
         elif isinstance(value, type) or is_users_object(value):
             self._add_class(value if isinstance(value, type) else type(value), names)
 
@@ -427,10 +459,11 @@ class PythonState:
 
     def places(self) -> Iterator[tuple[Place, Any]]:
         """Yield the places in roots, but for guards, with their present values."""
-        for owner, title in self._owners:
+        for number, (owner, title) in enumerate(self._owners):
+            is_guarded = number < self._guarded
             for name, value, guard in attributes_of(vars(owner), private=isinstance(owner, nn.Module)):
-                if guard is UNGUARDED:
-                    yield Place(owner, title, (("attr", name),), own=True), value
+                if guard is UNGUARDED or not is_guarded:
+                    yield Place(owner, title, (("attr", name),), own=is_guarded), value
         for place in self._roots.values():
             if (value := place.value()) is not MISSING:
                 yield place, value

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
@@ -20,7 +20,8 @@ from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.experts import in_groups
-from zerograph.capture.places import Place
+from zerograph.capture.named_values import NAMED_VALUES, NamedValues, ValueStates
+from zerograph.capture.places import Place, PythonState
 from zerograph.capture.some_results import of_results
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
@@ -88,6 +89,9 @@ class Compiler:
     _captures: dict[tuple[Hashable, ...], tuple[Captured, float, int]] = field(default_factory=dict)
     # Python state that build() changes, by key.
     _guards: dict[Hashable, Place] = field(default_factory=dict)
+    # Values that build() reads by name, the module that holds the graph's then, and the states of all so far.
+    _named: tuple[nn.Module, NamedValues] | None = None
+    _states: ValueStates = field(default_factory=ValueStates)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
     # While a step is compiled.
@@ -295,6 +299,17 @@ class Compiler:
         values = tuple((place.name, place.read()) for place in self._guards.values())
         return {"Python state that build() changes": values} if values else {}
 
+    def reads_same(self) -> bool:
+        """Return whether the values that ``build()`` reads by name are the same objects as at the last look."""
+        return self._named is None or self._named[1].are_same()
+
+    def named_values(self, members: Members) -> dict[str, str]:
+        """Return the state of the values that ``build()`` reads by name as a fact; none as long as it is the first."""
+        if self._named is None or self._named[0] is not members.root or not self._named[1].are_same():
+            self._named = members.root, NamedValues(PythonState(self.build, members.root, ()))
+        title = self._states.title_of(self._named[1])
+        return {NAMED_VALUES: title} if title else {}
+
     def key_after(
         self, step: CompiledStep, batch: Batch, key: StepKey, read: Callable[[], Mapping[str, Any]]
     ) -> StepKey:
@@ -454,6 +469,7 @@ class Compiler:
         with in_groups(expert_groups(members, mesh, config, micro_batches), is_cut=micro_batches > 1):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
+        self._states.leave_out(captured.state_changes.changed)
         return accelerator.moved(captured) if members.on_accelerator else captured
 
     def _warn(self, message: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zerograph.base.source import levels_to_user
+from zerograph.capture.named_values import NAMED_VALUES
 from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
@@ -118,6 +119,11 @@ class Steps:
     def __len__(self) -> int:
         return len(self._steps)
 
+    @property
+    def are_recompiled(self) -> bool:
+        """True if inputs of one kind have been compiled for as often as it is worth: constants change in each call."""
+        return self._recompiles.most >= RECOMPILE_LIMIT
+
     def members(self) -> Members:
         """Return the graph's present modules and tensors."""
         return self._current().members
@@ -145,7 +151,7 @@ class Steps:
         config = self._compiler.config
         batch = self._read((args, kwargs), mesh, grid, members.meta)
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
-        facts = {**self._facts(members), "the device": members.meta}
+        facts = {**self._facts(members, request), "the device": members.meta}
         key = StepKey(tuple(facts.items()), config.key(), request, None, batch.pattern(), config.dynamic_shapes)
         sizes = [local_sizes(batch)] * mesh.size
         return members, Dimensions().resolve(batch, key.kind, sizes, mesh, grid, lambda: model_sizes(members)), key
@@ -238,7 +244,8 @@ class Steps:
         step = self._steps.get(key.of_step(batch))
         if step is not None:
             return step
-        if not self._compiler.has_captured(batch, key) and key.facts != tuple(self._facts(self.members()).items()):
+        now = tuple(self._facts(self.members(), request).items())
+        if not self._compiler.has_captured(batch, key) and key.facts != now:
             raise InputError(f"{doing} is to be traced again, and what it depends on has changed")
         return self._compile(job, Selection(batch, key), doing, may_be_cached=False)
 
@@ -268,7 +275,7 @@ class Steps:
     def _select(self, call: Call) -> Selection:
         """Return what a call brings: by the snapshot of the last call where nothing but sizes changed, else anew."""
         snapshot = self._snapshot
-        if snapshot is not None and not self._compiler.guards():
+        if snapshot is not None and not self._compiler.guards() and self._compiler.reads_same():
             batch = snapshot.match(call)
             if batch is not None:
                 _check_usable(snapshot.stores)
@@ -282,7 +289,7 @@ class Steps:
             members, [(name, spec.device) for name, spec in zip(batch.names, batch.specs, strict=True) if spec.shape]
         )
         self._compiler.updates.lift_changed(call.config)
-        facts = tuple(self._facts(members).items())
+        facts = tuple(self._facts(members, call.request).items())
         layout, mode = layout_facts(members), self._shape_mode(members)
         key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
         if self._last_key is not None and key == self._last_key:
@@ -376,7 +383,7 @@ class Steps:
         }
         # Compiling moves parameters into stores: the layout is that of the calls to come.
         moved = replace(key, layout=layout_facts(members))
-        now = self._compiler.key_after(step, batch, moved, lambda: self._facts(self.members()))
+        now = self._compiler.key_after(step, batch, moved, lambda: self._facts(self.members(), key.request))
         self._steps |= {one.of_step(batch): step for one in (moved, now)}
         selection.key = moved
         return step
@@ -391,11 +398,13 @@ class Steps:
         self._tree = current(self._tree, self._attributes())
         return self._tree
 
-    def _facts(self, members: Members) -> dict[str, Any]:
+    def _facts(self, members: Members, request: StepRequest | None = None) -> dict[str, Any]:
         """Return what a captured graph depends on besides its inputs, by name."""
-        constants = self._compiler.updates.constants
-        facts = capture_facts(members, self._attributes(), self._compiler.optimizers, constants)
-        return facts | self._compiler.guards()
+        compiler = self._compiler
+        facts = capture_facts(members, self._attributes(), compiler.optimizers, compiler.updates.constants)
+        # Updates and edits of gradients run no code of the model.
+        named = request is None or request.gradients not in ("accumulated", "edit")
+        return facts | compiler.guards() | (compiler.named_values(members) if named else {})
 
 
 class Recompiles:
@@ -405,6 +414,11 @@ class Recompiles:
         self._counts: Counter[Hashable] = Counter()
         self._latest_facts: dict[Hashable, Mapping[str, str]] = {}
         self._size_changes: defaultdict[Hashable, list[SizeChange]] = defaultdict(list)
+
+    @property
+    def most(self) -> int:
+        """The most compilations for inputs of one kind."""
+        return max(self._counts.values(), default=0)
 
     def count(self, inputs: Hashable, members: Members, facts: Mapping[str, str], doing: str) -> None:
         """Count a compilation. At the eighth for inputs of one kind, warn once and name the ``facts`` that changed.
@@ -419,7 +433,11 @@ class Recompiles:
         before, self._latest_facts[inputs] = self._latest_facts.get(inputs, {}), facts
         self._counts[inputs] += 1
         if self._counts[inputs] == RECOMPILE_LIMIT:
-            changed = [name for name, fact in facts.items() if before.get(name) != fact]
+            changed = [
+                fact.partition(": ")[2] if name == NAMED_VALUES else name
+                for name, fact in facts.items()
+                if before.get(name) != fact
+            ]
             what = ", ".join(changed) or "the buckets of parameters, which another graph lays out in between"
             warnings.warn(
                 f"{doing} is compiled for the {RECOMPILE_LIMIT}th time for inputs of one kind; since the last time "

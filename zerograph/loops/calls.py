@@ -18,7 +18,7 @@ from zerograph import _torch
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
-from zerograph.errors import CommunicationError, RankMismatchError, ReplicaError
+from zerograph.errors import CaptureError, CommunicationError, RankMismatchError, ReplicaError
 from zerograph.loops.call_graph import Begun, CallGraph, Kind, Owner, is_rows
 from zerograph.loops.containers import PLAIN
 from zerograph.runtime.parameters import parameters_of
@@ -86,6 +86,8 @@ class Calls:
         """Return a call that is ready to run; None if no graph can run it."""
         assert kind.graph is not None
         try:
+            if kind.graph._steps.are_recompiled:
+                raise CaptureError("what they depend on changes in each call")
             return kind.graph.ready(tensors)
         except (CommunicationError, RankMismatchError, ReplicaError):
             raise

@@ -191,7 +191,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
-        if self is not module or args or kwargs or are_calls_plain() or _is_busy(loop):
+        if self is not module or args or kwargs or are_calls_plain() or loop.busy:
             return kind.state_dict(self, *args, **kwargs)
         with _busy(loop), graph.gathered_parameters():
             state = kind.state_dict(self)
@@ -201,7 +201,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
-        if self is not module or _is_busy(loop):
+        if self is not module or loop.busy:
             return kind.load_state_dict(self, *args, **kwargs)
         with _busy(loop), graph.full_parameters():
             return kind.load_state_dict(self, *args, **kwargs)
@@ -212,7 +212,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
         """Generate with gathered parameters, by the model's own loop."""
-        if self is not module or are_calls_plain() or _is_busy(loop):
+        if self is not module or are_calls_plain() or loop.busy:
             return kind.generate(self, *args, **options)
         with loop.graph().gathered_parameters(), plain_calls():
             return kind.generate(self, *args, **options)
@@ -336,10 +336,6 @@ class _busy:  # noqa: N801
 
     def __exit__(self, *_: object) -> None:
         self._loop.busy = False
-
-
-def _is_busy(loop: Loop) -> bool:
-    return loop.busy
 
 
 def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:

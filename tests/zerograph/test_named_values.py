@@ -1,0 +1,229 @@
+"""Values that the code reads by name and a script changes between calls: a step is compiled anew, or was before."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.pool import Pool
+
+FACTOR = 1.0
+TABLE: dict[str, Any] = {"factor": 1.0, "deep": [1.0, {"last": 1.0}]}
+WEIGHT = torch.ones(1, dtype=torch.float64)
+
+
+class Options:
+    of_class = 1.0
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor, self.inner, self.other = factor, types.SimpleNamespace(factor=1.0), 0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor * self.inner.factor * self.of_class
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Criterion(nn.Module):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.factor).square().mean()
+
+
+def activation(x: Tensor) -> Tensor:
+    return x
+
+
+def counted() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    factor = 1.0
+
+    def scaled(x: Tensor, *, more: list[float] = [1.0]) -> Tensor:  # noqa: B006
+        return x * factor * more[0]
+
+    def change(value: float) -> None:
+        nonlocal factor
+        factor = value
+
+    return scaled, change
+
+
+options, slots, criterion = Options(), Slots(), Criterion()
+scaled, change_closure = counted()
+# A name that the model has for something else.
+loss: Any = None
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.options, self.table = Options(), {"factor": 1.0}
+        self.loss = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * FACTOR * TABLE["factor"] * TABLE["deep"][1]["last"] * WEIGHT * self.loss
+        x = scaled(activation(x)) * slots.factor * self.table["factor"]
+        return options.scaled(self.options.scaled(x))
+
+
+EDITS: dict[str, Callable[[Model], object]] = {
+    "a global": lambda _: globals().update(FACTOR=2.0),
+    "an entry of a dict": lambda _: TABLE.update(factor=0.5),
+    "a dict in a list in a dict": lambda _: TABLE["deep"][1].update(last=3.0),
+    "a dict in place of another": lambda _: globals().update(TABLE={"factor": 0.25, "deep": [0.0, {"last": 2.0}]}),
+    "a global tensor": lambda _: globals().update(WEIGHT=torch.full((1,), 2.0, dtype=torch.float64)),
+    "a function": lambda _: globals().update(activation=torch.relu),
+    "an attribute of an object": lambda _: setattr(options, "factor", 0.7),
+    "an object in an object": lambda _: setattr(options.inner, "factor", 1.7),
+    "an attribute of a class": lambda _: setattr(Options, "of_class", 1.1),
+    "a slot": lambda _: setattr(slots, "factor", 0.9),
+    "a variable of a closure": lambda _: change_closure(1.3),
+    "a default": lambda _: scaled.__kwdefaults__["more"].__setitem__(0, 0.6),  # type: ignore[attr-defined]
+    "a criterion that no graph has": lambda _: setattr(criterion, "factor", 1.9),
+    "an option of the model": lambda model: setattr(model.options, "factor", 1.2),
+    "an object in an option of the model": lambda model: setattr(model.options.inner, "factor", 0.8),
+    "options in place of others": lambda model: setattr(model, "options", Options(0.3)),
+    "a dict of the model": lambda model: model.table.update(factor=1.6),
+}
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+
+    def build(self, x: Tensor) -> Tensor:
+        result = criterion(self.model(x))
+        result.backward()
+        return result
+
+
+@contextlib.contextmanager
+def as_before() -> Iterator[None]:
+    """Undo at the end of the block what an edit has changed inside."""
+    before = dict(globals())
+    yield
+    globals().update(before)
+    TABLE.update(factor=1.0, deep=[1.0, {"last": 1.0}])
+    for holder in (options, slots, criterion, options.inner):
+        holder.factor = 1.0  # type: ignore[attr-defined]
+    Options.of_class = 1.0
+    change_closure(1.0)
+    scaled.__kwdefaults__["more"][0] = 1.0  # type: ignore[attr-defined]
+
+
+def losses_of(way: str, edit: Callable[[Model], object]) -> tuple[list[float], list[int]]:
+    """Train six steps with an edit before the fourth; return losses, and the numbers of compilations after each.
+
+    Args:
+        way: "graph", "loop" or "plain".
+        edit: changes a value.
+    """
+    global loss
+    torch.manual_seed(0)
+    plain_model = model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, optimizer) if way == "graph" else None
+    if way == "loop":
+        model, optimizer = zg.prepare(model, optimizer, stage=2)
+    losses, compilations = [], []
+    with as_before():
+        for number in range(6):
+            if number == 3:
+                edit(plain_model)
+            x = torch.arange(8, dtype=torch.float64).view(2, 4) - number % 3
+            if step is not None:
+                loss = step(x)
+                compilations.append(step._steps.compilations)
+            else:
+                loss = criterion(model(x))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, compilations
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_step_is_compiled_anew_where_a_value_that_it_reads_has_changed(name: str) -> None:
+    plain, _ = losses_of("plain", EDITS[name])
+    losses, compilations = losses_of("graph", EDITS[name])
+    assert losses == pytest.approx(plain, rel=1e-12)
+    # A global called as an attribute of the model has changed in each step.
+    assert compilations == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_calls_in_a_loop_follow_what_has_changed(name: str) -> None:
+    plain, _ = losses_of("plain", EDITS[name])
+    assert losses_of("loop", EDITS[name])[0] == pytest.approx(plain, rel=1e-12)
+
+
+def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, losses = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0)), []
+    for factor in (1.0, 2.0, 1.0, 2.0, float("1.0")):
+        monkeypatch.setattr(options, "factor", factor)
+        losses.append(step(torch.ones(2, 4, dtype=torch.float64)).item())
+    assert step._steps.compilations == 2
+    assert losses[1] == pytest.approx(4 * losses[0], rel=1e-12)
+    assert losses == [losses[0], losses[1]] * 2 + [losses[0]]
+
+
+def test_a_value_that_changes_in_every_step_is_named() -> None:
+    step = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0))
+    with as_before(), pytest.warns(zg.ZeroGraphWarning, match=r"since the last time this has changed: options\.factor\n"):
+        for number in range(8):
+            options.factor = 1.0 + number
+            step(torch.ones(2, 4, dtype=torch.float64))
+
+
+def test_a_loop_whose_value_changes_in_every_step_runs_operator_by_operator() -> None:
+    model = Model()
+    prepared, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=2)
+    x, ratios = torch.ones(2, 4, dtype=torch.float64), []
+    with as_before(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(12):
+            options.factor = 1.0 + number
+            loss = criterion(prepared(x))
+            loss.backward()
+            optimizer.step()
+            ratios.append(loss.item() ** 0.5)
+    assert ratios == pytest.approx([ratios[0] * (1 + number) for number in range(12)], rel=1e-12)
+    assert sum("what they depend on changes in each call" in str(one.message) for one in caught) == 1
+
+
+def on_one_rank() -> str:
+    step = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with as_before():
+        globals().update(FACTOR=2.0)
+        step(x)
+        options.other = zg.rank()
+        step(x)
+        options.factor += zg.rank()
+        try:
+            step(x)
+        except zg.RankMismatchError as error:
+            return str(error)
+    return ""
+
+
+def test_a_change_on_one_rank_only_is_an_error_that_names_the_value(pool: Pool) -> None:
+    for message in pool.run(2, on_one_rank):
+        assert "options.factor" in message

@@ -1,0 +1,138 @@
+"""Values that ``build()`` reads by name, and that a script may change between two calls.
+
+A trace makes constants of them: globals, closures, defaults, attributes of classes, and what is inside objects and
+containers that these or the attributes of modules hold. Inside an object count the attributes that the code names.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zerograph.capture.places import CONTAINERS, MISSING, Identity, Place, PythonState, Step, token, walk
+
+# The name of the fact.
+NAMED_VALUES = "values that build() reads by name"
+# Others are forgotten: a value that is annealed does not come back.
+_MOST_STATES = 64
+
+
+class NamedValues:
+    """The values that code names, as they were when this was created.
+
+    Args:
+        state: the state that ``build()`` can reach.
+
+    Attributes:
+        tokens: equal for equal values, by the key of the place.
+        places: the places, by key.
+    """
+
+    def __init__(self, state: PythonState) -> None:
+        self.tokens: dict[Hashable, Hashable] = {}
+        self.places: dict[Hashable, Place] = {}
+        self._checks: list[Callable[[], bool]] = []
+        holders: dict[int, tuple[Any, list[Step], list[Any]]] = {}
+        named = ((place, value) for place, value in state.places() if _is_named(place, state.texts))
+        for place, value, is_entered in walk(named, state.texts):
+            _, steps, values = holders.setdefault(id(holder := place.holder()), (holder, [], []))
+            steps.append(place.steps[-1])
+            values.append(value)
+            self.places[place.key] = place
+            if isinstance(value, CONTAINERS):
+                self.tokens[place.key] = type(value).__name__, len(value)
+                self._checks.append(_has_length(value))
+            elif not is_entered:
+                self.tokens[place.key] = now = _token(value)
+                if _changes_in_place(value):
+                    self._checks.append(_has_token(value, now))
+        self._checks += itertools.starmap(_has_objects, holders.values())
+
+    def are_same(self) -> bool:
+        """Return whether the same objects are in the same places."""
+        try:
+            return all(check() for check in self._checks)
+        except (LookupError, AttributeError, TypeError, ValueError):
+            return False
+
+
+class ValueStates:
+    """The last states of the named values, numbered in their order.
+
+    Ranks compare numbers: values may differ between ranks, and have to change on all of them together.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[tuple[dict[Hashable, Hashable], str]] = []
+        self._count = 0
+        self._left_out: set[Hashable] = set()
+
+    def leave_out(self, places: Iterable[Place]) -> None:
+        """Leave out the values at places, and inside a container whose length is one: a trace changes them itself."""
+        keys = {(id(one.root), one.steps[:-1] if one.is_length else one.steps) for one in places}
+        if not keys <= self._left_out:
+            self._left_out |= keys
+            self._states = [(self._counted(state), title) for state, title in self._states]
+
+    def title_of(self, values: NamedValues) -> str:
+        """Return the number of the present state, with the names of what changed when it was new; empty for the first."""
+        now = self._counted(values.tokens)
+        for state, title in self._states:
+            if state == now:
+                return title
+        before = self._states[-1][0] if self._states else now
+        names = sorted({values.places[key].name for key in now if before.get(key, MISSING) != now[key]})
+        title = f"{self._count}: {', '.join(names)}" if self._count else ""
+        self._count += 1
+        self._states = [*self._states[1 - _MOST_STATES :], (now, title)]
+        return title
+
+    def _counted(self, tokens: dict[Hashable, Hashable]) -> dict[Hashable, Hashable]:
+        return {key: one for key, one in tokens.items() if not self._is_left_out(key)} if self._left_out else tokens
+
+    def _is_left_out(self, key: Any) -> bool:
+        root, steps = key
+        return any((root, steps[: number + 1]) in self._left_out for number in range(len(steps)))
+
+
+def _is_named(place: Place, texts: Collection[str]) -> bool:
+    """Return whether code names a place; an attribute of a module may be for others."""
+    kind, key = place.steps[0]
+    return kind != "attr" or key in texts
+
+
+def _token(value: Any) -> Hashable:
+    return Identity(value) if isinstance(value, Tensor) or callable(value) else token(value)
+
+
+def _changes_in_place(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, (set, bytearray, itertools.count, *(() if numpy is None else (numpy.ndarray,))))
+
+
+def _has_token(value: Any, now: Hashable) -> Callable[[], bool]:
+    return lambda: _token(value) == now
+
+
+def _has_length(value: Collection[Any]) -> Callable[[], bool]:
+    length = len(value)
+    return lambda: len(value) == length
+
+
+def _has_objects(holder: Any, steps: Sequence[Step], values: Sequence[Any]) -> Callable[[], bool]:
+    """Return a check that one holder has the same objects under all steps."""
+    kind, keys = steps[0][0], [key for _, key in steps]
+    if kind == "cell":
+        return lambda: holder.cell_contents is values[0]
+    table = getattr(holder, "__dict__", {}) if kind == "attr" else holder
+    get: Callable[[Any], Any] = table.__getitem__
+    if kind == "attr" and not all(key in table for key in keys):
+        # In slots.
+        get = functools.partial(getattr, holder)
+    return lambda: all(map(operator.is_, map(get, keys), values))
