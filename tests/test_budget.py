@@ -11,11 +11,11 @@ BUDGET = {
     "zerograph": 1200,
     "zerograph/_torch": 1400,
     "zerograph/artifact": 1160,
-    "zerograph/base": 500,
-    "zerograph/capture": 3550,
+    "zerograph/base": 510,
+    "zerograph/capture": 3650,
     "zerograph/cli": 1025,
     "zerograph/compat": 3375,
-    "zerograph/compiler": 4225,
+    "zerograph/compiler": 4250,
     "zerograph/eager": 800,
     "zerograph/inspection": 2650,
     "zerograph/integrations": 800,
@@ -29,7 +29,7 @@ BUDGET = {
     "benchmarks": 6175,
     "tests": 37_850,
 }
-PACKAGE = 47_300
+PACKAGE = 47_450
 
 
 def test_every_folder_is_within_its_budget() -> None:

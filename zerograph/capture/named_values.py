@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -73,11 +73,11 @@ class ValueStates:
         self._count = 0
         self._left_out: set[Hashable] = set()
 
-    def leave_out(self, places: Iterable[Place]) -> None:
-        """Leave out the values at places, and inside a container whose length is one: a trace changes them itself."""
-        keys = {(id(one.root), one.steps[:-1] if one.is_length else one.steps) for one in places}
-        if not keys <= self._left_out:
-            self._left_out |= keys
+    def leave_out(self, before: NamedValues, after: NamedValues) -> None:
+        """Leave out what a trace has changed, and what is inside: a compiled step does not change it."""
+        changed = before.tokens.items() ^ after.tokens.items()
+        if changed:
+            self._left_out |= {key for key, _ in changed}
             self._states = [(self._counted(state), title) for state, title in self._states]
 
     def title_of(self, values: NamedValues) -> str:

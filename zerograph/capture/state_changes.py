@@ -43,13 +43,11 @@ class StateChanges:
         warnings: messages for the user.
         valid_after_trace: the trace changed guards of modules or attributes, as models do that install hooks at their
             first forward. The graph is the same for the guards that the trace left.
-        changed: all places that the trace changed.
     """
 
     guards: tuple[Place, ...] = ()
     warnings: tuple[str, ...] = ()
     valid_after_trace: bool = False
-    changed: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -197,7 +195,7 @@ class StateComparison:
         new = [place for place in changed if place.key not in self._guarded]
         if not new and not drawn:
             self._remove_tensors(changed)
-            return StateChanges(changed=tuple(changed))
+            return StateChanges()
         changes = StateChanges()
         try:
             draw_warnings = self._check_draws(drawn, after, retrace) if drawn else ()
@@ -206,8 +204,7 @@ class StateComparison:
         finally:
             after.restore()
         lost_warnings = self._remove_tensors(changed)
-        warnings = (*draw_warnings, *changes.warnings, *lost_warnings)
-        return StateChanges(changes.guards, warnings, changed=tuple(changed))
+        return StateChanges(changes.guards, (*draw_warnings, *changes.warnings, *lost_warnings))
 
     def _check_draws(
         self, drawn: Sequence[str], after: Snapshot, retrace: Callable[[], fx.GraphModule]

@@ -306,9 +306,12 @@ class Compiler:
     def named_values(self, members: Members) -> dict[str, str]:
         """Return the state of the values that ``build()`` reads by name as a fact; none as long as it is the first."""
         if self._named is None or self._named[0] is not members.root or not self._named[1].are_same():
-            self._named = members.root, NamedValues(PythonState(self.build, members.root, ()))
+            self._named = members.root, self._look(members)
         title = self._states.title_of(self._named[1])
         return {NAMED_VALUES: title} if title else {}
+
+    def _look(self, members: Members) -> NamedValues:
+        return NamedValues(PythonState(self.build, members.root, ()))
 
     def key_after(
         self, step: CompiledStep, batch: Batch, key: StepKey, read: Callable[[], Mapping[str, Any]]
@@ -469,7 +472,8 @@ class Compiler:
         with in_groups(expert_groups(members, mesh, config, micro_batches), is_cut=micro_batches > 1):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
-        self._states.leave_out(captured.state_changes.changed)
+        if self._named is not None:
+            self._states.leave_out(self._named[1], self._look(members))
         return accelerator.moved(captured) if members.on_accelerator else captured
 
     def _warn(self, message: str) -> None:
