@@ -81,7 +81,7 @@ class ValueStates:
             self._states = [(self._counted(state), title) for state, title in self._states]
 
     def title_of(self, values: NamedValues) -> str:
-        """Return the number of the present state, with the names of what changed when it was new; empty for the first."""
+        """Return the number of the present state and what changed when it was new; an empty text for the first."""
         now = self._counted(values.tokens)
         for state, title in self._states:
             if state == now:
