@@ -30,6 +30,11 @@ class Options:
         return x * self.factor * self.inner.factor * self.of_class
 
 
+class Others(Options):
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().scaled(x).relu()
+
+
 class Slots:
     __slots__ = ("factor",)
 
@@ -97,6 +102,7 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "an option of the model": lambda model: setattr(model.options, "factor", 1.2),
     "an object in an option of the model": lambda model: setattr(model.options.inner, "factor", 0.8),
     "options in place of others": lambda model: setattr(model, "options", Options(0.3)),
+    "options of another class": lambda model: setattr(model, "options", Others()),
     "a dict of the model": lambda model: model.table.update(factor=1.6),
 }
 

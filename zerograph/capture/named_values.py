@@ -48,7 +48,9 @@ class NamedValues:
             if isinstance(value, CONTAINERS):
                 self.tokens[place.key] = type(value).__name__, len(value)
                 self._checks.append(_has_length(value))
-            elif not is_entered:
+            elif is_entered:
+                self.tokens[place.key] = Identity(type(value))
+            else:
                 self.tokens[place.key] = now = _token(value)
                 if _changes_in_place(value):
                     self._checks.append(_has_token(value, now))
