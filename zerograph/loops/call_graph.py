@@ -276,6 +276,7 @@ class Begun:
     parameters: list[nn.Parameter] = field(default_factory=list)
     _inputs: tuple[Any, ...] = ()
     _finish: Callable[..., list[Tensor]] | None = None
+    _all: Sequence[nn.Parameter] = ()
     _versions: tuple[int, ...] = ()
     _outputs: Sequence[Tensor] = ()
     _seen: Sequence[int] = ()
@@ -296,10 +297,11 @@ class Begun:
         values, self._finish = executor.start(*self._inputs)
         outputs = [self._global(number, value) for number, value in enumerate(values)]
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
-        self._versions = self._versions_now()
+        self._all = list(graph.module.parameters())
+        self._versions = _versions(stores_of(self._all))
         self._seen = list(map(_torch.version, self._outputs))
         self._read = list(map(_torch.version, self.tensors))
-        self.parameters = [one for one in graph.module.parameters() if one.requires_grad]
+        self.parameters = [one for one in self._all if one.requires_grad]
         wanted = [one for one in self.tensors if one.requires_grad]
         return graph.result(self.step, _Call.apply(self, outputs, *wanted, *self.parameters))
 
@@ -312,8 +314,9 @@ class Begun:
             InputError: parameters have changed since forward; or the call cannot run once more.
         """
         owner, used = self.graph._owner, frozenset(n for n, one in enumerate(gradients) if one is not None)
-        is_bound = all(self.step.stores.get(one.layout.name) is one for one in self._stores_now())
-        if is_bound and self._versions_now() != self._versions:
+        stores = stores_of(self._all)
+        is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
+        if is_bound and _versions(stores) != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
         if list(map(_torch.version, self.tensors)) != self._read:
             raise InputError(
@@ -365,8 +368,9 @@ class Begun:
                 gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
             parts.append(gradient.contiguous())
         values = finish(self.step.number_values(), parts)
-        named = self.graph._members().parameters
-        self.graph._owner.note_gradients([named[name] for name in self.step.captured.gradients])
+        names = set(self.step.captured.gradients)
+        slots = itertools.chain.from_iterable(store.slots() for store in self.step.stores.values())
+        self.graph._owner.note_gradients([one for one, slot in slots if slot.name in names])
         # None where a tensor has no part in the result.
         leaves = self.step.returned(self.batch)[len(self._outputs) :]
         rest = iter(range(len(self._outputs), len(values)))
@@ -433,16 +437,14 @@ class Begun:
         places: Any = pause.args[2]
         return list(places)
 
-    def _stores_now(self) -> list[Store]:
-        return stores_of(self.graph.module.parameters())
-
-    def _versions_now(self) -> tuple[int, ...]:
-        return tuple(_torch.version(store.flat) for store in self._stores_now() if isinstance(store.flat, Tensor))
-
     def _global(self, number: int, value: Tensor) -> Tensor:
         """Return the global tensor of an output, which is a plain one in a job of one rank."""
         value = value.detach().contiguous()
         return value if world().job.size == 1 else GlobalTensor.of_part(value, self.step.outputs[number][0])
+
+
+def _versions(stores: Sequence[Store]) -> tuple[int, ...]:
+    return tuple(_torch.version(store.flat) for store in stores if isinstance(store.flat, Tensor))
 
 
 _NOTHING = torch.empty(0)

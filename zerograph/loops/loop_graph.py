@@ -91,9 +91,9 @@ class Update(LoopGraph):
         Raises:
             ZeroGraphError: as calling a graph does.
         """
-        names, parameters = self._members().names(), dict.fromkeys((*gradients, *split))
-        has_gradient = {names[id(one)] for one in parameters}
-        accumulated = tuple(name for name in self._members().parameters if name in has_gradient)
+        parameters = dict.fromkeys((*gradients, *split))
+        has_gradient = set(map(id, parameters))
+        accumulated = tuple(name for name, one in self._members().parameters.items() if id(one) in has_gradient)
         self._request = replace(self._request, accumulated=accumulated)
         with one_thread("an update"), torch.autograd.set_detect_anomaly(False):
             step, batch = self._ready((), {})
