@@ -214,24 +214,31 @@ def test_a_number_inside_a_program_is_that_of_the_call(pool: Pool) -> None:
     pool.run(2, numbers_of_programs)
 
 
-def draws() -> list[list[float]]:
+def draws(rows: tuple[int, int] | None) -> list[list[float]]:
+    """Draw from global tensors, or without ``rows`` from plain ones."""
     torch.manual_seed(3)
-    x = distributed(torch.zeros(8, 16), (4, 4))
-    noise = torch.randn_like(x)
-    dropped = F.dropout(x + 1, 0.5)
-    uneven = torch.rand_like(distributed(torch.zeros(8, 16), (5, 3)))
-    return [one.full_tensor().flatten().tolist() for one in (noise, dropped, uneven)]
+    x = torch.linspace(0, 1, 128).view(8, 16)
+    y = x if rows is None else distributed(x, rows)
+    generator = torch.Generator().manual_seed(5)
+    drawn = [
+        torch.randn_like(y),
+        F.dropout(y + 1, 0.5),
+        torch.bernoulli(y),
+        torch.empty_like(y).uniform_(1, 2, generator=generator),
+        torch.zeros_like(y).bernoulli_(y),
+        torch.normal(y, 2.0),
+        y.sum(0).clone().normal_(),
+        F.rrelu(y - 0.5, training=True),
+        torch.multinomial(y + 0.1, 3).double(),
+        torch.randint_like(y, 100),
+        torch.rand(3),
+    ]
+    return [(one.full_tensor() if isinstance(one, zg.GlobalTensor) else one).flatten().tolist() for one in drawn]
 
 
-def test_random_numbers_do_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
-    one_rank = pool.run(1, draws_of_one)[0]
-    for values in pool.run(2, draws):
-        assert values == one_rank
-    assert len(set(one_rank[0])) == 128
-
-
-def draws_of_one() -> list[list[float]]:
-    torch.manual_seed(3)
-    x = zg.global_tensor(torch.zeros(8, 16), zg.sbp.split(0))
-    noise, dropped = torch.randn_like(x), F.dropout(x + 1, 0.5)
-    return [one.full_tensor().flatten().tolist() for one in (noise, dropped, torch.rand_like(x))]
+def test_random_numbers_are_those_of_plain_pytorch(pool: Pool) -> None:
+    plain = draws(None)
+    for rows in ((4, 4), (5, 3)):
+        for values in pool.run(2, draws, rows):
+            assert values == plain
+    assert len(set(plain[0])) == 128

@@ -77,6 +77,12 @@ def test_graphs_of_calls_with_dropout_and_buffers_agree_bitwise_between_stages(p
     assert len({tuple(losses) for ranks in seen for losses, _ in ranks}) == 1
 
 
+def test_masks_of_dropout_are_those_of_one_rank(pool: Pool) -> None:
+    one, *_ = pool.run(1, noisy_losses, 2)
+    for losses, _ in pool.run(2, noisy_losses, 2):
+        assert list(map(float.fromhex, losses)) == pytest.approx(list(map(float.fromhex, one[0])), rel=1e-5)
+
+
 def graph_and_loop() -> tuple[list[str], list[str]]:
     class Step(zg.ZeroGraph):
         def __init__(self, model: nn.Module) -> None:

@@ -99,7 +99,7 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     if now.rows_of_ranks and is_split and operator in _ALONG_ROWS:
         _warn_of_order(operator, args, now)
     if known.draws:
-        return _draw(kind, known, args, kwargs, key, tensors, now)
+        return _draw(kind, known, args, kwargs, now)
     if not is_split:
         return _run_whole(kind, known, args, kwargs, now)
     wanted = tuple(key)
@@ -444,36 +444,51 @@ def write_whole(x: GlobalTensor, value: Tensor) -> None:
         x.local.zero_()
 
 
-def _draw(
-    kind: type[GlobalTensor],
-    known: Operator,
-    args: Any,
-    kwargs: dict[str, Any],
-    key: list[Any],
-    tensors: Sequence[Any],
-    now: World,
-) -> Any:
-    """Run an operator that draws random numbers: each rank draws its part of what one device would draw."""
-    generator = kwargs.get("generator")
-    kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-    seed = now.seed(generator)
-    wanted = *(one for one in key if one is not generator), bool(generator)
-    if wanted not in known.programs:
-        draws = random_operators.Draws()
-        table = random_operators.table(draws)
+def _draw(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str, Any], now: World) -> Any:
+    """Run an operator that draws random numbers on whole tensors, as one device does; keep this rank's parts."""
+    tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    x: Any = next(one for one in tensors if type(one) is kind)
+    now.check_generator(kwargs.get("generator"), x.device)
+    by_shape = known.operator.overloadpacket in _BY_SHAPE and len(tensors) == 1
 
-        def function(number: Tensor, *fakes: Tensor) -> Any:
-            draws.seed, draws.count = number, 0
-            positional, named = _filled((args, kwargs), iter(fakes))
-            return table[known.operator](*positional, **named)
+    def whole(one: Any) -> Tensor:
+        spec = one.spec
+        return (
+            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=x.device)
+            if by_shape
+            else whole_of(one)
+        )
 
-        now.make_space(known.programs)
-        specs = [one.spec if type(one) is kind else now.whole_spec(one) for one in tensors]
-        known.programs[wanted] = now.compilation.compile(function, [now.whole_spec(seed), *specs], table=table)
-    program = known.programs[wanted]
-    assert program is not None
-    results = program.run(seed, *_parts(kind, program, tensors))
-    return returned(kind, program, results) if known.returned is None else _written(kind, args[known.returned])
+    positional, named = pytree.tree_map_only(kind, whole, (args, kwargs))
+    result = known.operator(*positional, **named)
+    for index in known.written:
+        if type(args[index]) is kind:
+            write_whole(args[index], positional[index])
+    if known.returned is not None:
+        return _written(kind, args[known.returned])
+    sbp = tuple(broadcast if isinstance(one, PartialSum) else one for one in x.spec.sbp)
+
+    def part(one: Tensor) -> Any:
+        value = wrapped_whole(kind, one)
+        return boxed(kind, value, sbp, x.spec.rows) if one.shape == x.shape else value
+
+    return pytree.tree_map_only(Tensor, part, result)
+
+
+# They draw by the shape and dtype of a tensor alone.
+_BY_SHAPE = {
+    aten.bernoulli_,
+    aten.cauchy_,
+    aten.exponential_,
+    aten.geometric_,
+    aten.log_normal_,
+    aten.normal_,
+    aten.rand_like,
+    aten.randint_like,
+    aten.randn_like,
+    aten.random_,
+    aten.uniform_,
+}
 
 
 def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:

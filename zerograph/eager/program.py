@@ -8,7 +8,7 @@ small graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -129,7 +129,6 @@ class Compilation:
         function: Callable[..., Any],
         inputs: Sequence[Spec],
         outputs: Sequence[NdSbp | None] | None = None,
-        table: Mapping[Any, Callable[..., Any]] | None = None,
         operator: OpOverload | None = None,
         rows: tuple[int, ...] | None = None,
     ) -> Program:
@@ -139,14 +138,13 @@ class Compilation:
             function: takes tensors, and returns tensors in any nesting. It may write to its arguments.
             inputs: metadata of the arguments.
             outputs: the SBP in which each result is returned; None: in which it is computed.
-            table: further decompositions.
             operator: the operator that the function calls, if it does nothing else.
             rows: number of rows of each rank, where it differs; by default that of the inputs.
 
         Raises:
             Exception: no graph computes the function.
         """
-        module, returned, leaves, tree = _traced(function, inputs, table or {})
+        module, returned, leaves, tree = _traced(function, inputs)
         rows = next((spec.rows for spec in inputs if spec.rows is not None), rows)
         context = Context(
             mesh=replace(self.job.mesh, rows=rows),
@@ -229,7 +227,7 @@ def _single(graph: fx.Graph, inputs: Sequence[Spec]) -> fx.Node | None:
 
 
 def _traced(
-    function: Callable[..., Any], inputs: Sequence[Spec], table: Mapping[Any, Callable[..., Any]]
+    function: Callable[..., Any], inputs: Sequence[Spec]
 ) -> tuple[fx.GraphModule, list[Tensor], tuple[bool, ...], Any]:
     """Return the functional graph of a function, the fake tensors that it returns, and their structure."""
     leaves: list[Any] = []
@@ -242,7 +240,7 @@ def _traced(
 
     with _torch.no_modes(), _torch.fake_mode(), torch.no_grad(), _torch.errors_unlogged():
         fakes = [spec.fake() for spec in inputs]
-        module = without_mutation(_torch.trace(flat, fakes, {**decompositions.table(), **table}))
+        module = without_mutation(_torch.trace(flat, fakes, decompositions.table()))
     graph = module.graph
     restore_origins(graph)
     for index, node in enumerate(placeholders(graph)):

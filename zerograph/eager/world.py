@@ -14,6 +14,7 @@ from zerograph.eager.program import Compilation, Program, Spec
 from zerograph.errors import ZeroGraphWarning
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast
 from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.runtime.wire.selection import transport_of
 
 _MOST_PROGRAMS = 1 << 12
@@ -74,24 +75,32 @@ class World:
         if len(programs) >= _MOST_PROGRAMS:
             programs.clear()
 
-    def seed(self, generator: torch.Generator | None) -> torch.Tensor:
-        """Draw a number from a generator, by default torch's, as the seed of an operator's random numbers.
-
-        Ranks compare what they draw at first, and then ever more rarely.
-
-        Returns:
-            The number, 0-d int64 on the CPU.
+    def seed(self) -> int:
+        """Draw a number from torch's generator, as the seed of a graph's random numbers.
 
         Raises:
             RankMismatchError: the generators of ranks are in other states.
         """
-        device = "cpu" if generator is None else generator.device
-        number = torch.randint(2**62, (), generator=generator, device=device).cpu()
+        self.check_generator(None, _CPU)
+        return int(torch.randint(2**62, ()))
+
+    def check_generator(self, generator: torch.Generator | None, device: torch.device) -> None:
+        """Check that ranks are about to draw the same numbers: at their first draws, and then ever more rarely.
+
+        Args:
+            generator: the generator; None for the device's own.
+            device: where the numbers are drawn.
+
+        Raises:
+            RankMismatchError: the generators of ranks are in other states.
+        """
         self._draws += 1
         if self._draws & (self._draws - 1) == 0:
-            facts = {"a random number": f"{number.item()}, so seed torch equally on all ranks, by torch.manual_seed()"}
+            own = torch if device.type == "cpu" else torch.get_device_module(device)
+            state = hash_bits(own.get_rng_state() if generator is None else generator.get_state())
+            advice = f"from the state {int(state):x}: seed torch equally on all ranks, by torch.manual_seed()"
+            facts = {"a random number": advice}
             agree(self.job, "drawing random numbers for a global tensor", digest(facts), lambda: facts)
-        return number
 
     def warn(self, message: str) -> None:
         """Show a message once, on the first rank, at the user's line."""

@@ -247,7 +247,7 @@ class CallGraph(LoopGraph):
         return repr((self._name, self._arguments, self._results, self._differentiable, self._autocast))
 
     def _seed_of_step(self) -> int:
-        return int(world().seed(None))
+        return world().seed()
 
     def _doing(self) -> str:
         return f"a call of {type(self.module).__name__}"
