@@ -9,7 +9,7 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1200,
-    "zerograph/_torch": 1400,
+    "zerograph/_torch": 1260,
     "zerograph/artifact": 1160,
     "zerograph/base": 510,
     "zerograph/capture": 3650,
@@ -29,7 +29,7 @@ BUDGET = {
     "benchmarks": 6175,
     "tests": 37_850,
 }
-PACKAGE = 47_450
+PACKAGE = 47_350
 
 
 def test_every_folder_is_within_its_budget() -> None:
