@@ -112,7 +112,6 @@ PAGES: Mapping[str, Generated] = dict(
         _page("thin", "zerograph/ir/blocks.py"),
         _page("update"),
         _page("wire"),
-        _page("peers", *_PEERS[1:], command="make bench", versions=_PACKAGES),
     )
 ) | {f"benchmarks/results/peers-{size}.md": Generated("make bench", _PEERS, _PACKAGES) for size in ("mid", "small")}
 

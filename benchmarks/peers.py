@@ -4,7 +4,7 @@ make bench                                              # sets up .venv with the
 python benchmarks/peers.py                              # everything: an hour or more on two cores
 python benchmarks/peers.py --quick                      # GPT small, two rounds, nothing compiled: some minutes
 python benchmarks/peers.py --sizes mid --contenders 'alone-2*' --contenders 'fsdp2*' --contenders 'zerograph-[23]'
-python benchmarks/peers.py --again benchmarks/results/peers.json      # the report anew from a run's measurements
+python benchmarks/peers.py --again benchmarks/results/peers-mid.json  # the report anew from a run's measurements
 
 Every contender trains the same model from the same seed on the same batches, each in a pair of processes of its own
 over gloo, one compute thread per rank, fp32, fused AdamW. A round goes through all contenders, so that what else the

@@ -5,7 +5,7 @@ python benchmarks/readme.py                       # the same: GPT mid by peers.p
 python benchmarks/readme.py --rounds 1 --contenders 'alone-2*' --contenders 'fsdp2*' --contenders 'deepspeed-*' \\
     --contenders zero-redundancy --contenders 'zerograph-[123]*'       # other options are those of peers.py
 python benchmarks/readme.py --again               # measure nothing: the tables of the results that there are
-python benchmarks/readme.py --again --peers benchmarks/results/peers.json
+python benchmarks/readme.py --again --peers benchmarks/results/peers-mid.json
 
 Times need a machine that does nothing else.
 """

@@ -42,7 +42,7 @@ def page(about: Mapping[str, str], titles: Mapping[str, str], tables: Tables, pl
         titles: by size, what is trained.
         plots: names of the pictures beside the page.
     """
-    made = stamp("benchmarks/results/peers.md")
+    made = stamp("benchmarks/results/peers-mid.md")
     parts = ["# Beside its peers", f"Written by `make bench` (`python benchmarks/peers.py`).\n{made}", facts(about)]
     parts += [f"![{name}]({name})" for name in plots]
     found = verdicts(tables)
