@@ -7,9 +7,9 @@ A change is kept only if the true cost is lower, which also counts chains that m
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
@@ -17,9 +17,6 @@ from zerograph.ir.rewrite import positions
 from zerograph.ir.sbp import Sbp, Signature
 from zerograph.passes.placement.cost import signature_cost
 from zerograph.passes.placement.problem import PlacementProblem, TensorId
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Candidates = dict[fx.Node, tuple[Signature, ...]]
 
@@ -105,11 +102,7 @@ def _chain(
 
 def _solve(problem: PlacementProblem, chain: Sequence[fx.Node], candidates: Candidates, cache: _Cache) -> bool:
     """Place the chain along the shortest path. Return False, with nothing changed, if that is no cheaper."""
-    import networkx as nx
-
-    options = [candidates[node] for node in chain]
-    path = nx.shortest_path(_layers(problem, chain, options, cache), "start", "end", weight="cost")[1:-1]
-    new = [options[index][number] for index, number in path]
+    new = _shortest_path(problem, chain, [candidates[node] for node in chain], cache)
     old = [problem.signature[node] for node in chain]
     if new == old:
         return False
@@ -121,29 +114,35 @@ def _solve(problem: PlacementProblem, chain: Sequence[fx.Node], candidates: Cand
     return False
 
 
-def _layers(
+def _shortest_path(
     problem: PlacementProblem, chain: Sequence[fx.Node], options: Sequence[Sequence[Signature]], cache: _Cache
-) -> nx.DiGraph:
-    """Return the graph whose paths from ``"start"`` to ``"end"`` are the placements of the chain.
-
-    A node is the index of an operator and the number of a signature: networkx hashes nodes often.
-    """
-    import networkx as nx
-
-    layers = nx.DiGraph()
-    for number, inner in enumerate(_inner_costs(problem, chain, 0, options[0], cache)):
-        layers.add_edge("start", (0, number), cost=inner)
+) -> list[Signature]:
+    """Return the signature of each operator along the shortest path, layer by layer."""
+    # Length of the shortest path to each signature of the present layer.
+    lengths = _inner_costs(problem, chain, 0, options[0], cache)
+    # By layer after the first: the signature before each signature on its shortest path.
+    before: list[list[int]] = []
     for index in range(1, len(chain)):
         between = _costs_between(problem, chain[index - 1], options[index - 1], chain[index], options[index], cache)
-        for number, inner in enumerate(_inner_costs(problem, chain, index, options[index], cache)):
-            for other, boxings in enumerate(between[number]):
-                if (cost := inner + boxings) < math.inf:
-                    layers.add_edge((index - 1, other), (index, number), cost=cost)
-    last = len(chain) - 1
-    for number, signature in enumerate(options[last]):
-        needs = _needs_of_others(problem, chain[last], signature.outputs, None)
-        layers.add_edge((last, number), "end", cost=_output_cost(problem, chain[last], signature.outputs, needs))
-    return layers
+        inner = _inner_costs(problem, chain, index, options[index], cache)
+        shortest: dict[int, tuple[float, int]] = {}
+        layer = []
+        for cost, boxings in zip(inner, between, strict=True):
+            # Signatures that need the same inputs share a row.
+            if id(boxings) not in shortest:
+                shortest[id(boxings)] = min(zip(map(operator.add, lengths, boxings), range(len(boxings)), strict=True))
+            length, number = shortest[id(boxings)]
+            layer.append((length + cost, number))
+        lengths, before = [length for length, _ in layer], [*before, [number for _, number in layer]]
+    last = chain[-1]
+    ends = [
+        length + _output_cost(problem, last, outputs, _needs_of_others(problem, last, outputs, None))
+        for length, outputs in zip(lengths, (signature.outputs for signature in options[-1]), strict=True)
+    ]
+    path = [ends.index(min(ends))]
+    for numbers in reversed(before):
+        path.insert(0, numbers[path[0]])
+    return [signatures[number] for signatures, number in zip(options, path, strict=True)]
 
 
 def _inner_costs(
