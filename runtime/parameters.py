@@ -61,6 +61,30 @@ class _Grad:
         self.__set__(parameter, None)
 
 
+# torch's own descriptor.
+_DATA: Any = inspect.getattr_static(Tensor, "data")
+
+
+class _Data:
+    """Descriptor of ``parameter.data``: values that a loop assigns go where the parameter is stored.
+
+    Graphs read that memory, and a parameter with the memory of a global tensor crashes torch.
+    """
+
+    def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
+        return _DATA if parameter is None else _DATA.__get__(parameter)
+
+    def __set__(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if hasattr(value, "full_tensor"):
+            value = value.detach().full_tensor()  # A collective.
+        is_plain = not isinstance(parameter, SplitParameter) and not _torch.active_modes()
+        own = _DATA.__get__(parameter) if is_plain else None
+        if own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device):
+            own.copy_(value)
+        else:
+            _DATA.__set__(parameter, value)
+
+
 def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
     return [reader for reference in _READERS.get(parameter, ()) if (reader := reference()) is not None]
 
@@ -74,6 +98,7 @@ def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         return known
     names = {
         "grad": _Grad(),
+        "data": _Data(),
         "_zerograph_reader": True,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -126,7 +151,7 @@ class SplitParameter(nn.Parameter):
             is split. None: computing with it is an error, and it has no gradient.
     """
 
-    grad = _Grad()
+    grad, data = _Grad(), _Data()
     _zerograph_whole: Callable[[], object] | None = None
 
     @classmethod
@@ -159,7 +184,7 @@ class SplitParameter(nn.Parameter):
         return self.__torch_function__(nn.Parameter.__reduce_ex__, (), (self,))
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_DATA = _DATA.__set__
 _MOVES = (
     *(Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
     Tensor.contiguous,
@@ -269,7 +294,7 @@ class HollowTensor(Tensor):
 
 def hollow_out(tensor: Tensor) -> None:
     """Free the tensor's memory in place. Its shape stays; computing with it is an error from then on."""
-    tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    _DATA.__set__(tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
     tensor.__class__ = HollowTensor
 
 
@@ -278,7 +303,8 @@ def hide(parameter: nn.Parameter) -> None:
     if isinstance(parameter, SplitParameter):
         return
     with torch.no_grad():
-        parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        _DATA.__set__(parameter, nothing)
     if getattr(parameter, "_zerograph_whole", None) is None:
         # Not through the readers, which reject what the user sets.
         _STORED.__set__(parameter, None)
@@ -290,4 +316,4 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
     """Turn a split parameter into a plain one in place, with ``values`` as its data."""
     if isinstance(parameter, SplitParameter):
         parameter.__class__ = parameter._plain_class  # type: ignore[attr-defined]
-    parameter.data = values
+    _DATA.__set__(parameter, values)

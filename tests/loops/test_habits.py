@@ -126,6 +126,56 @@ def clipped_weights(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tenso
     return loss.item()
 
 
+def assigned_values(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    before = [one.data.clone() for one in model.parameters()]
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    for one, value in zip(model.parameters(), before, strict=True):
+        # The gradient is a global tensor.
+        one.data = 0.9 * one.data + 0.1 * value - 0.01 * one.grad.data
+    return loss.item()
+
+
+def attack(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    delta = torch.zeros_like(x, requires_grad=True)
+    for _ in range(2):
+        F.cross_entropy(model(x + delta), y).backward()
+        delta.data = (delta + 0.1 * delta.grad.detach().sign()).clamp(-0.1, 0.1)
+        delta.grad.zero_()
+    return update(optimizer, F.cross_entropy(model(x + delta.detach()), y)).item()
+
+
+def gradients_of_samples(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    parameters = {name: one.detach() for name, one in model.named_parameters()}
+
+    def loss_of(values: dict[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, values, (sample[None],)), label[None])
+
+    optimizer.zero_grad()
+    gradients = torch.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(parameters, x, y)
+    for name, one in model.named_parameters():
+        one.grad = gradients[name].clamp(-0.5, 0.5).mean(0)
+    optimizer.step()
+    # A list of tensors becomes one of numbers.
+    return torch.tensor([gradients[name].abs().max() for name in parameters]).sum().item()
+
+
+class Packed(nn.Module):
+    """A recurrent model of sequences whose lengths differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(2, 5, batch_first=True), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pack = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(pack)[0], batch_first=True)
+        return self.head(out.mean(1))  # type: ignore[no-any-return]
+
+
+def packed_sequences(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    return update(optimizer, F.cross_entropy(model(x.view(-1, 3, 2), 1 + y % 3), y)).item()
+
+
 def features_of_a_hook(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     kept = []
     handle = model[1].register_forward_hook(lambda module, args, out: kept.append(out))
@@ -219,6 +269,10 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "sums of several calls": (sums_of_several_calls, perceptron),
     "results changed in place": (results_changed_in_place, perceptron),
     "attributes of the module": (attributes, Counting),
+    "assigned values": (assigned_values, perceptron),
+    "an attack": (attack, perceptron),
+    "gradients of samples": (gradients_of_samples, perceptron),
+    "packed sequences": (packed_sequences, Packed),
 }
 
 

@@ -515,6 +515,13 @@ def _fill(kind: type[GlobalTensor], x: Any, value: Any = 0) -> Any:
     return _written(kind, x)
 
 
+def _packed(kind: type[GlobalTensor], x: Any, lengths: Any, batch_first: bool) -> tuple[GlobalTensor, Tensor]:
+    """Pack sequences; the sizes of the steps are a plain tensor, which kernels and backward read."""
+    values = [whole_of(one) if type(one) is kind else one for one in (x, lengths)]
+    data, sizes = aten._pack_padded_sequence(*values, batch_first)
+    return kind(data, world().whole_spec(data)), sizes
+
+
 def _reshaped(operator: OpOverload, kind: type[GlobalTensor], x: Any, *args: Any) -> Any:
     """Change the shape of a tensor in place: give it the part and the metadata of the view, and torch its new shape."""
     view = getattr(torch, operator.overloadpacket.__name__[:-1])(x, *args)
@@ -543,6 +550,7 @@ _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten._local_scalar_dense.default: _read,
     aten.equal.default: _is_equal,
+    aten._pack_padded_sequence.default: _packed,
 }
 
 # Their results have as many elements as the values say, so no graph has them; or they judge sums of gradients.

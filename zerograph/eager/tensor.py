@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,6 +21,10 @@ from zerograph.ir.mesh import global_shape
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
 from zerograph.runtime.parameters import SplitParameter
+
+_NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__}
+# torch's own descriptor.
+_DATA: Any = inspect.getattr_static(Tensor, "data")
 
 
 class GlobalTensor(Tensor):
@@ -61,13 +66,12 @@ class GlobalTensor(Tensor):
             # It has no values here: its own function makes it whole first.
             return NotImplemented
         kwargs = kwargs or {}
+        if func in _NUMBERS:
+            # torch.tensor([loss]) calls them with the dispatcher off.
+            return func(dispatch.whole_of(args[0]))
         with _torch.without_torch_function():
             try:
-                result = func(*args, **kwargs)
-                if getattr(func, "__name__", "") == "_pack_padded_sequence":
-                    # Kernels of recurrent layers read the sizes of the steps.
-                    return result[0], result[1].full_tensor()
-                return result
+                return func(*args, **kwargs)
             except (ZeroGraphError, RuntimeError, ValueError, IndexError) as error:
                 # Rows that ranks have cut differ between them.
                 differs = isinstance(error, RankMismatchError) and world().rows_of_ranks
@@ -81,6 +85,21 @@ class GlobalTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch.call(GlobalTensor, func, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same tensor without history. Another tensor may be assigned, whose values this one then has."""
+        detached: Tensor = _DATA.__get__(self)
+        return detached
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, GlobalTensor):
+            value = dispatch.wrapped_whole(GlobalTensor, value)
+        if value.viewed is not None:
+            dispatch.refresh(value)
+        _DATA.__set__(self, value)
+        self.local, self.spec, self.viewed = value.local, value.spec, None
 
     @property
     def sbp(self) -> NdSbp:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from zerograph.errors import InputError
 from zerograph.loops.loaders import agree_on_batch, reading_options
-from zerograph.loops.rows import RowsOf, bounds, only_stacks
+from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks
 from zerograph.runtime.job.process_group import Job
 
 
@@ -89,7 +89,7 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
     own = only_stacks(loader.collate_fn) and _has_rows_for_all(loader, batches, size, job.size)
     sampler = WholeBatches(batches.sampler, size, batches.drop_last, job, own)
     return DataLoader(
-        loader.dataset, batch_sampler=sampler, collate_fn=loader.collate_fn if own else collate, **arguments
+        loader.dataset, batch_sampler=sampler, collate_fn=Stacked(loader.collate_fn) if own else collate, **arguments
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zerograph import data
@@ -11,8 +13,8 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.sbp import split
-from zerograph.loops.containers import found_in, map_tensors
-from zerograph.loops.rows import WholeBatch
+from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
+from zerograph.loops.rows import Texts, WholeBatch
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.tensor_hash import hash_bits
 
@@ -36,6 +38,7 @@ def of_parts(values: Any, doing: str) -> Any:
         )
         check_equal(values.batch, doing)
         return values.batch
+    values = _with_all_texts(values)
     now, tensors = world(), _plain_in(values)
     if not tensors or now.job.size == 1:
         return values
@@ -52,6 +55,19 @@ def of_parts(values: Any, doing: str) -> Any:
         # Gradients flow to the parts.
         made = {key: GlobalTensor.of_part(tensor, (split(0),), rows[key]) for key, tensor in parts.items()}
     return map_tensors(values, lambda tensor: made.get(id(tensor), tensor))
+
+
+def _with_all_texts(values: Any) -> Any:
+    """Return the same values with the strings of the rows of all ranks."""
+    texts = found_in(values, Texts)
+    if not texts:
+        return values
+    # A line for each rank: no representation of a string has an end of a line.
+    line = bytearray(repr([one.values for one in texts]).encode() + b"\n")
+    lines = bytes(data.gather(torch.frombuffer(line, dtype=torch.uint8)).tolist()).decode().split("\n")[:-1]
+    ranks = [ast.literal_eval(one) for one in lines]
+    whole = {id(text): sum(parts, type(text.values)()) for text, *parts in zip(texts, *ranks, strict=True)}
+    return mapped(values, lambda one: whole[id(one)] if isinstance(one, Texts) else INSIDE)
 
 
 def check_equal(values: Any, doing: str) -> None:

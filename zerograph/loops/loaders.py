@@ -14,7 +14,7 @@ from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError
 from zerograph.ir.mesh import local_start, piece_count
-from zerograph.loops.rows import RowsOf, bounds, only_stacks, rows_of, tensors_of
+from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks, rows_of, tensors_of
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
@@ -86,7 +86,7 @@ class SplitLoader:
             parts = self._parts(job)
             own = only_stacks(loader.collate_fn)
             mine = _Part(loader.batch_sampler, *(parts if own else (0, 1)))  # type: ignore[arg-type]
-            collate = loader.collate_fn if own else RowsOf(loader.collate_fn, *parts)
+            collate = Stacked(loader.collate_fn) if own else RowsOf(loader.collate_fn, *parts)
             options = reading_options(loader)
             self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
         local, mine = self._reading

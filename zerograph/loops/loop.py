@@ -81,6 +81,9 @@ class Loop:
         """
         self._share()
         doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
+        if _torch.is_transforming():
+            # What torch.func wraps has no values to compare.
+            return self.run_eagerly(function, args, kwargs)
         if self.has_loader:
             check_equal((args, kwargs), doing)
         else:
@@ -96,7 +99,7 @@ class Loop:
         run = function
         if "_zerograph_prepared" in vars(type(function)):
             run = type(function).__bases__[0].__call__.__get__(function)
-        with self._precision(), self._saving():
+        with self._precision(), contextlib.nullcontext() if _torch.is_transforming() else self._saving():
             return run(*args, **kwargs)
 
     def loader(self, loader: Iterable[Any]) -> SplitLoader:
@@ -174,8 +177,9 @@ class Loop:
             for one in parameters_of(optimizer)
         )
 
-    def watch(self, parameters: Sequence[nn.Parameter]) -> None:
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
+        parameters = list(parameters)
         for parameter in parameters:
             parameter._zerograph_whole = self._show  # type: ignore[attr-defined]
         self._gradients.watch(parameters)

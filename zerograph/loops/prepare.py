@@ -86,6 +86,7 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
     loop = Loop(dict(zip(names, modules, strict=True)), optimizers, config)
     for module in modules:
         _prepare_module(module, loop)
+        loop.watch(module.parameters())
     for optimizer in optimizers:
         _prepare_optimizer(optimizer, loop)
     _replace_clipping()
@@ -407,13 +408,10 @@ def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
 
 
 def _adopt(optimizer: Any, loop: Loop) -> None:
-    """Answer for the gradients of an optimizer's parameters."""
+    """Make the parameters of an optimizer those of the loop."""
     _check_known(optimizer, loop.modules.values())
-    parameters = parameters_of(optimizer)
-    for parameter in parameters:
+    for parameter in parameters_of(optimizer):
         parameter._zerograph_loop = loop  # type: ignore[attr-defined]
-        vars(parameter).pop("_zerograph_whole", None)
-    loop.watch(parameters)
 
 
 @functools.cache

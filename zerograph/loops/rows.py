@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,28 @@ class WholeBatch:
 
     batch: Any
     reason: str
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Strings of a batch, one for each row that this rank has read."""
+
+    values: Sequence[str | bytes]
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """A collator of this rank's samples that treats each alone: its strings become :class:`Texts`."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of these samples."""
+        return mapped(self.collate(samples), lambda one: Texts(one) if _are_texts(one) else INSIDE)
+
+
+def _are_texts(one: Any) -> bool:
+    return isinstance(one, (list, tuple)) and len(one) > 0 and all(isinstance(entry, (str, bytes)) for entry in one)
 
 
 @dataclass(frozen=True)
@@ -78,8 +100,7 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
 
     They are not if tensors differ in their first dimension, or a value is of a type without parts.
 
-    Tensors and arrays without dimensions, numbers and strings are kept. A list of other values is split if it has an
-    entry for each row.
+    What is no tensor is kept whole: a loop runs as one process. A list of tensors is split if it has one for each row.
 
     Args:
         batch: tensors, arrays and plain values in containers, see :func:`zerograph.loops.containers.mapped`.
@@ -87,26 +108,27 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
         parts: number of parts.
         samples: number of samples of the batch. A tensor may have several rows for each, as pairs of texts have.
     """
-    sizes = {len(tensor) for tensor in tensors_of(batch) if tensor.ndim}
+    sizes = {len(tensor) for tensor in found_in(batch, Tensor) if tensor.ndim}
     several = samples > 0 and all(size % samples == 0 for size in sizes)
     if len(sizes) > 1 and not several:
-        return WholeBatch(batch, f"its tensors have {', '.join(map(str, sorted(sizes)))} rows")
+        return WholeBatch(batch, "its tensors have different numbers of rows")
     count = samples if several else next(iter(sizes), 0)
     rows, unknown = bounds(count, part, parts), list[str]()
 
-    def rows_of_tensor(tensor: Any) -> Any:
+    def rows_of_tensor(tensor: Tensor) -> Tensor:
         times = len(tensor) // count if count else 1
-        own = tensor[rows.start * times : rows.stop * times]
-        return own.clone() if isinstance(own, Tensor) else own.copy()
+        return tensor[rows.start * times : rows.stop * times].clone()
 
     def own(value: Any) -> Any:
-        if isinstance(value, (Tensor, numpy.ndarray)):
+        if isinstance(value, Tensor):
             return rows_of_tensor(value) if value.ndim else value
-        if isinstance(value, PLAIN):
+        if isinstance(value, Texts):
+            return Texts(value.values[rows])
+        if isinstance(value, (*PLAIN, numpy.ndarray)):
             return value
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and len(value) == count:
-            nested = any(isinstance(one, (Tensor, numpy.ndarray, Mapping, list, tuple)) for one in value)
-            return INSIDE if nested else value[rows]
+            nested = any(isinstance(one, (Tensor, Mapping, list, tuple)) for one in value)
+            return INSIDE if nested else value
         if not has_parts(value):
             unknown.append(type(value).__name__)
             return value
