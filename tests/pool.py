@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerograph.runtime.job import process_group
+
 # What takes the longest to import, and one traced step; nothing of it starts threads, which a fork would lose.
 _PUBLIC = (
     "graph",
@@ -36,6 +38,9 @@ _PUBLIC = (
 mp.set_forkserver_preload(
     ["torch._dynamo", *(f"zerograph.{name}" for name in _PUBLIC), "transformers", "tests.models", "tests.preload"]
 )
+
+# After how many new threads what was frozen is looked through. A process group of gloo has three.
+MORE_THREADS = 16
 
 # After how many new objects the youngest are looked through, and after how many of these times the older ones.
 COLLECTIONS = (20_000, 20, 20)
@@ -143,18 +148,32 @@ def _serve(connection: Connection, trace: str) -> None:
         # What is imported by now stays: the collections after the calls need not look at it. What calls leave behind
         # may be in cycles, with process groups and their threads in them.
         gc.freeze()
+        most_threads = _threads() + MORE_THREADS
         while True:
             rank, ranks, backend, store, function, args = connection.recv()
             try:
                 answer = True, _as_rank(rank, ranks, backend, store, function, args)
             except BaseException:
                 answer = False, traceback.format_exc()
-            # After the exception is gone, whose traceback holds the whole failed test.
+            # After the exception is gone, whose traceback holds the whole failed test. Each group that stays would wake
+            # its thread a hundred times a second, for the rest of the run.
+            process_group._jobs.clear()
+            process_group._meshes.clear()
             gc.collect()
+            if _threads() > most_threads:
+                # What was in use when it was frozen may be garbage by now, in cycles that hold process groups.
+                gc.unfreeze()
+                gc.collect()
+                most_threads = _threads() + MORE_THREADS
             # What survives is modules and caches, which grow with every test: the next collections need not look at
             # them.
             gc.freeze()
             connection.send(answer)
+
+
+def _threads() -> int:
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
 def _as_rank(
