@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -239,6 +240,7 @@ def step_of(name: str, stage: int, **options: Any) -> LossStep:
     return LossStep(model, optimizer(model), stage, **options)
 
 
+@functools.cache
 def prepared(name: str, ranks: int, stage: int, **options: Any) -> Prepared:
     (batch, *_) = batches(FAMILIES[name], options.get("dtype", torch.float64))
     return step_of(name, stage, **options).prepare(line(ranks, 0, "ranks"), *(x.chunk(ranks)[0] for x in batch))
