@@ -16,6 +16,8 @@ from tests.loops.test_habits import prepare_at
 from tests.pool import Pool
 
 ROWS, STEPS = 8, 5
+# In 68 gradients are clipped between a call that runs operator by operator and its backward.
+KEPT = (42, 68)
 
 
 class Two(nn.Module):
@@ -179,7 +181,7 @@ def drawn(seed: int, stages: tuple[int, ...]) -> list[Seen]:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(3), 42, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 200) if seed != 42)],
+    [*range(3), *KEPT, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 200) if seed not in KEPT)],
 )
 def test_a_drawn_loop_prints_and_saves_what_one_process_does(pool: Pool, seed: int) -> None:
     printed, (state,) = Loop(unprepared, seed).run()

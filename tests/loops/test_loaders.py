@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -178,6 +180,39 @@ def names_of(prepare: Prepare) -> list[Any]:
 def test_strings_of_a_batch_are_those_of_all_ranks(pool: Pool) -> None:
     expected = names_of(unprepared)
     assert pool.run(2, names_of, zg.prepare) == [expected, expected]
+
+
+class Augmented(Dataset[Any]):
+    """Draws of a sample from the generators of torch, Python and NumPy."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> list[float]:
+        return [float(index), float(torch.rand(())), random.random(), float(numpy.random.rand())]
+
+
+def noise_of_samples() -> tuple[list[Any], list[float]]:
+    _, loader = zg.prepare(nn.Linear(2, 1), DataLoader(Augmented(), batch_size=4))
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    read = zg.gather([batch for _ in range(2) for batch in loader])
+    return [torch.cat(column).tolist() for column in zip(*read, strict=True)], Augmented()[0]
+
+
+def test_ranks_draw_other_noise_for_other_samples_and_stay_equal(pool: Pool) -> None:
+    (columns, after), other = pool.run(2, noise_of_samples)
+    assert other == (columns, after)
+    assert columns[0] == 2 * list(range(7))
+    # One number for each of 14 samples, also where the last batch is odd.
+    assert [len(set(one)) for one in columns[1:]] == [14, 14, 14]
+
+
+def test_workers_of_ranks_draw_other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = as_ranks(monkeypatch, lambda: DataLoader(Augmented(), batch_size=4, num_workers=1))
+    drawn = [torch.cat(column).tolist() for column in zip(*itertools.chain(*ranks), strict=True)]
+    assert [len(set(one)) for one in drawn] == [7, 7, 7, 7]
 
 
 class Damaged(Dataset[Tensor]):

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from zerograph import data
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
 from zerograph.errors import InputError
 from zerograph.ir.mesh import local_start, piece_count
+from zerograph.loops import noise
 from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks, rows_of, tensors_of
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
@@ -36,6 +37,7 @@ class SplitLoader:
         self._loader, self._config = loader, config
         # Reads this rank's samples. It is kept if its workers are.
         self._reading: tuple[DataLoader[Any], _Part] | None = None
+        self._passes = 0
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -88,15 +90,21 @@ class SplitLoader:
             mine = _Part(loader.batch_sampler, *(parts if own else (0, 1)))  # type: ignore[arg-type]
             collate = Stacked(loader.collate_fn) if own else RowsOf(loader.collate_fn, *parts)
             options = reading_options(loader)
+            if own:
+                options["worker_init_fn"] = noise.SeededWorker(parts[0], loader.worker_init_fn)
             self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
         local, mine = self._reading
+        self._passes += 1
+        # Samples that this process reads. A TensorDataset draws nothing.
+        draws = local.num_workers == 0 and mine.parts > 1 and type(loader.dataset) is not TensorDataset
+        mine.noise = (torch.initial_seed(), self._passes) if draws else None
 
         def part_of(number: int, batch: Any) -> Any:
             indices, count = mine.read.pop(number)
             agree_on_batch(job, number, "samples", indices)
             return batch if count else rows_of(batch, 1, 2)
 
-        return _Batches(job, iter(local), part_of)
+        return _Batches(job, iter(local), part_of, mine.restore)
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
@@ -116,10 +124,17 @@ class _Batches:
         job: the ranks.
         batches: the loader's batches.
         part_of: returns this rank's part of the batch of a number.
+        after: is called once a batch was read.
     """
 
-    def __init__(self, job: Job, batches: Iterator[Any], part_of: Callable[[int, Any], Any]) -> None:
-        self._job, self._batches, self._part_of = job, batches, part_of
+    def __init__(
+        self,
+        job: Job,
+        batches: Iterator[Any],
+        part_of: Callable[[int, Any], Any],
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._batches, self._part_of, self._after = job, batches, part_of, after
         self._number = -1
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,6 +150,8 @@ class _Batches:
             # The other ranks have read theirs, and wait.
             agree_on_batch(self._job, self._number, "", None, error)
             raise
+        finally:
+            self._after()
         return self._part_of(self._number, batch)
 
 
@@ -160,19 +177,36 @@ def _splits_samples(loader: DataLoader[Any]) -> bool:
 
 
 class _Part:
-    """The samples of each batch that one rank reads; a rank without any reads one, to know what a batch is like."""
+    """The samples of each batch that one rank reads; a rank without any reads one, to know what a batch is like.
+
+    Attributes:
+        parts: number of parts.
+        read: the samples of each whole batch that was read, and how many of them the rank has.
+        noise: what seeds the random numbers of the samples, besides the batch and the part. None: nothing does.
+    """
 
     def __init__(self, batches: Iterable[Sequence[Any]], part: int, parts: int) -> None:
-        self._batches, self._part, self._parts = batches, part, parts
+        self._batches, self._part, self.parts = batches, part, parts
         self.read: dict[int, tuple[Any, int]] = {}
+        self.noise: Any = None
+        self._before: tuple[Any, ...] | None = None
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.read.clear()
         for number, whole in enumerate(self._batches):
             indices = list(whole)
-            mine = indices[bounds(len(indices), self._part, self._parts)]
+            mine = indices[bounds(len(indices), self._part, self.parts)]
             self.read[number] = (indices, len(mine))
+            if self.noise is not None:
+                self._before = noise.states()
+                noise.seed(digest((self.noise, number, self._part)))
             yield mine or indices[:1]
+
+    def restore(self) -> None:
+        """Restore the generators as they were before the samples of a batch were read."""
+        if self._before is not None:
+            noise.restore(self._before)
+            self._before = None
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

@@ -84,10 +84,10 @@ class Loop:
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
             return self.run_eagerly(function, args, kwargs)
+        world().rows_of_ranks = not self.has_loader
         if self.has_loader:
             check_equal((args, kwargs), doing)
         else:
-            world().rows_of_ranks = True
             args, kwargs = of_parts((args, kwargs), doing)
         if isinstance(function, nn.Module):
             return self.calls.run(function, args, kwargs)

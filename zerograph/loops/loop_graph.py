@@ -106,9 +106,10 @@ class Update(LoopGraph):
             finally:
                 for store, before in sums.items():
                     store.accumulated = before
-        with _torch.without_torch_function():
-            # A result of the parameters as they were cannot be differentiated any more.
-            torch.autograd.graph.increment_version(list(parameters))
+        if self.gradients != "edit":
+            with _torch.without_torch_function():
+                # A result of the parameters as they were cannot be differentiated any more.
+                torch.autograd.graph.increment_version(list(parameters))
         return result
 
 

@@ -45,4 +45,7 @@ def _unscale(optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor | None
     parameters = parameters_of(optimizer)
     loop: Loop | None = getattr(parameters[0], "_zerograph_loop", None) if parameters else None
     is_finite = None if loop is None else loop.unscale(optimizer, inverse)
-    return None if is_finite is None else torch.full((), float(not is_finite), device=inverse.device)
+    if is_finite is None:
+        return None
+    # Not of the default dtype, which may be fp64.
+    return torch.full((), float(not is_finite), dtype=torch.float32, device=inverse.device)
