@@ -75,8 +75,9 @@ class _Data:
         return _DATA if parameter is None else _DATA.__get__(parameter)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor) -> None:
-        if hasattr(value, "full_tensor"):
-            value = value.detach().full_tensor()  # A collective.
+        whole = getattr(value.detach(), "full_tensor", None)
+        # Of a global tensor, a collective.
+        value = value if whole is None else whole()
         is_plain = not isinstance(parameter, SplitParameter) and not _torch.active_modes()
         own = _DATA.__get__(parameter) if is_plain else None
         if own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device):

@@ -24,7 +24,7 @@ BUDGET = {
     "zerograph/inspection": 2650,
     "zerograph/integrations": 800,
     "zerograph/ir": 4175,
-    "zerograph/loops": 1625,
+    "zerograph/loops": 1640,
     "zerograph/optim": 1025,
     "zerograph/planner": 2150,
     "zerograph/state": 3700,

@@ -159,6 +159,14 @@ def gradients_of_samples(model: nn.Module, optimizer: torch.optim.Optimizer, x: 
     return torch.tensor([gradients[name].abs().max() for name in parameters]).sum().item()
 
 
+def changed_state(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    # As averages of models do.
+    for one in model.state_dict().values():
+        one.mul_(0.9)
+    return loss.item()
+
+
 class Packed(nn.Module):
     """A recurrent model of sequences whose lengths differ."""
 
@@ -272,6 +280,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "assigned values": (assigned_values, perceptron),
     "an attack": (attack, perceptron),
     "gradients of samples": (gradients_of_samples, perceptron),
+    "a changed state dict": (changed_state, perceptron),
     "packed sequences": (packed_sequences, Packed),
 }
 

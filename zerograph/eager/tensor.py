@@ -87,19 +87,18 @@ class GlobalTensor(Tensor):
         return dispatch.call(GlobalTensor, func, args, kwargs or {})
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The same tensor without history. Another tensor may be assigned, whose values this one then has."""
         detached: Tensor = _DATA.__get__(self)
         return detached
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, GlobalTensor):
-            value = dispatch.wrapped_whole(GlobalTensor, value)
-        if value.viewed is not None:
-            dispatch.refresh(value)
-        _DATA.__set__(self, value)
-        self.local, self.spec, self.viewed = value.local, value.spec, None
+        one = value if isinstance(value, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, value)
+        if one.viewed is not None:
+            dispatch.refresh(one)
+        _DATA.__set__(self, one)
+        self.local, self.spec, self.viewed = one.local, one.spec, None
 
     @property
     def sbp(self) -> NdSbp:

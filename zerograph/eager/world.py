@@ -95,7 +95,7 @@ class World:
             RankMismatchError: the generators of ranks are in other states.
         """
         self._draws += 1
-        if self._draws & (self._draws - 1) == 0:
+        if self._draws & (self._draws - 1) == 0 and self.job.size > 1:
             own = torch if device.type == "cpu" else torch.get_device_module(device)
             state = hash_bits(own.get_rng_state() if generator is None else generator.get_state())
             advice = f"from the state {int(state):x}: seed torch equally on all ranks, by torch.manual_seed()"

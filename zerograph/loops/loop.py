@@ -72,6 +72,8 @@ class Loop:
         self._shown: dict[Store, list[int]] = {}
         # How often each parameter was split again, by id: as often its version has changed without a change.
         self._hidings: dict[int, int] = {}
+        # Copies in state dicts since the last call or update, what they are copies of, and their version.
+        self._copies: list[tuple[Tensor, Tensor, int]] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a prepared module or function.
@@ -80,6 +82,7 @@ class Loop:
             RankMismatchError: ranks pass other tensors.
         """
         self._share()
+        self._end_copies()
         doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
@@ -119,6 +122,7 @@ class Loop:
                 result = closure()
         parameters = parameters_of(optimizer)
         gradients, split = _gradients_of(parameters), self._gradients.of(parameters)
+        self._end_copies()
         if gradients or split:
             self.graph(optimizer).run(gradients, split)
         _torch.mark_step_called(optimizer)
@@ -219,6 +223,27 @@ class Loop:
             broadcast_from_first(job, list(own.values()))
         self._is_shared = True
 
+    def copied(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state of parameters and buffers; they get what is written to it before the next call."""
+        copy = type(state)(
+            (key, one.detach().clone() if isinstance(one, Tensor) else one) for key, one in state.items()
+        )
+        self._copies += [(copy[key], one, 0) for key, one in state.items() if isinstance(one, Tensor)]
+        return copy
+
+    def _take_copies(self) -> None:
+        copies = self._copies
+        # What is written makes a split parameter whole.
+        self._copies = [(copy, one, _torch.version(copy)) for copy, one, _ in copies]
+        with torch.no_grad():
+            for (copy, one, before), (*_, now) in zip(copies, self._copies, strict=True):
+                if now != before:
+                    one.copy_(copy)
+
+    def _end_copies(self) -> None:
+        self._take_copies()
+        self._copies.clear()
+
     def _show(self) -> None:
         """Make split parameters whole until the next update. A collective where they are not."""
         parameters = [one for module in self.modules.values() for one in module.parameters()]
@@ -233,6 +258,7 @@ class Loop:
         Raises:
             RankMismatchError: ranks have made other changes.
         """
+        self._take_copies()
         for store in self._reshard():
             for parameter in store.parameters:
                 self._hidings[id(parameter)] = self._hidings.get(id(parameter), 0) + 1

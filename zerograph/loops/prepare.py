@@ -195,10 +195,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         if self is not module or args or kwargs or are_calls_plain() or loop.busy:
             return kind.state_dict(self, *args, **kwargs)
         with _busy(loop), graph.gathered_parameters():
-            state = kind.state_dict(self)
-            return type(state)(
-                (key, value.clone() if isinstance(value, Tensor) else value) for key, value in state.items()
-            )
+            return loop.copied(kind.state_dict(self, keep_vars=True))
 
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
