@@ -27,11 +27,11 @@ class WholeBatch:
     reason: str
 
 
-@dataclass(frozen=True)
 class Texts:
-    """Strings of a batch, one for each row that this rank has read."""
+    """Strings of a batch, one for each row that this rank has read. No dataclass, which Lightning takes apart."""
 
-    values: Sequence[str | bytes]
+    def __init__(self, values: Sequence[str | bytes]) -> None:
+        self.values = values
 
 
 @dataclass(frozen=True)
