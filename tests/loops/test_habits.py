@@ -167,6 +167,12 @@ def changed_state(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor,
     return loss.item()
 
 
+def draw_of_one_row(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    chances = model(torch.ones(1, 6, dtype=x.dtype)).softmax(1)
+    update(optimizer, F.cross_entropy(model(x), y))
+    return torch.multinomial(chances, 1).item()
+
+
 class Packed(nn.Module):
     """A recurrent model of sequences whose lengths differ."""
 
@@ -281,6 +287,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "an attack": (attack, perceptron),
     "gradients of samples": (gradients_of_samples, perceptron),
     "a changed state dict": (changed_state, perceptron),
+    "a draw of one row": (draw_of_one_row, perceptron),
     "packed sequences": (packed_sequences, Packed),
 }
 
@@ -333,6 +340,20 @@ def test_a_script_prints_and_saves_what_one_process_does(
     pool: Pool, name: str, stage: int, options: dict[str, Any]
 ) -> None:
     scripts.check_as_in_one_process(name, options, pool.run(2, prepared, name, stage, options))
+
+
+def scaled_in_fp64(prepare: Prepare) -> Seen:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return scripts.scaled(prepare)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_scaler_works_where_fp64_is_the_default(pool: Pool) -> None:
+    printed, _ = scaled_in_fp64(unprepared)
+    for seen, _ in pool.run(2, scaled_in_fp64, prepare_at(2)):
+        assert seen == pytest.approx(printed, rel=1e-9)
 
 
 def own_rows(stage: int) -> list[float]:
