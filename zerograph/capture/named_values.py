@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerograph.capture.places import CONTAINERS, MISSING, Identity, Place, PythonState, Step, token, walk
 
@@ -104,9 +104,10 @@ class ValueStates:
 
 
 def _is_named(place: Place, texts: Collection[str]) -> bool:
-    """Return whether code names a place; an attribute of a module may be for others."""
+    """Return whether code names a place: an attribute may be for others. A private one of the graph never counts."""
     kind, key = place.steps[0]
-    return kind != "attr" or key in texts
+    is_private = place.own and not isinstance(place.root, nn.Module) and str(key).startswith("_")
+    return kind != "attr" or (key in texts and not is_private)
 
 
 def _token(value: Any) -> Hashable:
