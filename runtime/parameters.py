@@ -75,6 +75,9 @@ class _Data:
         return _DATA if parameter is None else _DATA.__get__(parameter)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor) -> None:
+        if value is parameter:
+            # As module.cpu() assigns on the CPU.
+            return
         whole = getattr(value.detach(), "full_tensor", None)
         # Of a global tensor, a collective.
         value = value if whole is None else whole()
