@@ -1,14 +1,13 @@
 """Compare what `zg.plan` predicts with a job: a table written to benchmarks/results/planner.md.
 
-python benchmarks/planner.py                     # three models, four stages, 2 and 4 ranks; half an hour
-python benchmarks/planner.py small --ranks 2     # shown but not written
+python benchmarks/planner.py                     # three models, four stages, 2 ranks; a quarter of an hour
+python benchmarks/planner.py small --ranks 2 4   # shown but not written
 
 Ranks over gloo on one machine of two cores, one thread each, fp32, fused AdamW, backend eager. The machine is measured
 before each model, with as many ranks, as `zerograph calibrate` does: others share it, its speed changes by the minute.
 Memory: the most that rank 0's process holds during a step (VmHWM), less what it holds between steps, plus the state
 that it has then; in MiB, malloc's thresholds for mmap and trim at 128 KiB, so that the allocator keeps nothing back.
-Time: the median of a step, in milliseconds, without them. Four ranks on two cores alternate, in the measurement of the
-machine as in the steps.
+The first row also has what a process allocates only once. Time: the median of a step, in milliseconds, without them.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def row(name: str, stage: int, ranks: int, machine: Machine, lean: Pool, usual: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(TASKS)}; {', '.join(MODELS)} if none")
-    parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2])
     asked = parser.parse_args()
     if unknown := set(asked.models) - set(TASKS):
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
@@ -118,7 +117,7 @@ def main() -> None:
                 print(lines[-1], flush=True)
         usual.close()
         lean.close()
-    if not asked.models and asked.ranks == [2, 4]:
+    if not asked.models and asked.ranks == [2]:
         command = f"`python benchmarks/planner.py`, torch {torch.__version__}"
         RESULTS.write_text(page("Plans, and what came of them", command, __doc__, *lines))
 

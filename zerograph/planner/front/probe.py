@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerograph.graph import ZeroGraph
+from zerograph.runtime.job.process_group import rank
 
 _LAYERS, _WIDTH, _HEADS, _VOCABULARY, _CONTEXT, _BATCH = 2, 256, 4, 4096, 128, 4
 
@@ -51,7 +52,8 @@ class Probe(ZeroGraph):
 def started(device: torch.device) -> tuple[Probe, tuple[Tensor, Tensor]]:
     """Return the step after two updates (the second may be another program), and a rank's batch."""
     step = Probe(device)
-    tokens, following = torch.randint(_VOCABULARY, (2, _BATCH, _CONTEXT), device=device)
+    # Generators of ranks may be equal; rows are not.
+    tokens, following = (torch.randint(_VOCABULARY, (2, _BATCH, _CONTEXT), device=device) + rank()) % _VOCABULARY
     for _ in range(2):
         step(tokens, following)
     return step, (tokens, following)
