@@ -10,12 +10,13 @@ import functools
 import itertools
 import operator
 import sys
+import types
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from zerograph.capture.places import CONTAINERS, MISSING, Identity, Place, PythonState, Step, token, walk
+from zerograph.capture.places import CONTAINERS, MISSING, Identity, Place, PythonState, Step, is_of_library, token, walk
 
 # The name of the fact.
 NAMED_VALUES = "values that build() reads by name"
@@ -107,6 +108,8 @@ def _is_named(place: Place, texts: Collection[str]) -> bool:
     """Return whether code names a place: an attribute may be for others. A private one of the graph never counts."""
     kind, key = place.steps[0]
     is_private = place.own and not isinstance(place.root, nn.Module) and str(key).startswith("_")
+    if isinstance(place.root, (type, types.ModuleType, dict)) and is_of_library(place.root):
+        return False
     return kind != "attr" or (key in texts and not is_private)
 
 

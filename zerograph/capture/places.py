@@ -312,7 +312,10 @@ def _inside(value: Any, names: Collection[str] | None) -> Iterable[tuple[Step, A
         is_walked = any(not isinstance(entry, PLAIN) for entry in value)
     else:
         entries = parts(value) if is_users_object(value) else ()
-        return entries if names is None else [(step, entry) for step, entry in entries if step[1] in names]
+        if names is None:
+            return entries
+        # Libraries change their own objects, on some ranks only: what saves a model notes it in the configuration.
+        return [] if is_of_library(type(value)) else [(step, entry) for step, entry in entries if step[1] in names]
     return parts(value) if is_walked else ()
 
 
@@ -326,6 +329,14 @@ def is_users_object(value: Any) -> bool:
     if isinstance(value, _NO_USERS) or callable(value):
         return False
     return is_users_module(sys.modules.get(type(value).__module__))
+
+
+def is_of_library(root: Any) -> bool:
+    """Return whether a class, a module or the globals of one are of an installed package."""
+    if isinstance(root, type):
+        root = sys.modules.get(root.__module__)
+    file = root.get("__file__") if isinstance(root, dict) else getattr(root, "__file__", None)
+    return isinstance(file, str) and source.is_installed(file)
 
 
 def is_users_module(module: types.ModuleType | None) -> bool:
