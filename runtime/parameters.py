@@ -31,8 +31,9 @@ class GradientReader(Protocol):
         """Set or delete the gradient; return True if the reader has it, and no tensor is to be stored."""
 
 
-# torch's own descriptor.
+# torch's own descriptors.
 _STORED: Any = inspect.getattr_static(Tensor, "grad")
+DATA: Any = inspect.getattr_static(Tensor, "data")
 
 # By parameter. Weak references: a reader refers to its parameters.
 _READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -61,10 +62,6 @@ class _Grad:
         self.__set__(parameter, None)
 
 
-# torch's own descriptor.
-_DATA: Any = inspect.getattr_static(Tensor, "data")
-
-
 class _Data:
     """Descriptor of ``parameter.data``: values that a loop assigns go where the parameter is stored.
 
@@ -72,7 +69,7 @@ class _Data:
     """
 
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
-        return _DATA if parameter is None else _DATA.__get__(parameter)
+        return DATA if parameter is None else DATA.__get__(parameter)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor) -> None:
         if value is parameter:
@@ -82,11 +79,11 @@ class _Data:
         # Of a global tensor, a collective.
         value = value if whole is None else whole()
         is_plain = not isinstance(parameter, SplitParameter) and not _torch.active_modes()
-        own = _DATA.__get__(parameter) if is_plain else None
+        own = DATA.__get__(parameter) if is_plain else None
         if own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device):
             own.copy_(value)
         else:
-            _DATA.__set__(parameter, value)
+            DATA.__set__(parameter, value)
 
 
 def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
@@ -165,8 +162,6 @@ class SplitParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if func is torch.full_like:
             return _constant_like(*args, **(kwargs or {}))
-        if func == _SET_DATA and args[0] is args[1]:
-            return None
         if func in _MOVES and isinstance(args[0], SplitParameter) and _stays(func, args, kwargs or {}):
             return args[0]
         makers = {one._zerograph_whole for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, SplitParameter)}
@@ -188,7 +183,6 @@ class SplitParameter(nn.Parameter):
         return self.__torch_function__(nn.Parameter.__reduce_ex__, (), (self,))
 
 
-_SET_DATA = _DATA.__set__
 _MOVES = (
     *(Tensor.cpu, Tensor.cuda, Tensor.to, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
     Tensor.contiguous,
@@ -298,7 +292,7 @@ class HollowTensor(Tensor):
 
 def hollow_out(tensor: Tensor) -> None:
     """Free the tensor's memory in place. Its shape stays; computing with it is an error from then on."""
-    _DATA.__set__(tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
+    DATA.__set__(tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape))
     tensor.__class__ = HollowTensor
 
 
@@ -308,7 +302,7 @@ def hide(parameter: nn.Parameter) -> None:
         return
     with torch.no_grad():
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-        _DATA.__set__(parameter, nothing)
+        DATA.__set__(parameter, nothing)
     if getattr(parameter, "_zerograph_whole", None) is None:
         # Not through the readers, which reject what the user sets.
         _STORED.__set__(parameter, None)
@@ -320,4 +314,4 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
     """Turn a split parameter into a plain one in place, with ``values`` as its data."""
     if isinstance(parameter, SplitParameter):
         parameter.__class__ = parameter._plain_class  # type: ignore[attr-defined]
-    _DATA.__set__(parameter, values)
+    DATA.__set__(parameter, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,11 +19,9 @@ from zerograph.errors import InputError, PlacementError, RankMismatchError, Zero
 from zerograph.ir.mesh import global_shape
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
-from zerograph.runtime.parameters import SplitParameter
+from zerograph.runtime.parameters import DATA, SplitParameter
 
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__}
-# torch's own descriptor.
-_DATA: Any = inspect.getattr_static(Tensor, "data")
 
 
 class GlobalTensor(Tensor):
@@ -89,7 +86,7 @@ class GlobalTensor(Tensor):
     @property
     def data(self) -> Tensor:
         """The same tensor without history. Another tensor may be assigned, whose values this one then has."""
-        detached: Tensor = _DATA.__get__(self)
+        detached: Tensor = DATA.__get__(self)
         return detached
 
     @data.setter
@@ -97,7 +94,7 @@ class GlobalTensor(Tensor):
         one = value if isinstance(value, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, value)
         if one.viewed is not None:
             dispatch.refresh(one)
-        _DATA.__set__(self, one)
+        DATA.__set__(self, one)
         self.local, self.spec, self.viewed = one.local, one.spec, None
 
     @property
