@@ -431,21 +431,29 @@ def explaining_failures(job: Job, doing: str) -> Iterator[None]:
             raise communication_error(job, doing, error) from error
 
 
-@contextlib.contextmanager
-def reporting_failures(job: Job, doing: str) -> Iterator[None]:
-    """Publish an exception raised inside, so that ranks that wait for this one can report its cause."""
-    job.liveness.forget()
-    with job.liveness.busy(doing):
+@dataclass(eq=False, slots=True)
+class reporting_failures:  # noqa: N801
+    """Publish an exception raised inside the block, so that ranks that wait for this one can report its cause."""
+
+    job: Job
+    doing: str
+    _busy: Any = None
+
+    def __enter__(self) -> None:
+        self.job.liveness.forget()
+        self._busy = self.job.liveness.busy(self.doing)
+        self._busy.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
-            yield
-        except (CommunicationError, RankMismatchError):
-            raise
-        except Exception as error:
-            job.liveness.report_failure(error)
-            raise
-        except BaseException as error:
-            job.liveness.report_interrupt(error, doing)
-            raise
+            if error is None or isinstance(error, (CommunicationError, RankMismatchError)):
+                return
+            if isinstance(error, Exception):
+                self.job.liveness.report_failure(error)
+            else:
+                self.job.liveness.report_interrupt(error, self.doing)
+        finally:
+            self._busy.__exit__()
 
 
 def communication_error(job: Job, doing: str, error: BaseException) -> CommunicationError:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.loops.scripts import samples, seeded
+from tests.loops.scripts import Prepare, samples, seeded, unprepared
 from tests.loops.test_habits import prepare_at, update
 from tests.pool import Pool
 from zerograph.runtime.parameters import stored_gradient
@@ -283,3 +284,48 @@ def test_a_functional_call_uses_the_tensors_that_it_is_given(pool: Pool) -> None
     for of_zeros, of_model in pool.run(2, other_weights):
         assert of_zeros == 0
         assert of_model > 0
+
+
+class WithPictures(nn.Module):
+    """Texts, and pictures of some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.picture = nn.Linear(4, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, pictures: Tensor | None = None) -> Tensor:
+        out: Tensor = self.text(x).square().mean()
+        return out if pictures is None else out + self.picture(pictures).square().mean()
+
+
+def pictures_on_one_rank(prepare: Prepare, rank: int | None) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    model = WithPictures().double()
+    model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, pictures = torch.randn(4, 4).double(), torch.randn(3, 5).double()
+    if rank is not None:
+        x, pictures = x[2 * rank :][:2], pictures[3 * rank :]
+    losses = []
+    for _ in range(3):
+        loss = model(x, pictures=pictures)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    try:
+        model(x, **({"pictures": pictures} if rank == 0 else {}))
+    except zg.RankMismatchError as error:
+        return losses, str(error)
+    return losses, ""
+
+
+def pictures_of_two_ranks() -> tuple[list[float], str]:
+    return pictures_on_one_rank(prepare_at(2), dist.get_rank())
+
+
+def test_a_rank_without_rows_of_an_argument_passes_an_empty_tensor(pool: Pool) -> None:
+    expected, _ = pictures_on_one_rank(unprepared, None)
+    for losses, message in pool.run(2, pictures_of_two_ranks):
+        torch.testing.assert_close(losses, expected)
+        assert "first in the number of its tensors" in message
+        assert "passes an empty tensor" in message

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.capture.captured import Captured
@@ -17,6 +17,7 @@ from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.memory_search import Candidate
 from zerograph.ir.dims import Dim, SizeInput
 from zerograph.ir.metadata import Role, meta
+from zerograph.ir.pause import pause_of
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import output_nodes
 from zerograph.ir.update_program import Path
@@ -109,6 +110,20 @@ class CompiledStep(RewrittenStep):
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
         return tuple(role.name for role in roles if role.kind != "output")
+
+    @functools.cached_property
+    def gradient_places(self) -> tuple[int, ...]:
+        """Places of the outputs whose gradients the graph gets at its pause."""
+        pause = pause_of(self.emitted)
+        assert pause is not None
+        places: Any = pause.args[2]
+        return tuple(places)
+
+    @functools.cached_property
+    def differentiated(self) -> tuple[nn.Parameter, ...]:
+        """The parameters to whose gradients the graph adds."""
+        names = set(self.captured.gradients)
+        return tuple(one for store in self.stores.values() for one, slot in store.slots() if slot.name in names)
 
     def returned(self, batch: Batch) -> Sequence[Any]:
         """Return the constants that ``build()`` returned, sizes as those of the batch; ``Tensor`` for a tensor."""

@@ -6,7 +6,6 @@ It is a step graph that pauses between the two. A call that the loop differentia
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -25,7 +24,7 @@ from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, InputError
-from zerograph.ir.pause import GRADIENT_OF, pause_of
+from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
@@ -170,7 +169,7 @@ class CallGraph(LoopGraph):
         torch.autograd.backward([*roots.values()], [GRADIENT_OF(root.detach(), place) for place, root in roots.items()])
         return results, [one.grad for one, wanted in zip(given, self._differentiable, strict=True) if wanted]
 
-    def ready(self, tensors: Sequence[Tensor]) -> Begun:
+    def ready(self, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Begun:
         """Return a call that all ranks are ready to run; compile its graph if there is none. A collective.
 
         Raises:
@@ -187,7 +186,7 @@ class CallGraph(LoopGraph):
             self._keep(step, template)
         key, used = self._steps.last_key, self._request.differentiated or frozenset()
         assert key is not None
-        return Begun(self, self._checked(step), batch, list(tensors), key, used)
+        return Begun(self, self._checked(step), batch, list(tensors), key, used, parameters)
 
     def variant(self, begun: Begun, used: frozenset[int]) -> Begun:
         """Return a call that has begun for a backward from other results. A collective.
@@ -214,8 +213,11 @@ class CallGraph(LoopGraph):
 
     def written(self, step: CompiledStep) -> list[Tensor]:
         """Return the buffers that the calls change."""
+        names = self._templates[id(step.captured)][2]
+        if not names:
+            return []
         buffers = self._members().buffers
-        return [buffers[name] for name in self._templates[id(step.captured)][2]]
+        return [buffers[name] for name in names]
 
     def _keep(self, step: CompiledStep, template: Template) -> None:
         roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
@@ -264,7 +266,8 @@ class Begun:
         tensors: the tensors among the arguments.
         key: what has selected the step.
         used: the results that backward starts from.
-        parameters: the parameters that get a gradient.
+        all_parameters: the parameters of the module.
+        parameters: those that get a gradient.
     """
 
     graph: CallGraph
@@ -273,10 +276,10 @@ class Begun:
     tensors: list[Tensor]
     key: StepKey
     used: frozenset[int]
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    all_parameters: Sequence[nn.Parameter]
+    parameters: Sequence[nn.Parameter] = ()
     _inputs: tuple[Any, ...] = ()
     _finish: Callable[..., list[Tensor]] | None = None
-    _all: Sequence[nn.Parameter] = ()
     _versions: tuple[int, ...] = ()
     _outputs: Sequence[Tensor] = ()
     _seen: Sequence[int] = ()
@@ -297,11 +300,10 @@ class Begun:
         values, self._finish = executor.start(*self._inputs)
         outputs = [self._global(number, value) for number, value in enumerate(values)]
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
-        self._all = list(graph.module.parameters())
-        self._versions = _versions(stores_of(self._all))
+        self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
         self._read = list(map(_torch.version, self.tensors))
-        self.parameters = [one for one in self._all if one.requires_grad]
+        self.parameters = [one for one in self.all_parameters if one.requires_grad]
         wanted = [one for one in self.tensors if one.requires_grad]
         return graph.result(self.step, _Call.apply(self, outputs, *wanted, *self.parameters))
 
@@ -314,7 +316,7 @@ class Begun:
             InputError: parameters have changed since forward; or the call cannot run once more.
         """
         owner, used = self.graph._owner, frozenset(n for n, one in enumerate(gradients) if one is not None)
-        stores = stores_of(self._all)
+        stores = stores_of(self.all_parameters)
         is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
         if is_bound and _versions(stores) != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
@@ -357,7 +359,7 @@ class Begun:
         finish, self._finish = self._finish, None
         assert finish is not None
         parts = []
-        for place in self._places:
+        for place in self.step.gradient_places:
             gradient = gradients[place]
             if gradient is None:
                 parts.append(torch.zeros_like(self._outputs[place]))
@@ -368,9 +370,7 @@ class Begun:
                 gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
             parts.append(gradient.contiguous())
         values = finish(self.step.number_values(), parts)
-        names = set(self.step.captured.gradients)
-        slots = itertools.chain.from_iterable(store.slots() for store in self.step.stores.values())
-        self.graph._owner.note_gradients([one for one, slot in slots if slot.name in names])
+        self.graph._owner.note_gradients(self.step.differentiated)
         # None where a tensor has no part in the result.
         leaves = self.step.returned(self.batch)[len(self._outputs) :]
         rest = iter(range(len(self._outputs), len(values)))
@@ -388,7 +388,7 @@ class Begun:
         draws, is_same = self.step.executor.draws, False
         if not draws:
             with self.graph._owner.hidden():
-                is_same = self.graph.ready(self.tensors).step.captured is self.step.captured
+                is_same = self.graph.ready(self.tensors, self.all_parameters).step.captured is self.step.captured
         if not is_same:
             reason = "draws random numbers" if draws else "would compute something else by now"
             raise InputError(
@@ -428,14 +428,6 @@ class Begun:
             with torch.no_grad():
                 for buffer, after in now.items():
                     buffer.copy_(after)
-
-    @functools.cached_property
-    def _places(self) -> Sequence[int]:
-        """Return the places of the results whose gradients the graph gets at its pause."""
-        pause = pause_of(self.step.emitted)
-        assert pause is not None
-        places: Any = pause.args[2]
-        return list(places)
 
     def _global(self, number: int, value: Tensor) -> Tensor:
         """Return the global tensor of an output, which is a plain one in a job of one rank."""

@@ -66,29 +66,33 @@ class Calls:
             if kind.graph is None:
                 optimizers = self._owner.optimizers if with_gradient else ()
                 kind.graph = CallGraph(self._owner, optimizers, tree.name, kind, (args, kwargs), tensors, autocast)
-            result = self._by_graph(kind, module, tensors)
+            result = self._by_graph(kind, module, tensors, tree.parameters)
             if result is not _NO_GRAPH:
                 return result
         result = self._owner.run_eagerly(module, args, kwargs)
         return result if kind.is_eager else kind.watched(result)
 
-    def _by_graph(self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor]) -> Any:
+    def _by_graph(
+        self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    ) -> Any:
         """Run a call as a graph; return ``_NO_GRAPH`` if none can do it."""
         with self._owner.hidden():
-            begun = self._ready(kind, module, tensors)
+            begun = self._ready(kind, module, tensors, parameters)
             if begun is None:
                 return _NO_GRAPH
             if begun.graph._optimizers:
                 self.latest[module] = begun.graph
             return begun.run()
 
-    def _ready(self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor]) -> Begun | None:
+    def _ready(
+        self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]
+    ) -> Begun | None:
         """Return a call that is ready to run; None if no graph can run it."""
         assert kind.graph is not None
         try:
             if kind.graph._steps.are_recompiled:
                 raise CaptureError("what they depend on changes in each call")
-            return kind.graph.ready(tensors)
+            return kind.graph.ready(tensors, parameters)
         except (CommunicationError, RankMismatchError, ReplicaError):
             raise
         except Exception as error:

@@ -38,7 +38,6 @@ def of_parts(values: Any, doing: str) -> Any:
         )
         check_equal(values.batch, doing)
         return values.batch
-    values = _with_all_texts(values)
     now, tensors = world(), _plain_in(values)
     if not tensors or now.job.size == 1:
         return values
@@ -47,7 +46,9 @@ def of_parts(values: Any, doing: str) -> Any:
     facts = [f"{[*tensor.shape[1:]]} {tensor.dtype}" for tensor in parts.values()]
     facts += [_facts(tensor) for tensor in whole]
     own = [len(tensor) for tensor in parts.values()]
-    sizes = agree(now.job, doing, digest(facts), lambda: {"its tensors": "; ".join(facts)}, None, own)
+    advice = "(a rank without rows of one passes an empty tensor: torch.empty(0, ...))"
+    words = {"the number of its tensors": f"{len(facts)} {advice}", "its tensors": "; ".join(facts)}
+    sizes = agree(now.job, doing, digest(facts), lambda: words, None, own)
     rows = dict(zip(parts, zip(*sizes, strict=True), strict=True))
     if any(0 in one for one in rows.values()):
         made = dict(zip(parts, data.gather([tensor.detach() for tensor in parts.values()]), strict=True))
@@ -57,8 +58,8 @@ def of_parts(values: Any, doing: str) -> Any:
     return map_tensors(values, lambda tensor: made.get(id(tensor), tensor))
 
 
-def _with_all_texts(values: Any) -> Any:
-    """Return the same values with the strings of the rows of all ranks."""
+def with_all_texts(values: Any) -> Any:
+    """Return a batch with the strings of the rows of all ranks. A collective if a rank has read strings."""
     texts = found_in(values, Texts)
     if not texts:
         return values

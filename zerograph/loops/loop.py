@@ -20,7 +20,7 @@ from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
-from zerograph.loops.global_parts import check_equal, of_parts
+from zerograph.loops.global_parts import check_equal, of_parts, with_all_texts
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
@@ -232,7 +232,8 @@ class Loop:
         return copy
 
     def _take_copies(self) -> None:
-        copies = self._copies
+        if not (copies := self._copies):
+            return
         # What is written makes a split parameter whole.
         self._copies = [(copy, one, _torch.version(copy)) for copy, one, _ in copies]
         with torch.no_grad():
@@ -279,9 +280,12 @@ class Loop:
             reshard(store, keep_changes=now != before[store])
         return hashes
 
-    @contextlib.contextmanager
-    def hidden(self) -> Iterator[None]:
+    def hidden(self) -> contextlib.AbstractContextManager[None]:
         """Split whole parameters inside the block. After it they have their values again, which autograd may need."""
+        return self._hiding() if self._shown else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _hiding(self) -> Iterator[None]:
         values = {store: [one.detach() for one in store.parameters] for store in self._shown}
         hashes = self._reshard()
         try:
@@ -331,7 +335,7 @@ class GlobalLoader(SplitLoader):
 
 
 def _as_global(batch: Any) -> Any:
-    return of_parts(batch, "a batch of a prepared loader")
+    return of_parts(with_all_texts(batch), "a batch of a prepared loader")
 
 
 def _clear(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
