@@ -208,6 +208,9 @@ def numbers_of_programs() -> None:
         torch.testing.assert_close(masked.full_tensor(), y * (y > 0) * number)
         torch.testing.assert_close(x.sum(0).add_(number).full_tensor(), y.sum(0) + number)
         torch.testing.assert_close((x.sum(0) + number).full_tensor(), y.sum(0) + number)
+    for number in (0.0, 0.1):
+        # A partial sum plus 0 is one too, plus another number it is none.
+        torch.testing.assert_close((x.sum() + number).full_tensor(), y.sum() + number)
 
 
 def test_a_number_inside_a_program_is_that_of_the_call(pool: Pool) -> None:

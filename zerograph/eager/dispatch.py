@@ -34,7 +34,7 @@ class Operator:
 
     Attributes:
         operator: the operator.
-        pointwise: its placement does not depend on the values of its numbers.
+        pointwise: its placement depends on a number only by whether it is 0.
         draws: it draws random numbers.
         written: indices of the arguments that it writes to.
         returned: index of the argument that it returns; None: it returns new tensors or views.
@@ -252,8 +252,8 @@ def _describe(
             is_split |= value.spec.sbp != now.whole
         elif type_ is float or type_ is int or type_ is bool:
             key.append(type_)
-            if with_numbers:
-                key.append(value)
+            # A partial sum plus 0 is one too.
+            key.append(value if with_numbers else not value)
         elif type_ is list or type_ is tuple:
             key.append(len(value))
             is_split |= _describe(value, key, tensors, now, kind, with_numbers=with_numbers)
