@@ -80,6 +80,7 @@ from zerograph._torch.operators import (
     functional_overload,
     has_kernel,
     in_place_overload,
+    is_composite,
     is_mutable,
     operator_functions,
     overloads,

@@ -38,6 +38,11 @@ def is_mutable(operator: OpOverload) -> bool:
     return bool(operator._schema.is_mutable)
 
 
+def is_composite(operator: OpOverload) -> bool:
+    """Return True if torch defines the operator by others, below autograd too."""
+    return bool(operator._can_decompose())
+
+
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values the node writes to, by its operator's schema."""
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:

@@ -79,6 +79,10 @@ def tensor_without_data(
     requires_grad: bool,
     stride: Sequence[int] | None = None,
 ) -> Any:
-    """Return a tensor of the subclass ``cls`` that has a shape, a dtype and a device, but no data."""
+    """Return a tensor of the subclass ``cls`` that has a shape, a dtype and a device, but no data.
+
+    Its writes are counted, in inference mode too.
+    """
     make: Callable[..., Any] = Tensor._make_wrapper_subclass
-    return make(cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad)
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
+        return make(cls, shape, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad)

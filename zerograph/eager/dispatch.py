@@ -65,7 +65,7 @@ def _operator(operator: OpOverload) -> Operator:
         written,
         returned,
         operator.is_view,
-        _SPECIAL.get(operator),
+        _SPECIAL.get(operator) or (functools.partial(_decomposed, operator) if _torch.is_composite(operator) else None),
         {},
     )
 
@@ -493,6 +493,11 @@ _BY_SHAPE = {
 
 def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
     return kind(x.local, x.spec)
+
+
+def _decomposed(operator: OpOverload, kind: type[GlobalTensor], *args: Any, **kwargs: Any) -> Any:
+    """Run an operator that torch has not taken apart, as in inference mode."""
+    return operator.decompose(*args, **kwargs)
 
 
 def _read(kind: type[GlobalTensor], x: GlobalTensor) -> Any:
