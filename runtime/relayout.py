@@ -221,7 +221,7 @@ def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp
     create_provisional_store(job, layout, parameter, shard)
 
 
-def provisional_layout(job: Job, parameter: nn.Parameter) -> Bucket:
+def provisional_layout(job: Job, parameter: Tensor) -> Bucket:
     """Return the layout of a bucket of this parameter alone, split along the last mesh dimension."""
     mesh = job.mesh
     with _torch.plain_tensors():

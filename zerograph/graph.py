@@ -45,7 +45,7 @@ from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.wire.selection import Transport, named_transport
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error
-from zerograph.state.sharded_init import is_recording
+from zerograph.state.sharded_init import is_constructing
 from zerograph.state.stateful import interruptible
 from zerograph.state.threads import check_refused, one_thread
 
@@ -387,9 +387,9 @@ class ZeroGraph(Inspected):
                 f"{type(self).__name__} was called inside the build() of {outer}: graphs do not nest\n"
                 "Call the modules themselves inside build()."
             )
-        if is_recording():
+        if is_constructing():
             raise InputError(
-                f"{type(self).__name__} was called inside sharded_init(): tensors have no values there yet\n"
+                f"{type(self).__name__} was called inside sharded_init(): tensors are only parts there\n"
                 "Call it after the block."
             )
 

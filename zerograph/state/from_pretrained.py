@@ -23,7 +23,7 @@ from zerograph.runtime.checkpoint.file_tensor import FileTensor, OpenFile
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.relayout import create_provisional_store, provisional_layout, split_part
-from zerograph.state.sharded_init import is_recording, join_for
+from zerograph.state.sharded_init import is_constructing, join_for
 
 _QUANTIZED = (
     "a quantized model is loaded whole, by its own from_pretrained(); layers of 8 bits are then sharded after "
@@ -81,7 +81,7 @@ def from_pretrained(
         PlacementError: ``placement`` is not a placement, or leaves ranks out.
         RankMismatchError: ranks load different models, or another rank has failed.
     """
-    if is_recording() or torch.compiler.is_compiling():
+    if is_constructing() or torch.compiler.is_compiling():
         raise ConfigError("from_pretrained() inside sharded_init() or build(): call it outside; it shards the model")
     job = join_for("from_pretrained()", placement)
     doing = f"loading {folder_or_id}"
