@@ -24,7 +24,7 @@ class Row:
     Attributes:
         label: module path and name, see :mod:`zerograph.inspection.names`.
         index: from 0; a loop comes before the nodes of its body.
-        last: the index of the last node of its body, of a loop; else the node's own.
+        done: of a loop, the index after the last node of its body; else the node's own index.
         times: number of runs per step.
         loops: the loop nodes around it, outermost first.
     """
@@ -32,7 +32,7 @@ class Row:
     node: fx.Node
     label: str
     index: int
-    last: int
+    done: int
     times: int
     loops: tuple[fx.Node, ...]
 
@@ -132,7 +132,7 @@ def _rows(graph: fx.Graph, start: int, times: int, loops: tuple[fx.Node, ...]) -
     for node, label in labels(graph).items():
         index, loop = start + len(rows), loop_of(node)
         body = [] if loop is None else _rows(loop.body.graph, index + 1, times * loop.micro_batches, (*loops, node))
-        rows += [Row(node, label, index, index + len(body), times, loops), *body]
+        rows += [Row(node, label, index, index + len(body) + (loop is not None), times, loops), *body]
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -66,12 +66,13 @@ class Order:
         for index, each in enumerate(self.nodes):
             if written := results.get(each.node):
                 self.nodes[index] = each._replace(inputs=tuple(dict.fromkeys((*each.inputs, *written))))
-        self.nodes.sort(key=lambda each: each.row.last)
-        ends = [each.row.last for each in self.nodes]
+        self.nodes.sort(key=lambda each: each.row.done)
+        done = [each.row.done for each in self.nodes]
         for row in table:
-            last = max(bisect_right(ends, row.last) - 1, 0)
-            first = last if loop_of(row.node) is None else bisect_right(ends, row.index)
-            self.spans[row.node.graph].append((first, last))
+            before = bisect_right(done, row.index)
+            last = max(before - 1, 0)
+            span = (last, last) if loop_of(row.node) is None else (before, bisect_left(done, row.done))
+            self.spans[row.node.graph].append(span)
 
 
 class Allocation(NamedTuple):
