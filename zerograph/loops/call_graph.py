@@ -44,8 +44,10 @@ class Owner(Protocol):
     """The loop whose calls these are."""
 
     modules: dict[str, nn.Module]
-    optimizers: list[torch.optim.Optimizer]
     config: Config
+
+    def separate(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the optimizers that share no parameter with an earlier one."""
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""

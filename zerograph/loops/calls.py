@@ -64,7 +64,7 @@ class Calls:
                 self._kinds[known] = kind
         elif not kind.is_eager and kind.used is not None:
             if kind.graph is None:
-                optimizers = self._owner.optimizers if with_gradient else ()
+                optimizers = self._owner.separate() if with_gradient else ()
                 kind.graph = CallGraph(self._owner, optimizers, tree.name, kind, (args, kwargs), tensors, autocast)
             result = self._by_graph(kind, module, tensors, tree.parameters)
             if result is not _NO_GRAPH:
@@ -104,7 +104,7 @@ class Calls:
     def _can_accumulate(self, tree: _Tree) -> bool:
         """Return whether an optimizer trains every parameter of a module that gets a gradient, and no hook sees it."""
         parameters = [one for one in tree.parameters if one.requires_grad]
-        trained = {*map(id, itertools.chain.from_iterable(map(parameters_of, self._owner.optimizers)))}
+        trained = {*map(id, itertools.chain.from_iterable(map(parameters_of, self._owner.separate())))}
         return (
             bool(parameters) and trained.issuperset(map(id, parameters)) and not _torch.has_gradient_hooks(parameters)
         )

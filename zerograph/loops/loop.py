@@ -128,6 +128,16 @@ class Loop:
         _torch.mark_step_called(optimizer)
         return result
 
+    def separate(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that share no parameter with an earlier one, for graphs that compute gradients."""
+        found, seen = [], set[int]()
+        for optimizer in self.optimizers:
+            own = set(map(id, parameters_of(optimizer)))
+            if seen.isdisjoint(own):
+                found.append(optimizer)
+                seen |= own
+        return found
+
     def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> bool:
         """Multiply the gradients of an optimizer; return whether they were all finite. A collective."""
         parameters = parameters_of(optimizer)
@@ -143,7 +153,7 @@ class Loop:
     ) -> Any:
         """Run a function that edits the gradients of parameters: on split ones as a graph. A collective."""
         split = self._gradients.of(parameters)
-        mine = [one for optimizer in self.optimizers for one in parameters_of(optimizer)]
+        mine = [one for optimizer in self.separate() for one in parameters_of(optimizer)]
         if not split or _gradients_of(parameters) or len(split) < len(self._gradients.of(mine)):
             return function(parameters, **arguments)
         names = self._forward._members().names()
@@ -153,7 +163,7 @@ class Loop:
             # A limit that differs in each step, for instance.
             return function(parameters, **arguments)
         if key not in self._edits:
-            self._edits[key] = Edit(self.modules, self.optimizers, self.config, function, edited, arguments)
+            self._edits[key] = Edit(self.modules, self.separate(), self.config, function, edited, arguments)
         with self.hidden():
             return self._edits[key].run({}, split)
 

@@ -108,16 +108,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         root = nn.Module()
         root.model = module
         check_modules(root)
-    holders: dict[int, Any] = {}
     for optimizer in optimizers:
-        for parameter in parameters_of(optimizer):
-            other = holders.setdefault(id(parameter), optimizer)
-            if other is not optimizer:
-                names = {id(one): name for module in modules for name, one in module.named_parameters()}
-                raise ConfigError(
-                    f"{names.get(id(parameter), 'a parameter')} is in two optimizers, {type(other).__name__} and "
-                    f"{type(optimizer).__name__}: put each parameter into one only"
-                )
         check_step(optimizer)
         _check_known(optimizer, modules)
     for one in objects:
