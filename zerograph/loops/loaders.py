@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 from zerograph import data
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
-from zerograph.errors import InputError
+from zerograph.errors import ConfigError, InputError
 from zerograph.ir.mesh import local_start, piece_count
 from zerograph.loops import noise
 from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks, rows_of, tensors_of
@@ -31,32 +31,89 @@ class SplitLoader:
     batch or draw random numbers: every rank reads and collates the whole batch. So does every rank for any other
     iterable, whose batches must be equal on all ranks. A loader with a ``DistributedSampler`` yields this rank's
     batches already.
+
+    :meth:`state_dict` is the position in the running pass, which is the same on any number of ranks.
     """
 
     def __init__(self, loader: Iterable[Any], config: Config) -> None:
         self._loader, self._config = loader, config
         # Reads this rank's samples. It is kept if its workers are.
         self._reading: tuple[DataLoader[Any], _Part] | None = None
-        self._passes = 0
+        self._passes, self._taken = 0, 0
+        # The states of the random generators at the start of the running pass; the position that the next begins at.
+        self._at_start: list[torch.Tensor] | None = None
+        self._resume: Mapping[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this rank's part of each batch.
+        """Iterate over this rank's part of each batch: of those that are left, if a position was loaded.
 
         Raises:
             RankMismatchError: the ranks' batches differ.
         """
-        loader, job = self._loader, self._job()
-        if job.size == 1:
-            return iter(loader)
-        if isinstance(loader, DataLoader) and (sampler := _distributed_sampler(loader)) is not None:
+        return _Pass(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: how many batches of the pass were yielded, and the generators' states at its start.
+
+        An iterable with a ``state_dict()`` of its own that is no ``DataLoader`` returns that.
+        """
+        if not isinstance(self._loader, DataLoader) and hasattr(self._loader, "state_dict"):
+            state: dict[str, Any] = self._loader.state_dict()
+            return state
+        now = [one.get_state() for one in data.generators_of(self._loader)]
+        begun = self._passes - (self._taken > 0)
+        return {"passes": begun, "batches": self._taken, "generators": self._at_start or now}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position: the next iteration yields the rest of the pass.
+
+        It reads the batches again that were yielded, and drops them; of a map-style dataset, on several ranks, it does
+        not read them. Load the checkpoint first, which has the state of torch's generator.
+
+        Raises:
+            ConfigError: the position is of a loader with other random generators.
+        """
+        if not isinstance(self._loader, DataLoader) and hasattr(self._loader, "load_state_dict"):
+            self._loader.load_state_dict(state)
+            return
+        generators = data.generators_of(self._loader)
+        if len(state["generators"]) != len(generators):
+            raise ConfigError("the position is of a loader with other random generators")
+        self._passes, self._taken, self._resume = state["passes"], state["batches"], None
+        if self._taken:
+            self._resume, self._at_start = state, state["generators"]
+        else:
+            # The first is the default generator, which continues where it is.
+            for generator, value in list(zip(generators, state["generators"], strict=True))[1:]:
+                generator.set_state(value)
+
+    def _begun(self, first: int) -> Iterator[Any]:
+        """Begin a pass; return its batches from the one of this number on."""
+        loader: Any = self._loader
+        job = self._job()
+        if self._reads_samples(job):
+            # At least one is read before, at which samplers draw their order.
+            batches, before = self._of_samples(loader, max(first - 1, 0)), min(first, 1)
+        elif job.size == 1:
+            batches, before = iter(loader), first
+        elif isinstance(loader, DataLoader) and (sampler := _distributed_sampler(loader)) is not None:
             self._check_sampler(sampler, job)
-            return iter(data.batches(loader, timeout=self._config.timeout))
-        if isinstance(loader, DataLoader) and _splits_samples(loader):
-            return self._of_samples(loader)
-        return self._of_batches(loader)
+            batches, before = iter(data.batches(loader, timeout=self._config.timeout)), first
+        else:
+            batches, before = self._of_batches(loader), first
+        for _ in range(before):
+            next(batches, None)
+        return batches
+
+    def _reads_samples(self, job: Job) -> bool:
+        """Return whether this rank reads its samples of each batch only."""
+        loader = self._loader
+        if job.size == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            return False
+        return loader.batch_sampler is not None and _distributed_sampler(loader) is None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -80,10 +137,9 @@ class SplitLoader:
                 f"rank={part}, or leave the sampler out: a prepared loader splits the batches itself."
             )
 
-    def _of_samples(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Read this rank's samples of each batch, in the order of rank 0's random numbers."""
+    def _of_samples(self, loader: DataLoader[Any], first: int) -> Iterator[Any]:
+        """Read this rank's samples of each batch from a first one on, in the order of rank 0's random numbers."""
         job = self._job()
-        _same_generators(loader, job)
         if self._reading is None or not loader.persistent_workers:
             parts = self._parts(job)
             own = only_stacks(loader.collate_fn)
@@ -94,7 +150,7 @@ class SplitLoader:
                 options["worker_init_fn"] = noise.SeededWorker(parts[0], loader.worker_init_fn)
             self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
         local, mine = self._reading
-        self._passes += 1
+        mine.first = first
         # Samples that this process reads. A TensorDataset draws nothing.
         draws = local.num_workers == 0 and mine.parts > 1 and type(loader.dataset) is not TensorDataset
         mine.noise = (torch.initial_seed(), self._passes) if draws else None
@@ -104,7 +160,7 @@ class SplitLoader:
             agree_on_batch(job, number, "samples", indices)
             return batch if count else rows_of(batch, 1, 2)
 
-        return _Batches(job, iter(local), part_of, mine.restore)
+        return _Batches(job, iter(local), part_of, mine.restore, first)
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
@@ -117,6 +173,37 @@ class SplitLoader:
         return _Batches(job, iter(loader), part_of)
 
 
+class _Pass:
+    """One pass over a loader, which counts what it yields. After an error it goes on, if the loader's does."""
+
+    def __init__(self, owner: SplitLoader) -> None:
+        self._owner, position, job = owner, owner._resume, owner._job()
+        if owner._reads_samples(job):
+            _same_generators(owner._loader, job)  # type: ignore[arg-type]
+        generators, default = data.generators_of(owner._loader), torch.get_rng_state()
+        for generator, state in zip(generators, () if position is None else position["generators"], strict=False):
+            generator.set_state(state)
+        owner._at_start, owner._resume = [one.get_state() for one in generators], None
+        owner._taken = 0 if position is None else position["batches"]
+        owner._passes += 1
+        self._batches = owner._begun(owner._taken)
+        if position is not None:
+            # It continues where it is: the checkpoint has its state.
+            torch.set_rng_state(default)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._owner._taken, self._owner._at_start = 0, None
+            raise
+        self._owner._taken += 1
+        return batch
+
+
 class _Batches:
     """Iterate over this rank's part of each batch. After an error of the loader the pass goes on, if the loader's does.
 
@@ -125,6 +212,7 @@ class _Batches:
         batches: the loader's batches.
         part_of: returns this rank's part of the batch of a number.
         after: is called once a batch was read.
+        first: number of the first batch.
     """
 
     def __init__(
@@ -133,9 +221,10 @@ class _Batches:
         batches: Iterator[Any],
         part_of: Callable[[int, Any], Any],
         after: Callable[[], None] = lambda: None,
+        first: int = 0,
     ) -> None:
         self._job, self._batches, self._part_of, self._after = job, batches, part_of, after
-        self._number = -1
+        self._number = first - 1
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -172,21 +261,18 @@ def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | N
     return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
 
 
-def _splits_samples(loader: DataLoader[Any]) -> bool:
-    return not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
-
-
 class _Part:
     """The samples of each batch that one rank reads; a rank without any reads one, to know what a batch is like.
 
     Attributes:
         parts: number of parts.
+        first: number of the first batch to read.
         read: the samples of each whole batch that was read, and how many of them the rank has.
         noise: what seeds the random numbers of the samples, besides the batch and the part. None: nothing does.
     """
 
     def __init__(self, batches: Iterable[Sequence[Any]], part: int, parts: int) -> None:
-        self._batches, self._part, self.parts = batches, part, parts
+        self._batches, self._part, self.parts, self.first = batches, part, parts, 0
         self.read: dict[int, tuple[Any, int]] = {}
         self.noise: Any = None
         self._before: tuple[Any, ...] | None = None
@@ -194,6 +280,8 @@ class _Part:
     def __iter__(self) -> Iterator[list[Any]]:
         self.read.clear()
         for number, whole in enumerate(self._batches):
+            if number < self.first:
+                continue
             indices = list(whole)
             mine = indices[bounds(len(indices), self._part, self.parts)]
             self.read[number] = (indices, len(mine))

@@ -273,13 +273,15 @@ def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> I
         yield
 
 
-def step_of(prepared: nn.Module | torch.optim.Optimizer) -> ZeroGraph:
-    """Return the graph of a prepared module's last training call, or of an optimizer's updates, to look at it.
+def step_of(prepared: nn.Module | torch.optim.Optimizer, *others: torch.optim.Optimizer) -> ZeroGraph:
+    """Return the graph of a prepared module's last training call, or of the updates of optimizers.
 
-    ``zg.step_of(model).report("step.html")``, ``print(zg.step_of(model).text())``, ``zg.step_of(optimizer).memory``.
+    To look at it: ``zg.step_of(model).report("step.html")``, ``zg.step_of(optimizer).memory``. To save and load the
+    loop's modules and these optimizers in parts: ``zg.step_of(optimizer).save(folder)``.
 
     Args:
         prepared: a prepared module or optimizer.
+        others: further optimizers of the same loop.
 
     Raises:
         ConfigError: it is not prepared, or there is no such graph yet: the first call of each kind runs operator by
@@ -291,7 +293,7 @@ def step_of(prepared: nn.Module | torch.optim.Optimizer) -> ZeroGraph:
         graph = None if loop is None else loop.calls.latest.get(prepared)
     else:
         loop = next((getattr(one, "_zerograph_loop", None) for one in parameters_of(prepared)), None)
-        graph = None if loop is None else loop.graph(prepared)
+        graph = None if loop is None else loop.graph(prepared, *others)
     if graph is None:
         raise ConfigError(
             f"zg.step_of() of a {type(prepared).__name__} "

@@ -1,0 +1,96 @@
+"""A loop that saves its parts and its position in the data goes on as if nothing had been, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import zerograph as zg
+from tests.pool import Pool
+
+EPOCHS, ROWS = 3, 4
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that are drawn anew each time."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((6,), index / 22) + 0.1 * torch.rand(6), torch.tensor(index % 4)
+
+
+class Streamed(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        return iter([(torch.full((6,), index / 22), torch.tensor(index % 4)) for index in range(22)])
+
+
+LOADERS: dict[str, Any] = {
+    "shuffled": lambda: DataLoader(Noisy(), ROWS, shuffle=True),
+    "shuffled by a generator": lambda: DataLoader(
+        Noisy(), ROWS, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+    "streamed": lambda: DataLoader(Streamed(), ROWS),
+    "a list": lambda: list(DataLoader(Streamed(), ROWS)),
+}
+
+
+def train(name: str, folder: Path, stage: int, until: int | None = None, *, goes_on: bool = False) -> list[float]:
+    """Return the losses of a loop, which ends after so many batches with a checkpoint, or goes on from that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    model, optimizer, loader = zg.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2), LOADERS[name](), stage=stage
+    )
+    losses: list[float] = []
+    passes = 0
+    if goes_on:
+        torch.rand(3)
+        zg.step_of(optimizer).load(folder)
+        position = torch.load(folder.with_suffix(".pt"))
+        loader.load_state_dict(position["loader"])
+        passes = position["passes"]
+    while passes < EPOCHS:
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == until:
+                zg.step_of(optimizer).save(folder)
+                if zg.rank() == 0:
+                    torch.save({"loader": loader.state_dict(), "passes": passes}, folder.with_suffix(".pt"))
+                return losses
+        passes += 1
+    return losses
+
+
+# In the middle of a pass, and at the last batch of one.
+@pytest.mark.parametrize(("name", "until"), [*((name, 8) for name in LOADERS), ("shuffled", 6)])
+def test_a_loop_goes_on_from_its_parts_and_its_position(pool: Pool, name: str, until: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    expected, _ = pool.run(2, train, name, folder, 3)
+    begun, _ = pool.run(2, train, name, folder, 3, until)
+    for rest in pool.run(2, continued, name, folder, 3):
+        assert begun + rest == expected
+
+
+def continued(name: str, folder: Path, stage: int) -> list[float]:
+    return train(name, folder, stage, goes_on=True)
+
+
+@pytest.mark.parametrize("name", ["streamed", "a list"])
+def test_the_rest_may_run_on_another_number_of_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    expected, _ = pool.run(2, train, name, folder, 3)
+    begun, _ = pool.run(2, train, name, folder, 3, 8)
+    (rest,) = pool.run(1, continued, name, folder, 0)
+    assert begun + rest == pytest.approx(expected, rel=1e-5)
