@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.pool import Pool
 from zerograph.loops.prepare import loop_of
 
 
@@ -84,3 +85,32 @@ def test_what_was_prepared_is_freed(make: Callable[[], list[Any]]) -> None:
     gc.collect()
     alive = [reference() for reference in references]
     assert alive == [None] * len(alive)
+
+
+def tensors_in_cycles() -> list[str]:
+    """Return the tensors that a step of a loop leaves for the garbage collector."""
+    torch.manual_seed(0)
+    model, optimizer, loader = zg.prepare(net := Net(), torch.optim.Adam(net.parameters()), [torch.ones(4, 4)] * 4)
+    gc.collect()
+    gc.disable()
+    for number, x in enumerate(loader):
+        if number == 3:
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        model(x).backward()
+        model.layers(x).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(x).item()
+    gc.collect()
+    gc.set_debug(0)
+    gc.enable()
+    left = [str(type(one)) for one in gc.garbage if isinstance(one, Tensor)]
+    gc.garbage.clear()
+    return left
+
+
+def test_a_step_leaves_no_tensor_to_the_garbage_collector(pool: Pool) -> None:
+    assert pool.run(2, tensors_in_cycles) == [[], []]

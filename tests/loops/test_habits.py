@@ -190,6 +190,15 @@ def packed_sequences(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tens
     return update(optimizer, F.cross_entropy(model(x.view(-1, 3, 2), 1 + y % 3), y)).item()
 
 
+def inference(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    with torch.inference_mode():
+        saved = model.state_dict()
+        logits = model(x)
+        correct = logits.argmax(1).eq(y).sum().item() + logits[0, 1].item() + model[0](x).sum().item()
+    return loss.item() + correct + float(saved["0.weight"].sum()) + logits.mean().item()
+
+
 def features_of_a_hook(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     kept = []
     handle = model[1].register_forward_hook(lambda module, args, out: kept.append(out))
@@ -279,6 +288,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "clipped weights": (clipped_weights, perceptron),
     "features of a hook": (features_of_a_hook, perceptron),
     "a closure": (closure, perceptron),
+    "inference mode": (inference, perceptron),
     "calls that wait": (calls_that_wait, perceptron),
     "sums of several calls": (sums_of_several_calls, perceptron),
     "results changed in place": (results_changed_in_place, perceptron),

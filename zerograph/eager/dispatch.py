@@ -279,25 +279,22 @@ def _parts(kind: type[GlobalTensor], program: Program, tensors: Sequence[Any]) -
     return parts
 
 
-def _filled(arguments: Any, parts: Any) -> Any:
+def _filled(value: Any, parts: Any) -> Any:
     """Return arguments with this rank's parts in place of tensors.
 
     Args:
-        arguments: positional and keyword arguments.
+        value: the arguments, in tuples, lists and dicts.
         parts: an iterator over the parts, or a list of them by the number of a slot.
     """
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return parts[value.index]
-        if isinstance(value, Tensor):
-            return next(parts)
-        if isinstance(value, (list, tuple)):
-            return [fill(one) for one in value]
-        return value
-
-    args, kwargs = arguments
-    return [fill(value) for value in args], {name: fill(value) for name, value in kwargs.items()}
+    if isinstance(value, Slot):
+        return parts[value.index]
+    if isinstance(value, Tensor):
+        return next(parts)
+    if isinstance(value, dict):
+        return {name: _filled(one, parts) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_filled(one, parts) for one in value]
+    return value
 
 
 def returned(kind: type[GlobalTensor], program: Program, results: Sequence[Any]) -> Any:

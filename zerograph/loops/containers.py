@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,17 +30,18 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
         value: the value.
         function: takes a value; returns its replacement, or :data:`INSIDE` to replace its parts.
     """
-    seen: dict[int, Any] = {}
+    return _mapped(value, function, {})
 
-    def run(one: Any) -> Any:
-        replacement = function(one)
-        if replacement is not INSIDE:
-            return replacement
-        if id(one) not in seen:
-            seen[id(one)] = _rebuilt(one, run, lambda copied: seen.__setitem__(id(one), copied))
-        return seen[id(one)]
 
-    return run(value)
+def _mapped(one: Any, function: Callable[[Any], Any], seen: dict[int, Any]) -> Any:
+    # No function inside that calls itself: the cycle would keep tensors until garbage is collected.
+    replacement = function(one)
+    if replacement is not INSIDE:
+        return replacement
+    if id(one) not in seen:
+        run = functools.partial(_mapped, function=function, seen=seen)
+        seen[id(one)] = _rebuilt(one, run, lambda copied: seen.__setitem__(id(one), copied))
+    return seen[id(one)]
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

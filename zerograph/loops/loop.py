@@ -235,9 +235,11 @@ class Loop:
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a state of parameters and buffers; they get what is written to it before the next call."""
-        copy = type(state)(
-            (key, one.detach().clone() if isinstance(one, Tensor) else one) for key, one in state.items()
-        )
+        with torch.inference_mode(False):
+            # Their writes are counted.
+            copy = type(state)(
+                (key, one.detach().clone() if isinstance(one, Tensor) else one) for key, one in state.items()
+            )
         self._copies += [(copy[key], one, 0) for key, one in state.items() if isinstance(one, Tensor)]
         return copy
 
@@ -260,7 +262,9 @@ class Loop:
         parameters = [one for module in self.modules.values() for one in module.parameters()]
         stores = [store for store in stores_of(parameters) if not store.layout.is_whole and not store.is_unsharded]
         if stores:
-            unshard(stores)
+            with torch.inference_mode(False):
+                # They may be whole until the next training call.
+                unshard(stores)
             self._shown |= {store: _hashes(store) for store in stores}
 
     def hide(self) -> None:
