@@ -25,11 +25,14 @@ from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.precision import LOW_DTYPES, precision_text
+from zerograph.loops.prepare import loop_of
+from zerograph.loops.whole_step import WholeStep
 
 _HELP = (
     "STEP is a ZeroGraph of the script, or a function without arguments that returns (step, inputs):\n"
     "  def example():\n"
-    "      return TrainStep(Gpt()), (torch.zeros(8, 128, dtype=torch.int64),)"
+    "      return TrainStep(Gpt()), (torch.zeros(8, 128, dtype=torch.int64),)\n"
+    "For a loop STEP is the model that zg.prepare() has prepared with its optimizer."
 )
 
 
@@ -47,7 +50,7 @@ def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple
     if not path or not name:
         raise ConfigError(f"{script!r} is not SCRIPT:STEP, such as train.py:example\n{_HELP}")
     module = _imported(Path(path))
-    step = _named(module, name, path)
+    step = _graph_of(_named(module, name, path))
     if isinstance(step, ZeroGraph):
         if inputs is None:
             raise ConfigError(
@@ -59,9 +62,15 @@ def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple
     if isinstance(step, type) or not callable(step):
         raise ConfigError(f"{name} of {path} is {_type_of(step)}\n{_HELP}")
     result = _called(step, name, path, meta)
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], ZeroGraph):
+    step = _graph_of(result[0]) if isinstance(result, tuple) and len(result) == 2 else None
+    if not isinstance(step, ZeroGraph):
         raise ConfigError(f"{name}() of {path} returned {_type_of(result)}, not (step, inputs)\n{_HELP}")
-    return result[0], result[1] if isinstance(result[1], tuple) else (result[1],)
+    return step, result[1] if isinstance(result[1], tuple) else (result[1],)
+
+
+def _graph_of(value: Any) -> Any:
+    """Return the step of a loop for a prepared module, and any other value as it is."""
+    return WholeStep(value) if isinstance(value, torch.nn.Module) and loop_of(value) is not None else value
 
 
 def prepare(

@@ -40,6 +40,46 @@ def test_inspect_shows_a_step_of_any_number_of_ranks() -> None:
     assert "gather starts" in shown.stdout
 
 
+LOOP = """
+import torch, zerograph as zg
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+def loop():
+    model = Model(16, 16)
+    model, optimizer = zg.prepare(model, torch.optim.Adam(model.parameters()), stage=3)
+    return model, torch.zeros(2, 16)
+
+class Step(zg.ZeroGraph):
+    def __init__(self):
+        super().__init__()
+        self.model = Model(16, 16)
+        self.add_optimizer(torch.optim.Adam(self.model.parameters()))
+        self.config.enable_zero(stage=3)
+
+    def build(self, x):
+        loss = self.model(x)
+        loss.backward()
+        return loss
+
+def graph():
+    return Step(), torch.zeros(2, 16)
+"""
+
+
+def test_a_step_of_a_loop_is_inspected_and_planned_as_the_graph_of_the_same_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    facts = []
+    for name in ("loop", "graph"):
+        about = json.loads(run("inspect", f"{script}:{name}", "--world-size", "4", "--json").stdout)
+        plan = json.loads(run("plan", f"{script}:{name}", "--world-size", "4", "--device", "cpu", "--json").stdout)
+        facts.append((about["memory"]["peak"], about["at_rest"], about["sent"], plan["peak"]))
+    assert facts[0] == facts[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
