@@ -83,6 +83,7 @@ from zerograph._torch.operators import (
     is_composite,
     is_mutable,
     operator_functions,
+    overload_without_out,
     overloads,
     returns,
     schema_arguments,

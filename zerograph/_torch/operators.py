@@ -176,6 +176,14 @@ def functional_overload(operator: OpOverload) -> OpOverload | None:
     return None
 
 
+def overload_without_out(operator: OpOverload) -> tuple[OpOverload, list[str]] | None:
+    """Return the overload that returns what this one writes to arguments such as ``out``, and their names; or None."""
+    out = [argument.name for argument in operator._schema.arguments if argument.is_out]
+    wanted = [argument for argument in _arguments(operator) if argument[0] not in out]
+    others = [one for one in overloads(operator.overloadpacket) if out and _arguments(one) == wanted]
+    return (others[0], out) if others else None
+
+
 def _name(operator: OpOverload) -> str:
     return operator._schema.name.removeprefix("aten::")
 

@@ -58,6 +58,11 @@ def _operator(operator: OpOverload) -> Operator:
     written = tuple(i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write)
     results = _torch.returns(operator)
     returned = written[0] if written and len(results) == 1 and results[0].alias_info is not None else None
+    special = _SPECIAL.get(operator)
+    if special is None and _torch.is_composite(operator):
+        special = functools.partial(_decomposed, operator)
+    if special is None and (without := _torch.overload_without_out(operator)) is not None:
+        special = functools.partial(_into_out, *without)
     return Operator(
         operator,
         torch.Tag.pointwise in operator.tags,
@@ -65,7 +70,7 @@ def _operator(operator: OpOverload) -> Operator:
         written,
         returned,
         operator.is_view,
-        _SPECIAL.get(operator) or (functools.partial(_decomposed, operator) if _torch.is_composite(operator) else None),
+        special,
         {},
     )
 
@@ -359,7 +364,9 @@ def _compiled(
         return known.operator(*positional, **named)
 
     operator = known.operator
-    _check_alike(operator, [one for one in tensors if type(one) is not kind and not isinstance(one, nn.Parameter)], now)
+    # A copy does not read what it writes to, such as memory that nobody has written yet.
+    read = tensors[1:] if operator is aten.copy_.default else tensors
+    _check_alike(operator, [one for one in read if type(one) is not kind and not isinstance(one, nn.Parameter)], now)
     try:
         program = now.compilation.compile(function, specs, operator=operator)
         is_flat = not any(isinstance(one, (list, tuple)) and any(isinstance(t, Tensor) for t in one) for one in args)
@@ -495,6 +502,17 @@ def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
 def _decomposed(operator: OpOverload, kind: type[GlobalTensor], *args: Any, **kwargs: Any) -> Any:
     """Run an operator that torch has not taken apart, as in inference mode."""
     return operator.decompose(*args, **kwargs)
+
+
+def _into_out(operator: OpOverload, names: Sequence[str], kind: type[GlobalTensor], *args: Any, **kwargs: Any) -> Any:
+    """Run an operator that writes to tensors of these names."""
+    out = [kwargs.pop(name) for name in names]
+    results = operator(*args, **kwargs)
+    for one, result in zip(out, results if len(out) > 1 else [results], strict=True):
+        if one.shape != result.shape:
+            one.resize_(result.shape)
+        one.copy_(result)
+    return out if len(out) > 1 else out[0]
 
 
 def _read(kind: type[GlobalTensor], x: GlobalTensor) -> Any:

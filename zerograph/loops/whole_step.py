@@ -17,7 +17,7 @@ from zerograph.passes.context import GradientUse
 class WholeStep(LoopGraph):
     """A training step that calls a prepared module once: the call, its backward, and the update.
 
-    The loop's own lines are not known. The loss is the one that the module returns, else the mean square of its results.
+    The loop's own lines are not known. The loss is that of the module, else the mean square of its results.
 
     Args:
         module: a prepared module.
