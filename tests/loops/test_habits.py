@@ -385,16 +385,35 @@ def test_rows_that_a_rank_has_cut_are_its_part_of_the_batch(pool: Pool) -> None:
         assert printed == pytest.approx(expected, rel=1e-9)
 
 
-def halves_of_own_rows() -> list[str]:
-    model = prepare_at(2)(perceptron())
-    with warnings.catch_warnings(record=True) as seen:
+def halves_of_own_rows() -> tuple[list[str], str]:
+    model, x = prepare_at(2)(perceptron()), torch.ones(4, 6)
+    with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        model(torch.ones(4, 6)).chunk(2)
-    return [str(one.message) for one in seen]
+        model(x).chunk(2)
+    with pytest.raises(zg.InputError) as refused:
+        F.normalize(model(x)).chunk(2)
+    return [str(one.message) for one in seen], str(refused.value)
 
 
-def test_halves_of_rows_that_ranks_have_cut_are_warned_of(pool: Pool) -> None:
-    assert "the rows of rank 0, then those of rank 1" in "".join(pool.run(2, halves_of_own_rows)[0])
+def test_halves_of_rows_that_ranks_have_cut_are_refused_where_a_loss_may_depend_on_them(pool: Pool) -> None:
+    seen, refused = pool.run(2, halves_of_own_rows)[0]
+    assert "the rows of rank 0, then those of rank 1" in "".join(seen)
+    assert "pass its loader to zg.prepare()" in refused
+
+
+def halves_of_global_rows() -> list[float]:
+    torch.manual_seed(0)
+    model = prepare_at(2)(perceptron().double())
+    views = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1)).double()
+    if zg.world_size() > 1:
+        views = [zg.global_tensor(one.chunk(2)[zg.rank()], zg.sbp.split(0)) for one in views]
+    first, second = model(torch.cat([*views])).chunk(2)
+    return [(first - second).square().mean().item()]
+
+
+def test_halves_of_rows_that_are_global_are_those_of_one_process(pool: Pool) -> None:
+    (expected,) = pool.run(1, halves_of_global_rows)
+    assert pool.run(2, halves_of_global_rows) == [pytest.approx(expected)] * 2
 
 
 class Chain(nn.Module):

@@ -102,7 +102,7 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
         key.append(name)
         is_split |= _describe((kwargs[name],), key, tensors, now, kind, with_numbers=not known.pointwise)
     if now.rows_of_ranks and is_split and operator in _ALONG_ROWS:
-        _warn_of_order(operator, args, now)
+        _check_order(operator, args, now)
     if known.draws:
         return _draw(kind, known, args, kwargs, now)
     if not is_split:
@@ -144,26 +144,31 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
 
 
 # They take rows apart, by their place in the batch.
-_ALONG_ROWS = frozenset(
-    {
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.unbind.int,
-    }
-)
+_PIECES = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor})
+_ALONG_ROWS = _PIECES | {aten.select.int, aten.unbind.int}
 
 
-def _warn_of_order(operator: OpOverload, args: Sequence[Any], now: World) -> None:
-    """Warn where rows are taken apart that the ranks have cut themselves."""
+def _check_order(operator: OpOverload, args: Sequence[Any], now: World) -> None:
+    """Refuse to train on pieces of rows that the ranks have cut themselves; warn where others are taken apart.
+
+    Raises:
+        InputError: a loss may depend on which rows a piece has.
+    """
     at = 2 if operator in (aten.split.Tensor, aten.split_with_sizes.default) else 1
-    if Split(0) in args[0].spec.sbp and (args[at] if len(args) > at else 0) == 0:
-        now.warn(
-            "rows are taken apart by their place in the batch, where the batch is the rows of rank 0, then those of "
-            "rank 1, and so on\nWhere the script has concatenated views, that is another order than in one process: "
-            "pass its loader to zg.prepare()."
-        )
+    if Split(0) not in args[0].spec.sbp or (args[at] if len(args) > at else 0) != 0:
+        return
+    if operator is aten.slice.Tensor and operator(torch.empty(len(args[0]), device="meta"), *args[1:]).numel() == len(
+        args[0]
+    ):
+        return
+    message = (
+        "rows are taken apart by their place in the batch, where the batch is the rows of rank 0, then those of "
+        "rank 1, and so on\nWhere the script has concatenated views, that is another order than in one process: "
+        "pass its loader to zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0))."
+    )
+    if operator in _PIECES and args[0].requires_grad:
+        raise InputError(message)
+    now.warn(message)
 
 
 _UNKNOWN: Any = object()

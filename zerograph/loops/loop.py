@@ -87,11 +87,13 @@ class Loop:
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
             return self.run_eagerly(function, args, kwargs)
-        world().rows_of_ranks = not self.has_loader
         if self.has_loader:
             check_equal((args, kwargs), doing)
         else:
-            args, kwargs = of_parts((args, kwargs), doing)
+            given = (args, kwargs)
+            args, kwargs = made = of_parts(given, doing)
+            # Later calls may take what this one returns.
+            world().rows_of_ranks |= made is not given
         if isinstance(function, nn.Module):
             return self.calls.run(function, args, kwargs)
         return self.run_eagerly(function, args, kwargs)
@@ -107,7 +109,7 @@ class Loop:
 
     def loader(self, loader: Iterable[Any]) -> SplitLoader:
         """Return a loader of global tensors."""
-        self.has_loader = True
+        self.has_loader, world().rows_of_ranks = True, False
         return GlobalLoader(loader, self.config)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
