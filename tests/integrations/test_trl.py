@@ -19,7 +19,9 @@ pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def train(kind: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> list[dict[str, float]]:
+def train(
+    kind: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any], lora: bool = False
+) -> list[dict[str, float]]:
     import datasets
     import trl
     from transformers import LlamaForSequenceClassification
@@ -50,9 +52,16 @@ def train(kind: str, folder: Path, ranks: int, zero: int | None, options: dict[s
         rows = [{"chosen": a, "rejected": b} for a, b, _ in zip(word_texts(1), word_texts(2), range(21), strict=False)]
     if kind == "DPO":
         rows = [{"prompt": "w1 w2 ", **row} for row in rows]
-        more["ref_model"] = llama()
-        with torch.no_grad():
-            more["ref_model"].lm_head.weight.mul_(1.5)
+        if lora:
+            # The reference is the model without its adapters.
+            from peft import LoraConfig
+
+            torch.manual_seed(1)
+            more["peft_config"] = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "up_proj"])
+        else:
+            more["ref_model"] = llama()
+            with torch.no_grad():
+                more["ref_model"].lm_head.weight.mul_(1.5)
     if kind == "Reward":
         rows = [{**row, "margin": 0.1 * number} for number, row in enumerate(rows)]
         torch.manual_seed(0)
@@ -88,6 +97,13 @@ def test_two_ranks_log_what_one_process_does(
 ) -> None:
     expected = run(kind, tmp_path / "plain", 1, None, options)
     for logs in pool.run(2, run, kind, tmp_path / "zero", 2, stage, options):
+        assert_equal(logs, expected)
+
+
+def test_the_reference_may_be_the_model_without_its_adapters(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs peft: pip install peft")
+    expected = run("DPO", tmp_path / "plain", 1, None, {}, True)
+    for logs in pool.run(2, run, "DPO", tmp_path / "zero", 2, 3, {}, True):
         assert_equal(logs, expected)
 
 
