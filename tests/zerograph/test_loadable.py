@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler
 
 import zerograph as zg
 from tests.models import TrainStep, batches, make, train_plainly
-from zerograph.state.hyperparameter_checks import check_scheduler
+from zerograph.state.checks import check_scheduler
 
 Make = Callable[[Any], torch.optim.Optimizer]
 DATA = batches("mlp", 6)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.compiler.layout import plain_state
@@ -27,8 +26,7 @@ from zerograph.runtime.state import (
     store_of,
     stores_of,
 )
-from zerograph.state.hyperparameter_checks import check_scheduler
-from zerograph.state.optimizer_checks import check_optimizer_state, convert_state
+from zerograph.state.checks import convert_state
 
 
 def modules_state(members: Members) -> dict[str, dict[str, Any]]:
@@ -144,59 +142,6 @@ def numbered_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
         start += len(numbers)
     return groups
-
-
-def check_state(
-    optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[LRScheduler | None], state: Any
-) -> None:
-    """Check that a graph's ``load_state_dict()`` can load ``state``. :func:`read_modules` checks the modules.
-
-    Raises:
-        ConfigError: an entry has the wrong type or an unknown name, or does not fit the optimizers or schedulers.
-    """
-    kinds: dict[str, Any] = {
-        "modules": Mapping,
-        "optimizers": Sequence,
-        "lr_schedulers": Sequence,
-        "steps_done": int,
-        "grad_scaler": (Mapping, type(None)),
-        "random": Mapping,
-    }
-    unknown = [repr(key) for key in state if key not in kinds] if isinstance(state, Mapping) else [f"{state!r:.60}"]
-    if unknown or not state:
-        raise ConfigError(
-            f"not a state of a graph: it has {', '.join(unknown[:3]) or 'nothing'}; a state has {', '.join(kinds)}, or "
-            'some of these\nOf a plain module give {"modules": {"model": state}}, by its attribute, of a plain '
-            'optimizer {"optimizers": [state]}.'
-        )
-    for key, value in state.items():
-        if not isinstance(value, kinds[key]) or isinstance(value, (str, bool)):
-            expected = "a list with one for each optimizer" if kinds[key] is Sequence else "what state_dict() has there"
-            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}\nGive {expected}.")
-    if state.get("steps_done", 0) < 0:
-        raise ConfigError(f"not a state of a graph: steps_done = {state['steps_done']}")
-    for name, module_state in state.get("modules", {}).items():
-        if not isinstance(module_state, Mapping):
-            raise ConfigError(
-                f"not a state of a graph: module {name!r:.60} has a state of the type {type(module_state).__name__}\n"
-                'The state of a plain module goes under its attribute: {"modules": {"model": state}}.'
-            )
-    for key in ("optimizers", "lr_schedulers"):
-        if key in state and len(state[key]) != len(optimizers):
-            raise ConfigError(f"the graph has {len(optimizers)} optimizers, the state {len(state[key])} {key}")
-    for optimizer, saved in zip(optimizers, state.get("optimizers", ()), strict=False):
-        check_optimizer_state(optimizer, saved)
-    for scheduler, saved in zip(schedulers, state.get("lr_schedulers", ()), strict=False):
-        if scheduler is not None and saved is not None:
-            check_scheduler(scheduler, saved)
-    if "random" in state and not _is_random(state["random"]):
-        raise ConfigError(f"not a state of a graph: its random numbers are {state['random']!r:.60}")
-
-
-def _is_random(state: Mapping[str, Any]) -> bool:
-    """Return True if the state has a valid seed, or None, and a valid count."""
-    seed, passes = state.get("seed", ""), state.get("passes")
-    return (seed is None or type(seed) is int) and type(passes) is int and 0 <= passes < 2**63
 
 
 def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

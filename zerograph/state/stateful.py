@@ -23,6 +23,7 @@ from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.state import Store, reshard, set_residuals, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
+from zerograph.state.checks import check_form, check_state
 from zerograph.state.generate import Generation, check_call, facts_of, generate
 from zerograph.state.stream import Stream, chosen_module
 from zerograph.state.threads import one_thread
@@ -145,9 +146,8 @@ class Stateful:
         facts: dict[str, str] = {}
         try:
             state = state_dict.open_files(state)
-            state_dict.check_state(self._optimizers, self._schedulers, state)
-            if self.config.scaler is not None and state.get("grad_scaler") is not None:
-                self.config.scaler.check_state(state["grad_scaler"])
+            check_form(state)
+            check_state(self._optimizers, self._schedulers, self.config.scaler, state)
             if "modules" in state:
                 whole = state_dict.read_modules(self._adopted(), state["modules"])
             if self._join().size > 1:

@@ -18,7 +18,7 @@ from zerograph.runtime.optimizer_state import StoredState, guarded_state, text_o
 from zerograph.runtime.state import Store, in_memory, reshard, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state import state_dict
-from zerograph.state.optimizer_checks import check_optimizer_state
+from zerograph.state.checks import check_optimizer_state
 
 _END = "the end of full_parameters()"
 

@@ -42,11 +42,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             }
             for module in modules_in(reader)
         },
+        **document.state,
         "optimizers": [plain_optimizer_state(reader, number, groups) for number, groups in enumerate(document.groups)],
-        "lr_schedulers": document.schedulers,
-        "steps_done": document.counts[0],
-        "grad_scaler": document.scaler,
-        "random": {"seed": document.counts[2], "passes": document.counts[1]},
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +31,6 @@ from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, names_of, pieces_to_fill, plain_members
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
 from zerograph.state.checkpoint.save import raise_interrupt
-from zerograph.state.hyperparameter_checks import check_hyperparameters
-from zerograph.state.optimizer_checks import check_entries, check_groups
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
@@ -70,22 +69,19 @@ def load(
     groups: Sequence[Sequence[Mapping[str, Any]]],
     others: Iterable[str],
 ) -> None:
-    """Load parameters, buffers and optimizer state from a checkpoint. Every rank calls it.
+    """Load parameters, buffers and optimizer state from a checkpoint that fits the graph. Every rank calls it.
 
     Args:
         groups: saved parameter groups of each optimizer, with parameter numbers.
         others: names of tensors that the caller reads afterwards; they are checked here too.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
-        ConfigError: the checkpoint is of another model or of other optimizers. No rank has changed anything then.
+        CheckpointError: a file is missing or damaged. No rank has changed anything then.
     """
     problem: BaseException | None = None
     named = names_of(members, optimizers)
     plan = _LoadPlan([], [])
     try:
-        _check_names(reader.index, members)
-        _check_optimizers(reader.index, optimizers, groups)
         plan = _plan(reader, members, optimizers)
         _verify(reader, plan, members, named, others)
     except BaseException as error:
@@ -103,8 +99,12 @@ def load(
         state_dict.load_optimizer(optimizers[number], plain_optimizer_state(reader, number, groups[number], shapes))
 
 
-def _check_names(checkpoint: Index, members: Members) -> None:
-    """Check that the checkpoint has exactly the members' tensors, with their shapes and compatible dtypes."""
+def check_names(checkpoint: Index, members: Members) -> None:
+    """Check that the checkpoint has exactly the members' tensors, with their shapes and compatible dtypes.
+
+    Raises:
+        ConfigError: it has not.
+    """
     skipped = _torch.unsaved_buffers(members.root)
     tensors = {**members.parameters, **{n: b for n, b in members.buffers.items() if n not in skipped}}
     shapes = {f"modules.{name}": tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -133,38 +133,21 @@ def _converts(saved: str, dtype: torch.dtype) -> bool:
     return source == dtype or (source.is_floating_point and dtype.is_floating_point)
 
 
-def _check_optimizers(checkpoint: Index, optimizers: Optimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Check that the optimizers accept their saved groups, hyperparameters and entries."""
-    if len(groups) != len(optimizers):
-        raise ConfigError(f"the graph has {len(optimizers)} optimizers, the checkpoint {len(groups)}")
-    for number, (optimizer, saved) in enumerate(zip(optimizers, groups, strict=True)):
-        check_groups(optimizer, saved)
-        try:
-            check_hyperparameters(optimizer, saved)
-        except ConfigError as error:
-            raise CheckpointError(f"the checkpoint does not fit: {error}") from error
-        own = plain_shapes(optimizer, saved)
-        start = f"optimizers.{number}.state."
-        shapes = {
-            key: {
-                plain_name(name): _plain_shape(name, checkpoint.tensors[f"{start}{key}.{name}"], own[key])
-                for name in sorted(names)
-            }
-            for key, names in _saved_states(checkpoint, number).items()
-        }
-        check_entries(optimizer, saved, shapes)
+def _without_values(name: str, entry: index.Entry, shape: Sequence[int] | None) -> Tensor:
+    """Return an entry of a parameter's state on the meta device, in the shape that a plain optimizer keeps.
 
-
-def _plain_shape(name: str, entry: index.Entry, shape: torch.Size) -> tuple[int, ...]:
-    """Return the shape of an entry of a parameter's state as a plain optimizer keeps it; of a code the parameter's.
+    Args:
+        shape: shape of the parameter; None: the optimizer has no such parameter.
 
     Raises:
         CheckpointError: a code has another number of blocks than the parameter.
     """
     codec = saved_codec(name)
-    if codec is not None and entry.shape[0] != -(-shape.numel() // codec.block):
+    if codec is None or shape is None:
+        shape = entry.shape
+    elif entry.shape[0] != -(-math.prod(shape) // codec.block):
         raise CheckpointError(f"the checkpoint is damaged: {name} of a parameter of {tuple(shape)} has other blocks")
-    return entry.shape if codec is None else shape
+    return torch.empty(tuple(shape), dtype=index.DTYPES[entry.dtype], device="meta")
 
 
 def _saved_states(checkpoint: Index, number: int) -> dict[int, set[str]]:
@@ -285,7 +268,7 @@ def read_pieces(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
 def plain_shapes(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, torch.Size]:
     """Return the shape of each parameter of an optimizer, by its number in saved groups."""
     numbers = [number for group in groups for number in group["params"]]
-    return {number: parameter.shape for number, parameter in zip(numbers, parameters_of(optimizer), strict=True)}
+    return {number: parameter.shape for number, parameter in zip(numbers, parameters_of(optimizer), strict=False)}
 
 
 def plain_optimizer_state(
@@ -293,6 +276,8 @@ def plain_optimizer_state(
     number: int,
     groups: Sequence[Mapping[str, Any]],
     shapes: Mapping[Any, Sequence[int]] | None = None,
+    *,
+    read: bool = True,
 ) -> dict[str, Any]:
     """Return what ``state_dict()`` of the plain optimizer would return.
 
@@ -300,10 +285,14 @@ def plain_optimizer_state(
         number: number of the optimizer.
         groups: its saved groups.
         shapes: shape of each parameter, by number in the groups: coded entries are decoded; None: they stay codes.
+        read: False: the tensors are on the meta device.
     """
 
     def entry(key: int, name: str) -> tuple[str, Tensor]:
-        value = reader.whole(f"optimizers.{number}.state.{key}.{name}")
+        whole = f"optimizers.{number}.state.{key}.{name}"
+        if not read:
+            return plain_name(name), _without_values(name, reader.index.tensors[whole], (shapes or {}).get(key))
+        value = reader.whole(whole)
         return (name, value) if shapes is None else (plain_name(name), decode_saved(name, value, shapes[key]))
 
     states = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Sequence
@@ -24,11 +23,11 @@ from zerograph.runtime.job.process_group import Job, agree
 from zerograph.runtime.state import set_residuals, stores_of
 from zerograph.state.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
 from zerograph.state.checkpoint.document import encode
-from zerograph.state.checkpoint.load import load, open_checkpoint
+from zerograph.state.checkpoint.load import check_names, load, open_checkpoint, plain_optimizer_state, plain_shapes
 from zerograph.state.checkpoint.pretrained import configurations
 from zerograph.state.checkpoint.residuals import pieces_of_residuals, read_residuals
 from zerograph.state.checkpoint.written import Counts, Written, written
-from zerograph.state.hyperparameter_checks import check_scheduler
+from zerograph.state.checks import check_state
 from zerograph.state.state_dict import load_groups, numbered_groups
 
 
@@ -116,8 +115,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     try:
         reader = open_checkpoint(path)
         saved = written(reader)
-        _check_fits(saved, parts.schedulers, parts.scaler)
-        _check_extra_state(saved, parts.members)
+        _check_fits(reader, saved, parts)
         start = _generator_of(job.rank)
         generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
         _check_generators(reader, generators)
@@ -135,33 +133,32 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     for name, module in _with_extra_state(parts.members).items():
         if name in saved.extra_state:
             module.set_extra_state(saved.extra_state[name])
-    for scheduler, state in zip(parts.schedulers, saved.schedulers, strict=True):
+    for scheduler, state in zip(parts.schedulers, saved.state["lr_schedulers"], strict=True):
         if scheduler is not None and state is not None:
             scheduler.load_state_dict(state)
-    if parts.scaler is not None and saved.scaler is not None:
-        parts.scaler.load_state_dict(saved.scaler)
+    if parts.scaler is not None and saved.state["grad_scaler"] is not None:
+        parts.scaler.load_state_dict(saved.state["grad_scaler"])
     _set_generators(reader, generators)
     set_residuals(parts.members.parameters.values(), residuals)
     return saved.counts
 
 
-def _check_fits(document: Written, schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None) -> None:
-    """Check that each scheduler and the loss scale accept their saved state; :func:`load` checks how many there are.
+def _check_fits(reader: Reader, saved: Written, parts: Parts) -> None:
+    """Check that the graph can load all of the checkpoint.
 
     Raises:
-        CheckpointError: a scheduler or the loss scale does not accept its saved state.
+        ConfigError: it is of another model or of other optimizers.
+        CheckpointError: it is damaged.
     """
-    for scheduler, state in zip(schedulers, document.schedulers, strict=False):
-        if scheduler is not None and state is not None:
-            try:
-                check_scheduler(scheduler, state)
-            except ConfigError as error:
-                raise CheckpointError(f"the checkpoint does not fit: {error}") from error
-    if scaler is not None and document.scaler is not None:
-        try:
-            copy.copy(scaler).check_state(document.scaler)
-        except ConfigError as error:
-            raise CheckpointError(f"the checkpoint's loss scale is damaged: {error}") from error
+    check_names(reader.index, parts.members)
+    _check_extra_state(saved, parts.members)
+    shapes = dict(enumerate(map(plain_shapes, parts.optimizers, saved.groups)))
+    optimizers = [
+        plain_optimizer_state(reader, number, groups, shapes.get(number), read=False)
+        for number, groups in enumerate(saved.groups)
+    ]
+    state = {**saved.state, "optimizers": optimizers}
+    check_state(parts.optimizers, parts.schedulers, parts.scaler, state, CheckpointError)
 
 
 def _with_extra_state(members: Members) -> dict[str, nn.Module]:

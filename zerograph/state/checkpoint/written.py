@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zerograph.errors import CheckpointError
+from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.coded_state import saved_codec
 from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.state.checkpoint.document import decode
 from zerograph.state.checkpoint.pretrained import FILES
+from zerograph.state.checks import check_form
 
 Counts = tuple[int, int, int | None]
 
@@ -28,24 +29,29 @@ class Written:
     """A checkpoint's document, decoded.
 
     Attributes:
-        groups: parameter groups of each optimizer, with the numbers of their parameters.
-        schedulers: state of each optimizer's scheduler, or None.
-        scaler: state of the loss scaling, or None.
-        counts: updates done, forward passes done, and the seed of random numbers.
+        state: what ``state_dict()`` of the graph returned, without modules and without the state of parameters.
         ranks: number of ranks that wrote it.
         aliases: from further names of tied tensors to the name that the checkpoint has.
         extra_state: what ``get_extra_state()`` of modules returned, by the module's qualified name.
         configurations: by module, JSON files that models of transformers need in addition to the weights, by file name.
     """
 
-    groups: list[list[dict[str, Any]]]
-    schedulers: list[dict[str, Any] | None]
-    scaler: dict[str, Any] | None
-    counts: Counts
+    state: dict[str, Any]
     ranks: int
     aliases: Mapping[str, str]
     extra_state: Mapping[str, Any]
     configurations: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def groups(self) -> list[list[dict[str, Any]]]:
+        """The parameter groups of each optimizer, with the numbers of their parameters."""
+        return [optimizer["param_groups"] for optimizer in self.state["optimizers"]]
+
+    @property
+    def counts(self) -> Counts:
+        """Updates done, forward passes done, and the seed of random numbers."""
+        random = self.state["random"]
+        return self.state["steps_done"], random["passes"], random["seed"]
 
     def pretrained(self, module: str) -> dict[str, Any]:
         """Return the JSON files of a module that ``from_pretrained`` needs, by file name; {} for other modules."""
@@ -62,26 +68,35 @@ def written(reader: Reader) -> Written:
     """
     document = reader.index.document
     try:
-        groups = [[_group(group) for group in _list(groups)] for groups in _list(document["optimizers"])]
+        state = {
+            "optimizers": [
+                {"param_groups": [_texts(decode(group)) for group in _list(groups)]}
+                for groups in _list(document["optimizers"])
+            ],
+            "lr_schedulers": [
+                None if state is None else _texts(decode(state)) for state in _list(document["lr_schedulers"])
+            ],
+            "grad_scaler": None if document["grad_scaler"] is None else _texts(decode(document["grad_scaler"])),
+            "steps_done": document["steps_done"],
+            "random": {"seed": document["seed"], "passes": document["passes_done"]},
+        }
+        check_form(state)
         decoded = Written(
-            groups,
-            [None if state is None else _texts(decode(state)) for state in _list(document["lr_schedulers"])],
-            None if document["grad_scaler"] is None else _texts(decode(document["grad_scaler"])),
-            (_whole(document["steps_done"]), _whole(document["passes_done"]), _seed(document["seed"])),
+            state,
             _whole(document["ranks"]),
             _aliases(reader, document["aliases"]),
             # Checkpoints of earlier versions have none of these.
             {module: decode(state) for module, state in _texts(document.get("extra_state", {})).items()},
             {module: _texts(files) for module, files in _texts(document.get("pretrained", {})).items()},
         )
-        for number, optimizer_groups in enumerate(groups):
+        for number, optimizer_groups in enumerate(decoded.groups):
             _check_numbers(number, optimizer_groups)
-        if len(decoded.schedulers) != len(groups):
+        if len(state["lr_schedulers"]) != len(decoded.groups):
             raise ValueError("it needs a scheduler, or None, for each optimizer")
         _check_tensors(reader, decoded)
     except KeyError as error:
         raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (ConfigError, TypeError, ValueError) as error:
         raise CheckpointError(f"{reader.folder} is damaged: in its document {error!s:.200}") from error
     return decoded
 
@@ -103,16 +118,6 @@ def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise TypeError(f"{value!r:.40} is not a count")
     return value
-
-
-def _seed(value: Any) -> int | None:
-    if value is not None and type(value) is not int:
-        raise TypeError(f"{value!r:.40} is not a seed")
-    return value
-
-
-def _group(value: Any) -> dict[str, Any]:
-    return _texts(decode(value))
 
 
 def _check_numbers(optimizer: int, groups: list[dict[str, Any]]) -> None:
