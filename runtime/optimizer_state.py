@@ -153,10 +153,15 @@ def _hashes(states: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
+# Elements of a tensor that a text shows.
+_MOST_SHOWN = 16
+
+
 def text_of(value: Any) -> str:
-    """Return text that is equal for equal values: of a tensor its shape, dtype and a hash of its bits."""
+    """Return text that is equal for equal values: of a tensor its shape, dtype, and values or a hash."""
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype} bits {int(hash_bits(value)) % 2**64:#018x}"
+        content = f"bits {int(hash_bits(value)) % 2**64:#018x}" if value.numel() > _MOST_SHOWN else value.tolist()
+        return f"{tuple(value.shape)} {value.dtype} {content}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {text_of(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, (list, tuple)):

@@ -27,11 +27,8 @@ _NAP, _MOST_NAP = 0.05, 0.02
 
 def broadcast_number(job: Job, number: int) -> int:
     """Return rank 0's 64-bit number on every rank."""
-    if job.size == 1:
-        return number
     shared = torch.tensor([number], device="cpu")
-    with explaining_failures(job, "taking over rank 0's seed"):
-        dist.broadcast(shared, group_src=0, group=job.control)
+    broadcast_small(job, [shared], "seed")
     return int(shared)
 
 

@@ -337,41 +337,10 @@ def agree(
         CommunicationError: a rank did not answer.
         BaseException: this rank's own ``problem``.
     """
-    reports, everybody = _compare(job, doing, number, facts, problem, sizes)
-    if reports is not None:
-        raise RankMismatchError(first_difference(reports, doing))
-    return everybody
-
-
-def differing(
-    job: Job, doing: str, number: int, facts: Callable[[], Mapping[str, str]], problem: BaseException | None = None
-) -> list[dict[str, str]] | None:
-    """Compare as :func:`agree` does.
-
-    Returns:
-        Every rank's facts if the numbers differ, else None.
-
-    Raises:
-        RankMismatchError: another rank has a problem.
-        CommunicationError: a rank did not answer.
-        BaseException: this rank's own ``problem``.
-    """
-    return _compare(job, doing, number, facts, problem, ())[0]
-
-
-def _compare(
-    job: Job,
-    doing: str,
-    number: int,
-    facts: Callable[[], Mapping[str, str]],
-    problem: BaseException | None,
-    sizes: Sequence[int],
-) -> tuple[list[dict[str, str]] | None, list[list[int]]]:
-    """Return every rank's facts if the numbers differ, else None; and every rank's sizes."""
     if job.size == 1:
         if problem is not None:
             raise problem
-        return None, [list(sizes)]
+        return [list(sizes)]
     # Ranks at different steps may be equal in all else. And if one broke off alone, its next message would be taken for
     # the one that it has not sent.
     broke_off = job.liveness.broke_off
@@ -384,7 +353,7 @@ def _compare(
             if equal and not problems:
                 if broke_off:
                     job.liveness.resume()
-                return None, _gather_sizes(job, sizes) if everybody is None else everybody
+                return _gather_sizes(job, sizes) if everybody is None else everybody
             reports: list[Any] = [None] * job.size
             problem_text = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
             named_facts = {} if problems else {BROKE_OFF: broke_off or "nowhere", DOING: doing, **facts()}
@@ -402,7 +371,7 @@ def _compare(
     if problems_by_rank:
         first = problems_by_rank[min(problems_by_rank)]
         raise RankMismatchError(f"{name_ranks(problems_by_rank)} failed before {doing}:\n  {first}\nNo rank went on.")
-    return [named_facts for _, named_facts in reports], []
+    raise RankMismatchError(first_difference([named_facts for _, named_facts in reports], doing))
 
 
 def _gather_sizes(job: Job, sizes: Sequence[int]) -> list[list[int]]:

@@ -25,6 +25,7 @@ from zerograph.base import cache
 from zerograph.errors import ConfigError
 from zerograph.ir.hosts import HostLayout, hosts_of_equal_size
 from zerograph.ir.mesh import Mesh
+from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import collectives, direct
 
@@ -143,29 +144,29 @@ def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
         return _ALWAYS | _DIRECT | _MEASURED
     if direct.spans(job):
         return _ALWAYS | _DIRECT | _ACROSS_HOSTS
-    with explaining_failures(job, "measuring the wire"):
-        kinds = _faster_kinds(job)
-    return _ALWAYS | {kind: _MEASURED[kind] for kind in kinds}
+    return _ALWAYS | (_MEASURED if _exchange_is_faster(job) else {})
 
 
 # Shared by the graphs of a process. Weak: a job that has ended frees its groups and their threads.
-_faster_by_job: WeakKeyDictionary[Job, list[str]] = WeakKeyDictionary()
+_faster_by_job: WeakKeyDictionary[Job, bool] = WeakKeyDictionary()
 
 
-def _faster_kinds(job: Job) -> list[str]:
-    """Return the kinds whose exchange is faster, from rank 0's cache file or measured now."""
+def _exchange_is_faster(job: Job) -> bool:
+    """Return whether our reduce-scatter is faster than torch's, from rank 0's cache file or measured now."""
     if job not in _faster_by_job:
         file = _cache_file(job)
-        kinds: list[list[str] | None] = [_read(file) if job.rank == 0 else None]
-        dist.broadcast_object_list(kinds, group_src=0, group=job.control)
-        if kinds[0] is None:
-            kinds = [_measure(job)]
-            dist.broadcast_object_list(kinds, group_src=0, group=job.control)
+        faster = broadcast_number(job, _read(file) if job.rank == 0 else _UNKNOWN)
+        if faster == _UNKNOWN:
+            with explaining_failures(job, "measuring the wire"):
+                measured = _measure(job)
+            faster = broadcast_number(job, int(measured))
             if job.rank == 0:
-                cache.write(file, json.dumps(kinds[0]))
-        assert kinds[0] is not None
-        _faster_by_job[job] = kinds[0]
+                cache.write(file, json.dumps(bool(faster)))
+        _faster_by_job[job] = bool(faster)
     return _faster_by_job[job]
+
+
+_UNKNOWN = -1
 
 
 def _cache_file(job: Job) -> Path:
@@ -173,35 +174,25 @@ def _cache_file(job: Job) -> Path:
     return cache.folder("wire") / f"{platform.node()}-gloo-{shape}-torch{torch.__version__}.json"
 
 
-def _read(file: Path) -> list[str] | None:
-    """Return the cached kinds; None if there is no file or it is not readable."""
+def _read(file: Path) -> int:
+    """Return the cached answer as 0 or 1; ``_UNKNOWN`` if there is no file or it is not readable."""
     try:
-        kinds = json.loads(file.read_text())
+        faster = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):
-        return None
-    return kinds if isinstance(kinds, list) and all(kind in list(_MEASURED) for kind in kinds) else None
+        return _UNKNOWN
+    return int(faster) if isinstance(faster, bool) else _UNKNOWN
 
 
-def _measure(job: Job) -> list[str]:
-    """Return the kinds whose exchange took less time on this rank, along the longest mesh dimension."""
+def _measure(job: Job) -> bool:
+    """Return whether our reduce-scatter took less time on this rank, along the longest mesh dimension."""
     dim = max(range(job.mesh.dims), key=lambda dim: job.mesh.shape[dim])
     ranks, group = job.mesh.shape[dim], job.mesh.groups[dim]
-    candidates: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-        "reduce-scatter": (
-            lambda whole: c10d.reduce_scatter_tensor(whole, "sum", ranks, group),
-            lambda whole: collectives.exchange_pieces(whole, ranks, group),
-        ),
-    }
-    faster = []
-    for kind, (collective, exchange) in candidates.items():
-        seconds = [0.0, 0.0]
-        for size in _SIZES:
-            whole = torch.ones(size // 4 // ranks * ranks)
-            for which, run in enumerate((collective, exchange)):
-                seconds[which] += _fastest(job, run, whole)
-        if seconds[1] < seconds[0]:
-            faster.append(kind)
-    return faster
+    torchs = exchange = 0.0
+    for size in _SIZES:
+        whole = torch.ones(size // 4 // ranks * ranks)
+        torchs += _fastest(job, lambda whole: c10d.reduce_scatter_tensor(whole, "sum", ranks, group), whole)
+        exchange += _fastest(job, lambda whole: collectives.exchange_pieces(whole, ranks, group), whole)
+    return exchange < torchs
 
 
 def _fastest(job: Job, run: Callable[[Tensor], Tensor], whole: Tensor) -> float:

@@ -137,7 +137,6 @@ from zerograph._torch.sizes import (
 from zerograph._torch.tensors import (
     COMPATIBLE_TYPES,
     borrowed,
-    negative_view,
     no_torch_function,
     plain_tensors,
     share_memory,

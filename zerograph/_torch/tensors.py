@@ -49,12 +49,6 @@ def borrowed(tensor: Tensor) -> Tensor:
     return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def negative_view(tensor: Tensor) -> Tensor:
-    """Return a view with the negative bit set, as the imaginary part of a conjugate has it."""
-    view: Tensor = torch._neg_view(tensor)
-    return view
-
-
 def version(tensor: Tensor) -> int:
     """Return the number of in-place writes to the tensor."""
     return int(tensor._version)

@@ -179,7 +179,7 @@ def _warn_of_equal_batches(
     """Warn of ranks that all passed the same rows, as without a sampler, by the first input that is no constant."""
     for number in parts:
         is_constant = comparison.values[0][number].constant or _is_few(batch.tensors[number])
-        if not is_constant and len(list(_replica_groups(comparison.grid, batch.sbp[number]))) > 1:
+        if not is_constant and len(list(replica_groups(comparison.grid, batch.sbp[number]))) > 1:
             warn(
                 f"{batch.names[number]} is bitwise equal on all {comparison.ranks} ranks, and so are all inputs: each "
                 f"row counts {comparison.ranks} times, and more ranks compute no more\n"
@@ -207,7 +207,7 @@ def choices_for(name: str, grid: object) -> str:
 def _check_replicated(number: int, batch: Batch, comparison: Comparison) -> None:
     """Refuse a plain input whose values differ between ranks that hold the same part of the batch."""
     sbp = tuple(broadcast if batch.passed and entry != Split(0) else entry for entry in batch.sbp[number])
-    for ranks in _replica_groups(comparison.grid, sbp):
+    for ranks in replica_groups(comparison.grid, sbp):
         if len({comparison.values[rank][number].digest for rank in ranks}) == 1:
             continue
         name, tensor = batch.names[number], (batch.passed or batch.tensors)[number]
@@ -220,7 +220,7 @@ def _check_replicated(number: int, batch: Batch, comparison: Comparison) -> None
         )
 
 
-def _replica_groups(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
+def replica_groups(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
     """Yield the groups of ranks that hold the same piece of a tensor placed ``sbp``."""
     ranks = torch.tensor(grid)
     is_split = [isinstance(entry, Split) for entry in sbp]

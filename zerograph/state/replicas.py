@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
+from zerograph.compiler.plain_inputs import replica_groups
 from zerograph.errors import ReplicaError
 from zerograph.ir.buckets import Bucket, element_name, spans
 from zerograph.ir.grad_scaler import GradScaler
@@ -23,6 +24,7 @@ from zerograph.ir.sbp import NdSbp, Split, all_broadcast, is_dtensor
 from zerograph.ir.slots import unravel
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explaining_failures
+from zerograph.runtime.optimizer_state import text_of
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
 from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 
@@ -74,7 +76,9 @@ def check(job: Job, replicas: Sequence[Replica], facts: Callable[[], Mapping[str
             dist.all_gather_object(reports, host, group=job.control)
             raise ReplicaError(first_difference(reports, doing))
         for number, replica in enumerate(replicas, start=1):
-            groups = [ranks for ranks in _replica_groups(job, replica.sbp) if len(table[ranks, number].unique()) > 1]
+            groups = [
+                ranks for ranks in replica_groups(job.grid, replica.sbp) if len(table[ranks, number].unique()) > 1
+            ]
             message = _search(job, replica, groups) if groups else None
             if message is not None:
                 raise ReplicaError(
@@ -94,16 +98,6 @@ def _hashes(parts: Sequence[TensorOrExtent]) -> list[int]:
     for indices in by_device.values():
         on_host |= zip(indices, torch.stack([hashes[index] for index in indices]).tolist(), strict=True)
     return [on_host[index] for index in range(len(hashes))]
-
-
-def _replica_groups(job: Job, sbp: NdSbp) -> Iterator[list[int]]:
-    """Return the groups of two or more ranks that have the same part of a tensor placed ``sbp``."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(job.size):
-        position = _position(job, rank)
-        part = tuple(index for index, entry in zip(position, sbp, strict=True) if isinstance(entry, Split))
-        groups.setdefault(part, []).append(rank)
-    return (ranks for ranks in groups.values() if len(ranks) > 1)
 
 
 def _position(job: Job, rank: int) -> tuple[int, ...]:
@@ -214,21 +208,10 @@ def host_facts(
     for number, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
         name = f"{type(optimizer).__name__}{f' {number}' if len(optimizers) > 1 else ''}"
         for index, group in enumerate(optimizer.param_groups):
-            facts |= {f"{key} of group {index} of {name}": _text(v) for key, v in group.items() if key != "params"}
+            facts |= {f"{key} of group {index} of {name}": text_of(v) for key, v in group.items() if key != "params"}
         if scheduler is not None:
             states = scheduler.state_dict().items()
-            facts |= {f"{key} of {type(scheduler).__name__} of {name}": _text(value) for key, value in states}
+            facts |= {f"{key} of {type(scheduler).__name__} of {name}": text_of(value) for key, value in states}
     if scaler is not None:
-        facts |= {f"{key} of {type(scaler).__name__}": _text(value) for key, value in scaler.state_dict().items()}
+        facts |= {f"{key} of {type(scaler).__name__}": text_of(value) for key, value in scaler.state_dict().items()}
     return facts
-
-
-def _text(value: Any) -> str:
-    """Return text that is equal on all ranks for equal values; for an object only its class."""
-    if isinstance(value, Tensor):
-        return str(value.tolist()) if value.numel() <= 16 else f"bits {int(hash_bits(value)):#x}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(key)}: {_text(entry)}" for key, entry in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_text, value)) + "]"
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__
