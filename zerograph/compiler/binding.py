@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
 
 from zerograph.base.collection import collection_paused
-from zerograph.compiler.compiled import CompiledStep, PreparedStep
+from zerograph.compiler.compiled import CompiledStep, PreparedStep, RewrittenStep
 from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.ir.grad_scaler import GradScaler
@@ -56,15 +57,7 @@ def bind_step(
     returned = zip(output["needs"], output_nodes(graph.graph), output["roles"], strict=True)
     outputs = tuple((sbp, meta(node)["global"]) for sbp, node, role in returned if role.kind == "output")
     return CompiledStep(
-        captured=prepared.captured,
-        passes=prepared.passes,
-        context=prepared.context,
-        aliases=prepared.aliases,
-        warnings=prepared.warnings,
-        candidate=prepared.candidate,
-        requirements=prepared.requirements,
-        input_requirements=prepared.input_requirements,
-        batch=prepared.batch,
+        **{field.name: getattr(prepared, field.name) for field in fields(RewrittenStep)},
         backend=backend,
         executor=executor,
         stores=stores,
