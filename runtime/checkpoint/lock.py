@@ -178,31 +178,42 @@ def lock(folder: Folder, timeout: float) -> FolderLock | ObjectLock:
     Raises:
         CheckpointError: another process holds the lock (the message names it), or the file cannot be created.
     """
-    if isinstance(folder, RemotePath):
-        return _lock_remote(folder, timeout)
     path, began = folder / NAME, time.monotonic()
+    content = _own_identity() + f" {uuid.uuid4().hex}".encode()
     while True:
         try:
-            descriptor = _attempt(path)
+            held = _lock_object(path, content) if isinstance(path, RemotePath) else _lock_file(path)
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
-            warnings.warn(
-                f"the file system of {folder} has no locks ({error.strerror}): let no two jobs save into it",
-                ZeroGraphWarning,
-                stacklevel=source.levels_to_user(),
-            )
-            return FolderLock(path, None)
-        if descriptor is not None:
-            folder_lock = FolderLock(path, descriptor)
-            _write_identity(descriptor)
-            return folder_lock
+            raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
+        if held is not None:
+            return held
         owner = _owner(path)
         is_own = owner is not None and owner.same_process(this_process())
         is_alive = owner is not None and not is_own and owner.alive()
         if is_alive or time.monotonic() - began > (timeout if is_own else _REMOTE_TIMEOUT):
-            raise CheckpointError(_locked_message(folder, owner))
+            advice = f"\nIf that one has ended already, remove {path}." if isinstance(path, RemotePath) else ""
+            raise CheckpointError(_locked_message(folder, owner) + advice)
         time.sleep(_POLL)
+
+
+def _lock_file(path: Path) -> FolderLock | None:
+    """Return the lock of a folder on disk; None if another save has it."""
+    try:
+        descriptor = _attempt(path)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"the file system of {path.parent} has no locks ({error.strerror}): let no two jobs save into it",
+            ZeroGraphWarning,
+            stacklevel=source.levels_to_user(),
+        )
+        return FolderLock(path, None)
+    if descriptor is None:
+        return None
+    held = FolderLock(path, descriptor)
+    _write_identity(descriptor)
+    return held
 
 
 def _attempt(path: Path) -> int | None:
@@ -278,26 +289,16 @@ class ObjectLock:
                 self._path.unlink()
 
 
-def _lock_remote(folder: RemotePath, timeout: float) -> ObjectLock:
-    path, began = folder / NAME, time.monotonic()
-    content = _own_identity() + f" {uuid.uuid4().hex}".encode()
+def _lock_object(path: RemotePath, content: bytes) -> ObjectLock | None:
+    """Return the lock of a folder in an object store, also that of an owner that has ended; None if it is held."""
     while True:
-        try:
+        with contextlib.suppress(FileExistsError):
             path.create(content)
             return ObjectLock(path, content)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be created: {error.strerror}") from error
         owner = _owner(path)
-        if owner is not None and owner.has_ended():
-            path.unlink(missing_ok=True)
-            continue
-        is_own = owner is not None and owner.same_process(this_process())
-        is_alive = owner is not None and not is_own and owner.alive()
-        if is_alive or time.monotonic() - began > (timeout if is_own else _REMOTE_TIMEOUT):
-            raise CheckpointError(f"{_locked_message(folder, owner)}\nIf that one has ended already, remove {path}.")
-        time.sleep(_POLL)
+        if owner is None or not owner.has_ended():
+            return None
+        path.unlink(missing_ok=True)
 
 
 def _owner(path: Folder) -> Owner | None:
