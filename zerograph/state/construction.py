@@ -259,9 +259,7 @@ class Construction(TorchDispatchMode):
         whole, self._whole = self._whole, []
         for reference in whole:
             storage = reference()
-            if storage is None or not storage.nbytes():
-                continue
-            if storage.nbytes() < LEAST_CUT_BYTES:
+            if storage is None or storage.nbytes() < LEAST_CUT_BYTES:
                 continue
             if _torch.storage_key(storage) in used:
                 self._whole.append(reference)
