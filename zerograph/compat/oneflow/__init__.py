@@ -8,7 +8,6 @@ and modules: :mod:`zerograph.compat.oneflow.installed` lists them.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 import torch.utils.data
@@ -16,6 +15,7 @@ import torch.utils.data
 from zerograph.compat.oneflow import amp, boxing, env, installed, nn, one_embedding, optim, sbp, utils
 from zerograph.compat.oneflow.factories import FACTORIES
 from zerograph.compat.oneflow.files import load, save
+from zerograph.compat.oneflow.names import names_of
 from zerograph.compat.oneflow.placements import placement
 
 __all__ = ["amp", "boxing", "env", "load", "nn", "one_embedding", "optim", "placement", "save", "sbp", "utils"]
@@ -28,13 +28,7 @@ for _name in ("autograd", "utils.data", "nn.init", "nn.parallel", "nn.parameter"
     sys.modules[f"{__name__}.{_name}"] = sys.modules[f"torch.{_name}"]
 
 
-def __getattr__(name: str) -> Any:
-    try:
-        return getattr(torch, name)
-    except AttributeError:
-        raise AttributeError(
-            f"neither zerograph.compat.oneflow nor torch has {name!r}; docs/oneflow.md lists the supported names"
-        ) from None
+__getattr__ = names_of(torch)
 
 
 def __dir__() -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from zerograph.compat.oneflow.names import names_of
 from zerograph.ir import grad_scaler
 from zerograph.ir.grad_scaler import GradScaler
 
@@ -23,5 +22,4 @@ class StaticGradScaler(grad_scaler.StaticGradScaler):
         super().__init__(scale_factor)
 
 
-def __getattr__(name: str) -> Any:
-    return getattr(torch.amp, name)
+__getattr__ = names_of(torch.amp)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph.compat.oneflow.names import names_of
 from zerograph.errors import InputError
 
 
@@ -66,8 +67,4 @@ class NLLLoss(torch.nn.NLLLoss):
         return super().forward(input, class_numbers(input, target))
 
 
-def __getattr__(name: str) -> Any:
-    try:
-        return getattr(torch.nn.functional, name)
-    except AttributeError:
-        raise AttributeError(f"neither OneFlow's functional here nor torch.nn.functional has {name!r}") from None
+__getattr__ = names_of(torch.nn.functional)

@@ -15,6 +15,7 @@ import torch
 
 from zerograph import _torch
 from zerograph.compat.notices import call_without_effect
+from zerograph.compat.oneflow.names import names_of
 from zerograph.compat.schedules import ClosedSchedule
 from zerograph.errors import ConfigError
 
@@ -402,9 +403,4 @@ MultiStepLR: Any = _of_torch(torch.optim.lr_scheduler.MultiStepLR)
 MultiplicativeLR: Any = _of_torch(torch.optim.lr_scheduler.MultiplicativeLR)
 StepLR: Any = _of_torch(torch.optim.lr_scheduler.StepLR)
 
-
-def __getattr__(name: str) -> Any:
-    try:
-        return getattr(torch.optim.lr_scheduler, name)
-    except AttributeError:
-        raise AttributeError(f"torch.optim.lr_scheduler has no {name!r}, and OneFlow's own is not there") from None
+__getattr__ = names_of(torch.optim.lr_scheduler)
