@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -175,56 +175,40 @@ def names() -> list[str]:
 
 def write(path: str | os.PathLike[str], described: Machine) -> None:
     """Write a YAML file that :func:`machine` reads."""
-    device = described.device
     content: dict[str, Any] = {
         "name": described.name,
         "source": described.source,
         "overlap": _short(described.overlap),
-        "device": {
-            "memory": device.memory,
-            "products": {dtype: _plain(rate) for dtype, rate in device.products.items()},
-            "moved": {kind: _plain(rate) for kind, rate in device.moved.items()},
-            "shares": {kind: _short(share) for kind, share in device.shares.items()},
-            **({"peaks": dict(device.peaks)} if device.peaks else {}),
-            "overhead": _short(device.overhead),
-            "in_step": _short(device.in_step),
-            "host": device.host,
-            "file": device.file,
-            "fuses": device.fuses,
-            "accelerator": device.accelerator,
-            "cpu": _short(device.cpu),
-            **({} if device.cpu_memory is None else {"cpu_memory": device.cpu_memory}),
-        },
+        "device": _plain({name: getattr(described.device, name) for name in _DEVICE}),
         "links": [
-            {
-                "ranks": link.ranks,
-                "rate": _plain(link.rate),
-                "latency": _short(link.latency),
-                **({} if link.overlap is None else {"overlap": _short(link.overlap)}),
-            }
+            {"ranks": link.ranks, **_plain({"rate": link.rate, "latency": link.latency, "overlap": link.overlap})}
             for link in described.links
         ],
     }
     Path(path).write_text(yaml.safe_dump(content, sort_keys=False, default_flow_style=None))
 
 
+def _plain(value: Any) -> Any:
+    """Return a value as YAML: rates as points, numbers as exact as a measurement; without what is empty or None."""
+    if isinstance(value, Rate):
+        points = [[_short(amount), _short(rate)] for amount, rate in value.points]
+        return points if len(points) > 1 else points[0][1]
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items() if part is not None and part != {}}
+    return _short(value) if isinstance(value, float) else value
+
+
+def _short(number: float) -> float:
+    """Round to three significant digits, the precision of a measurement."""
+    return float(f"{number:.3g}")
+
+
 def _read(content: Mapping[str, Any]) -> Machine:
     fields = content["device"]
-    device = Device(
-        memory=int(_positive(fields["memory"])),
-        products={str(dtype): _rate(rate) for dtype, rate in fields["products"].items()},
-        moved={str(kind): _rate(rate) for kind, rate in fields["moved"].items()},
-        peaks={str(dtype): _positive(rate) for dtype, rate in fields.get("peaks", {}).items()},
-        shares={str(kind): _positive(share) for kind, share in fields.get("shares", {}).items()},
-        overhead=_number(fields["overhead"]),
-        in_step=_positive(fields.get("in_step", 1.0)),
-        host=_positive(fields.get("host", 25e9)),
-        file=_positive(fields.get("file", 2e9)),
-        fuses=bool(fields.get("fuses", True)),
-        accelerator=bool(fields.get("accelerator", fields.get("fuses", True))),
-        cpu=_positive(fields.get("cpu", 40e9)),
-        cpu_memory=None if fields.get("cpu_memory") is None else int(_positive(fields["cpu_memory"])),
-    )
+    for name in ("memory", "products", "moved", "overhead"):
+        fields[name]
+    values = {name: read(fields[name]) for name, read in _DEVICE.items() if fields.get(name) is not None}
+    device = Device(**{"accelerator": values.get("fuses", True), **values})
     device.products["float32"], device.moved["memory"]
     links = tuple(map(_link, content["links"]))
     reaches = [math.inf if link.ranks is None else link.ranks for link in links]
@@ -261,17 +245,6 @@ def _rate(value: Any) -> Rate:
     return Rate(((1.0, _positive(value)),))
 
 
-def _plain(rate: Rate) -> Any:
-    if len(rate.points) == 1:
-        return _short(rate.points[0][1])
-    return [[_short(amount), _short(each)] for amount, each in rate.points]
-
-
-def _short(number: float) -> float:
-    """Round to three significant digits, the precision of a measurement."""
-    return float(f"{number:.3g}")
-
-
 def _number(value: Any) -> float:
     # YAML reads 1e9 as text, and 1.0e+9 as a number.
     number = float(value)
@@ -285,3 +258,29 @@ def _positive(value: Any) -> float:
     if not number:
         raise ValueError(f"{value!r} is not more than 0")
     return number
+
+
+def _whole(value: Any) -> int:
+    return int(_positive(value))
+
+
+def _by_name(read: Callable[[Any], Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    return lambda values: {str(name): read(value) for name, value in values.items()}
+
+
+# How the fields of a device in a file are read; those that are missing have Device's defaults.
+_DEVICE: Mapping[str, Callable[[Any], Any]] = {
+    "memory": _whole,
+    "products": _by_name(_rate),
+    "moved": _by_name(_rate),
+    "shares": _by_name(_positive),
+    "peaks": _by_name(_positive),
+    "overhead": _number,
+    "in_step": _positive,
+    "host": _positive,
+    "file": _positive,
+    "fuses": bool,
+    "accelerator": bool,
+    "cpu": _positive,
+    "cpu_memory": _whole,
+}

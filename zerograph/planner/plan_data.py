@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from zerograph.inspection.step import Prepared
@@ -156,62 +156,28 @@ class PlanData:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers for JSON, in bytes and seconds."""
+        numbers = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        peak, time, host = numbers.pop("memory"), numbers.pop("time"), self.host
+        parts = ("compute", "communication", "exposed", "transfers", "updating")
         return {
-            "world_size": self.world_size,
+            **numbers,
+            **{name: getattr(self, name) for name in _DERIVED},
             "mesh": list(self.mesh),
-            "stage": self.stage,
-            "options": self.options,
-            "precision": self.precision,
-            "machine": self.machine,
-            "capacity": self.capacity,
-            "headroom": self.headroom,
-            "fits": self.fits,
-            "parameters": self.parameters,
-            "at_rest": dict(self.at_rest),
-            "most": dict(self.most),
             "model_states": asdict(self.model_states),
-            "peak": {"bytes": self.memory.peak, "kinds": dict(self.memory.kinds), "at": asdict(self.memory.where)},
-            "sizes": dict(self.memory.sizes),
-            "host": None
-            if self.host is None
-            else {"bytes": self.host.peak, "at_rest": self.host.at_rest, "kinds": dict(self.host.kinds)},
-            "cpu_capacity": self.cpu_capacity,
-            "in_files": self.in_files,
+            "peak": {"bytes": peak.peak, "kinds": dict(peak.kinds), "at": asdict(peak.where)},
+            "sizes": dict(peak.sizes),
+            "host": host and {"bytes": host.peak, "at_rest": host.at_rest, "kinds": dict(host.kinds)},
             "wire": [asdict(sent) for sent in self.wire],
-            "wire_bytes": self.wire_bytes,
-            "seconds": {
-                "step": self.time.seconds,
-                "compute": self.time.compute,
-                "communication": self.time.communication,
-                "exposed": self.time.exposed,
-                "transfers": self.time.transfers,
-                "updating": self.time.updating,
-                **self.time.phases,
-            },
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "length": self.length,
-            "sequence_parallel": self.sequence_parallel,
-            "longer": self.longer,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "operations": self.operations,
-            "model_operations": self.model_operations,
-            "mfu": self.mfu,
-            "efficiency": self.efficiency,
-            "compile_seconds": self.compile_seconds,
-            "alternatives": [
-                {
-                    "stage": candidate.stage,
-                    "mesh": list(candidate.mesh),
-                    "trade_offs": candidate.trade_offs,
-                    "peak": None if candidate.plan is None else candidate.plan.memory.peak,
-                    "seconds": None if candidate.plan is None else candidate.plan.time.seconds,
-                    "verdict": candidate.verdict,
-                }
-                for candidate in self.alternatives
-            ],
+            "seconds": {"step": time.seconds, **{part: getattr(time, part) for part in parts}, **time.phases},
+            "alternatives": [each.as_dict() for each in self.alternatives],
         }
+
+
+# Properties that as_dict() has beside the fields.
+_DERIVED = (
+    *("world_size", "stage", "fits", "wire_bytes"),
+    *("samples_per_second", "tokens_per_second", "mfu", "efficiency"),
+)
 
 
 @dataclass(frozen=True)
@@ -234,3 +200,14 @@ class Candidate:
     plan: PlanData | None = field(repr=False)
     verdict: str
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the candidate for JSON: peak in bytes, and seconds; both None if it was not compiled."""
+        return {
+            "stage": self.stage,
+            "mesh": list(self.mesh),
+            "trade_offs": self.trade_offs,
+            "peak": None if self.plan is None else self.plan.memory.peak,
+            "seconds": None if self.plan is None else self.plan.time.seconds,
+            "verdict": self.verdict,
+        }
