@@ -22,7 +22,7 @@ import zerograph as zg
 from tests.models import Gpt
 from zerograph.base.source import relative_to_package
 from zerograph.inspection import report
-from zerograph.inspection.report.page import runs
+from zerograph.inspection.report.data import runs
 from zerograph.inspection.step import Prepared
 from zerograph.ir.memory import profile
 from zerograph.ir.mesh import line

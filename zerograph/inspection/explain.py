@@ -13,8 +13,8 @@ from zerograph._torch import written_arguments
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.lifetime import Event, Life, TensorKind
-from zerograph.inspection.names import is_wait, labels, within
-from zerograph.inspection.sequence import NodeSequence, Position
+from zerograph.inspection.names import is_wait, within
+from zerograph.inspection.node_table import NodeTable
 from zerograph.inspection.summary import offloaded_to
 from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.alias import is_view_or_copy
@@ -54,7 +54,7 @@ class _Finder:
     def __init__(self, step: RewrittenStep, asked: str) -> None:
         self.step, self.asked = step, asked
         self.graph = step.emitted
-        self.sequence = NodeSequence(self.graph)
+        self.table = NodeTable(self.graph)
 
     def placeholder(self, kind: str, name: str) -> fx.Node | None:
         node: fx.Node
@@ -121,7 +121,7 @@ class _Finder:
             first = Event("given", phase="call", bytes=self._bytes(node))
         writes = [
             self._event("updated", user, note=operator_name(user))
-            for user in self.sequence.readers(node)
+            for user in self.table.readers(node)
             if node in written_arguments(user)
         ]
         return self._life(node, kinds.get(kind, "optimizer state"), [first, *self._uses(node), *writes])
@@ -133,7 +133,8 @@ class _Finder:
 
     def _node(self, name: str) -> fx.Node:
         """Return the node of that name, or the output of a module of that name."""
-        names = {node: label for graph in self.sequence.graphs for node, label in labels(graph).items()}
+        # Bodies of loops come last: a name in one may be that of another node in the graph.
+        names = {row.node: row.label for row in sorted(self.table, key=lambda row: len(row.loops))}
         node_name = name.rpartition(":")[2]
         for node, label in names.items():
             if node.op != "output" and name in (label, node.name):
@@ -150,14 +151,14 @@ class _Finder:
 
     def _candidates(self, names: Iterable[str]) -> list[str]:
         slots = [slot.name for bucket in self.step.context.buckets for slot in bucket.slots]
-        modules = {origin(position.node).module for position in self.sequence}
+        modules = {origin(row.node).module for row in self.table}
         return [*slots, *self.step.aliases, *modules, *names]
 
     def _output_of(self, module: str) -> fx.Node | None:
         """Return the last value of forward that the module computes and a node outside of it reads."""
         output = None
-        for position in self.sequence:
-            node = position.node
+        for row in self.table:
+            node = row.node
             if node.op == "placeholder" or origin(node).phase != "forward" or not within(origin(node).module, module):
                 continue
             outside = [user for user in node.users if user.op == "output" or not within(origin(user).module, module)]
@@ -189,7 +190,7 @@ class _Finder:
         stack = [flat]
         while stack:
             node = stack.pop()
-            for user in self.sequence.readers(node):
+            for user in self.table.readers(node):
                 if user in predecessors:
                     continue
                 predecessors[user] = node
@@ -206,7 +207,7 @@ class _Finder:
                 path[node] = None
         if self.step.context.buckets and len(views) == 0 and len(_slots(self.step, flat)) == 1:
             views = [flat]
-        return sorted(views, key=self.sequence.index), sorted(path, key=self.sequence.index)
+        return sorted(views, key=self.table.index), sorted(path, key=self.table.index)
 
     def _moves(self, path: Iterable[fx.Node]) -> Iterator[Event]:
         for node in path:
@@ -254,7 +255,7 @@ class _Finder:
         stack = [value]
         while stack:
             form = stack.pop()
-            for user in self.sequence.readers(form):
+            for user in self.table.readers(form):
                 if user not in seen:
                     seen.add(user)
                     yield form, user
@@ -262,15 +263,15 @@ class _Finder:
                         stack.append(user)
 
     def _freed(self, node: fx.Node) -> Iterator[Event]:
-        storage = self.sequence.storage(node)
+        storage = self.table.storage(node)
         if storage is None:
             return
         last, count = storage
         yield self._event("freed", last, note=f"after {last.name}", count=count)
 
     def _gradient(self, bucket: Bucket, slot: Slot) -> Iterator[Event]:
-        for position in self.sequence:
-            node = position.node
+        for row in self.table:
+            node = row.node
             if meta(node).get("gradient") == bucket.name:
                 for source in _sources(node, bucket, slot):
                     size = slot.numel * node.meta["val"].element_size()
@@ -288,7 +289,7 @@ class _Finder:
     def _updates(self, node: fx.Node, bucket: Bucket) -> Iterator[Event]:
         """Yield the last write to the state."""
         update = self.step.context.updates.get(bucket.name)
-        writers = [position.node for position in self.sequence if self._writes(position.node, node)]
+        writers = [row.node for row in self.table if self._writes(row.node, node)]
         if update is None or not writers:
             return
         nodes = f" in {len(writers)} nodes" if len(writers) > 1 else ""
@@ -299,9 +300,7 @@ class _Finder:
     def _writes(self, node: fx.Node, state: fx.Node) -> bool:
         if node.op == "call_module" and "bucket" in node.meta:
             return state in node.all_input_nodes
-        return (
-            any(self.sequence.same_memory(written, state) for written in written_arguments(node)) and node is not state
-        )
+        return any(self.table.same_memory(written, state) for written in written_arguments(node)) and node is not state
 
     # Numbers and texts.
 
@@ -339,15 +338,14 @@ class _Finder:
         return nbytes(value) if isinstance(value, Tensor) else 0
 
     def _event(self, what: str, node: fx.Node, note: str = "", count: int | None = None) -> Event:
-        position: Position = self.sequence[node]
         where, moved = origin(node), boxing_of(node)
         size = count if count is not None else round(moved.sent) if moved is not None else 0
         phase: str = "end of the step" if node.op == "output" else where.phase
         return Event(
             what,
             node.name,
-            position.index,
-            position.times,
+            self.table[node].index,
+            self.table[node].times,
             phase,
             where.module,
             where.source,
@@ -367,7 +365,7 @@ class _Finder:
             )
         sbp: NdSbp | None = meta(node).get("sbp")
         return Life(
-            name=labels(node.graph)[node],
+            name=self.table[node].label,
             asked=self.asked,
             kind=kind,
             dtype=dtype_name(value.dtype),

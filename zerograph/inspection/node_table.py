@@ -1,85 +1,76 @@
-"""The nodes of a step in one sequence: those of the graph and of the bodies of its loops."""
+"""The nodes of a step in one table, which all views read: those of the graph and of the bodies of its loops."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
+from zerograph.inspection.names import labels
 from zerograph.ir.loop import accumulate, collect, loop_of
 from zerograph.ir.memory import Profile, Storage, profile
+from zerograph.ir.mesh import local_shape
+from zerograph.ir.metadata import meta
+from zerograph.passes.context import Context
 
 
-@dataclass(frozen=True)
-class Position:
-    """A node in the sequence.
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A node in the table.
 
     Attributes:
+        label: module path and name, see :mod:`zerograph.inspection.names`.
         index: from 0; a loop comes before the nodes of its body.
+        done: of a loop, the index after the last node of its body; else the node's own index.
         times: number of runs per step.
         loops: the loop nodes around it, outermost first.
     """
 
     node: fx.Node
+    label: str
     index: int
+    done: int
     times: int
     loops: tuple[fx.Node, ...]
 
-
-def positions(graph: fx.Graph) -> list[Position]:
-    """Return all nodes of a graph and of the bodies of its loops, in order."""
-    sequence: list[Position] = []
-    _add(graph, 1, (), sequence)
-    return sequence
+    def name(self, separator: str) -> str:
+        """Return a name that is unique in the table: the node's, after those of the loops around it."""
+        return separator.join(node.name for node in (*self.loops, self.node))
 
 
-def _add(graph: fx.Graph, times: int, loops: tuple[fx.Node, ...], sequence: list[Position]) -> None:
-    for node in graph.nodes:
-        sequence.append(Position(node, len(sequence), times, loops))
-        if (loop := loop_of(node)) is not None:
-            _add(loop.body.graph, times * loop.micro_batches, (*loops, node), sequence)
-
-
-def loop_inputs(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Return (operand, placeholder of the body) for each node that a loop passes to its body."""
-    loop = loop_of(node)
-    assert loop is not None
-    inputs = zip(node.args, loop.body.graph.find_nodes(op="placeholder", sort=True), strict=False)
-    return [(operand, placeholder) for operand, placeholder in inputs if isinstance(operand, fx.Node)]
-
-
-class NodeSequence:
-    """The sequence of a graph with its dataflow: readers, across loop boundaries, and storages."""
+class NodeTable:
+    """The rows of a graph, each after the loop that it is in, and its dataflow across the borders of loops."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._positions = {position.node: position for position in positions(graph)}
-        self._profiles: dict[fx.Graph, Profile] = {}
-        self._loops: dict[fx.Graph, fx.Node] = {}
-        self._add_profile(graph, profile(graph))
+        self.graph = graph
+        self.rows = _rows(graph, 0, 1, ())
+        self._by_node = {row.node: row for row in self.rows}
 
-    def _add_profile(self, graph: fx.Graph, memory: Profile) -> None:
-        self._profiles[graph] = memory
-        for number, node in enumerate(memory.nodes):
-            if (loop := loop_of(node)) is not None:
-                self._loops[loop.body.graph] = node
-                self._add_profile(loop.body.graph, memory.bodies[number])
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
 
-    @property
-    def graphs(self) -> list[fx.Graph]:
-        """The graph, then the bodies of its loops."""
-        return list(self._profiles)
+    def __getitem__(self, node: fx.Node) -> Row:
+        return self._by_node[node]
 
-    def __iter__(self) -> Iterator[Position]:
-        return iter(self._positions.values())
+    @cached_property
+    def is_local(self) -> bool:
+        """True if values have this rank's shapes, as after ``localize``, from which on inputs have global ones too."""
+        return any("global" in node.meta for node in self.graph.find_nodes(op="placeholder"))
 
-    def __getitem__(self, node: fx.Node) -> Position:
-        return self._positions[node]
-
-    def index(self, node: fx.Node) -> int:
-        """Return the node's index."""
-        return self._positions[node].index
+    def shapes(self, node: fx.Node, context: Context) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+        """Return the global shape of a node's tensor, None if it has none, and the shape of this rank's part."""
+        shape, sbp = tuple(node.meta["val"].shape), meta(node).get("sbp")
+        if self.is_local:
+            whole = meta(node).get("global")
+            return None if whole is None else tuple(whole), shape
+        if sbp is None:
+            return shape, shape
+        return shape, local_shape(
+            shape, sbp, context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh
+        )
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that read a value, in order: also in the body of a loop, and after the loop it leaves."""
@@ -95,9 +86,13 @@ class NodeSequence:
                 readers[user] = None
         return sorted(readers, key=self.index)
 
+    def index(self, node: fx.Node) -> int:
+        """Return the index of a node's row."""
+        return self[node].index
+
     def _loop_results(self, write: fx.Node) -> list[fx.Node]:
         """Return the nodes outside a loop that stand for a result that ``write`` writes."""
-        loop_node = self._loops[write.graph]
+        loop_node = self[write].loops[-1]
         placeholders: list[Any] = list(write.graph.find_nodes(op="placeholder", sort=True))
         index = placeholders.index(write.args[0]) - len(loop_node.args)
         return [user for user in loop_node.users if user.args[1] == index]
@@ -122,3 +117,28 @@ class NodeSequence:
     def _storage(self, node: fx.Node) -> Storage | None:
         storages = self._profiles[node.graph].of.get(node, ())
         return storages[0] if storages else None
+
+    @cached_property
+    def _profiles(self) -> dict[fx.Graph, Profile]:
+        """The memory of the graph and of the bodies of its loops."""
+        profiles = [profile(self.graph)]
+        for memory in profiles:
+            profiles += memory.bodies.values()
+        return {memory.nodes[0].graph: memory for memory in profiles}
+
+
+def _rows(graph: fx.Graph, start: int, times: int, loops: tuple[fx.Node, ...]) -> list[Row]:
+    rows: list[Row] = []
+    for node, label in labels(graph).items():
+        index, loop = start + len(rows), loop_of(node)
+        body = [] if loop is None else _rows(loop.body.graph, index + 1, times * loop.micro_batches, (*loops, node))
+        rows += [Row(node, label, index, index + len(body) + (loop is not None), times, loops), *body]
+    return rows
+
+
+def loop_inputs(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """Return (operand, placeholder of the body) for each node that a loop passes to its body."""
+    loop = loop_of(node)
+    assert loop is not None
+    inputs = zip(node.args, loop.body.graph.find_nodes(op="placeholder", sort=True), strict=False)
+    return [(operand, placeholder) for operand, placeholder in inputs if isinstance(operand, fx.Node)]

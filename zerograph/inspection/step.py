@@ -106,7 +106,7 @@ class Views:
     def to_networkx(self, pass_name: str | None = None) -> networkx.MultiDiGraph[str]:
         """Export the graph after a pass, or the graph that runs.
 
-        Its attributes are those of :class:`zerograph.inspection.nodes.NodeFacts`; all are numbers and strings.
+        Its attributes are those of :func:`zerograph.inspection.nodes.to_networkx`; all are numbers and strings.
 
         Raises:
             ConfigError: nothing is compiled yet, or there is no such pass.

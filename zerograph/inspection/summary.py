@@ -14,7 +14,7 @@ from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.text import dtype_name
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.memory import Memory, MemoryKind, Profile, profile, show_bytes
+from zerograph.ir.memory import Memory, Profile, profile, show_bytes
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import NdSbp, show
@@ -140,11 +140,6 @@ def summary(step: RewrittenStep) -> Summary:
     """Compute the numbers of a step from its graphs."""
     context, emitted = step.context, step.emitted
     whole = profile(emitted)
-    at_rest: Counter[MemoryKind] = Counter()
-    for node in placeholders(emitted):
-        for storage in whole.of[node]:
-            if storage is not None and storage.kind != "inputs":
-                at_rest[storage.kind] += storage.bytes
     sent: dict[tuple[str, str], list[int]] = {}
     for collective, times in collectives(emitted, context):
         totals = sent.setdefault((collective.phase, collective.kind), [0, 0, 0])
@@ -164,10 +159,21 @@ def summary(step: RewrittenStep) -> Summary:
         plain=tuple(meta(node)["role"].name for node in placeholders(emitted, "parameter")),
         sent=tuple(Sent(phase, kind, *counts) for (phase, kind), counts in sorted(sent.items(), key=_by_phase)),
         memory=whole.memory(),
-        at_rest={kind: count for kind, count in at_rest.items() if count},
+        at_rest=at_rest(whole),
         recompute=_recomputation(whole, context.memory.blocks),
         warnings=step.warnings,
     )
+
+
+def at_rest(memory: Profile) -> dict[str, int]:
+    """Return the bytes that a rank stores between steps, by kind."""
+    counts: Counter[str] = Counter()
+    for node in memory.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            for storage in memory.of[node]:
+                if storage is not None and storage.bytes and storage.kind != "inputs":
+                    counts[storage.kind] += storage.bytes
+    return dict(counts)
 
 
 def _by_phase(entry: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.errors import ConfigError, did_you_mean
-from zerograph.inspection.names import input_name, is_boxing, is_wait, labels, reference, within
+from zerograph.inspection.names import input_name, is_boxing, is_wait, reference, within
+from zerograph.inspection.node_table import NodeTable, Row
 from zerograph.ir.loop import Loop, loop_of
-from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.ir.sbp import NdSbp, show
 from zerograph.passes.context import Context
@@ -32,26 +31,28 @@ from zerograph.passes.context import Context
 _MARKS = {"input": "input ", "boxing": ">>    ", "wait": "<<    ", "": "      "}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One node as text.
-
-    Attributes:
-        text: without line end.
-        name: label of the node, see :mod:`zerograph.inspection.names`.
-        module: qualified name of the node's module, or of the parameter that the node is.
-        mark: ``"input"``, ``"boxing"``, ``"wait"`` or empty.
-    """
+class Line(NamedTuple):
+    """One node as text, without line end, and the qualified name of its module, or of the parameter that it is."""
 
     text: str
-    name: str
     module: str
-    mark: str = ""
 
 
 def lines(graph: fx.Graph, context: Context) -> list[Line]:
     """Return every node of the graph in order; nodes of a loop's body come after the loop, indented."""
-    return list(_lines(graph, context, ""))
+    table = NodeTable(graph)
+    return [_line(row, table, context) for row in table]
+
+
+def _line(row: Row, table: NodeTable, context: Context) -> Line:
+    node, indent = row.node, "  | " * len(row.loops)
+    if node.op == "output":
+        return Line(f"{indent}{_MARKS['']} return {_returned(node)}", "")
+    call = "" if node.op == "placeholder" else f" = {_call(node)}"
+    value = _value(node, table, context)
+    text = f"{indent}{_MARKS[_mark(node)]} {row.label}{call}{f'  {value}' if value else ''}{_where(node)}"
+    graph_input = role(node)
+    return Line(text, origin(node).module if graph_input is None else graph_input.name)
 
 
 def show_text(lines: Sequence[Line], module: str | None = None) -> str:
@@ -73,25 +74,6 @@ def _ancestors(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
-
-
-def _lines(graph: fx.Graph, context: Context, indent: str) -> Iterator[Line]:
-    names = labels(graph)
-    # After localize, values have this rank's shapes, and every input has its global shape.
-    localized = any("global" in node.meta for node in graph.find_nodes(op="placeholder"))
-    for node in graph.nodes:
-        if node.op == "output":
-            yield Line(f"{indent}{_MARKS['']} return {_returned(node)}", "output", "")
-            continue
-        mark = _mark(node)
-        name = names[node]
-        call = "" if node.op == "placeholder" else f" = {_call(node)}"
-        value = _value(node, context, localized=localized)
-        text = f"{indent}{_MARKS[mark]} {name}{call}{f'  {value}' if value else ''}{_where(node)}"
-        graph_input = role(node)
-        yield Line(text, name, origin(node).module if graph_input is None else graph_input.name, mark)
-        if (loop := loop_of(node)) is not None:
-            yield from _lines(loop.body.graph, context, f"{indent}  | ")
 
 
 def _mark(node: fx.Node) -> str:
@@ -147,18 +129,14 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _value(node: fx.Node, context: Context, *, localized: bool) -> str:
+def _value(node: fx.Node, table: NodeTable, context: Context) -> str:
     value, sbp = node.meta.get("val"), meta(node).get("sbp")
     if (size := meta(node).get("size")) is not None:
         return str(size)
     if not isinstance(value, Tensor):
         return ""
-    local = tuple(value.shape)
-    shape = meta(node).get("global") if localized else local
-    if not localized and sbp is not None:
-        mesh = context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh
-        local = local_shape(local, sbp, mesh)
-    return " ".join(filter(None, (dtype_name(value.dtype), "" if sbp is None else show(sbp), shapes(shape, local))))
+    shown = shapes(*table.shapes(node, context))
+    return " ".join(filter(None, (dtype_name(value.dtype), "" if sbp is None else show(sbp), shown)))
 
 
 def shapes(shape: Sequence[int] | None, local: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zerograph._torch import pytree
 from zerograph.compiler.input_layout import length_of
 from zerograph.inspection.step import Prepared
+from zerograph.inspection.summary import at_rest
 from zerograph.ir import precision
 from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.mesh import Mesh
@@ -87,7 +88,7 @@ def planned(
         capacity=machine.device.memory,
         headroom=machine.device.headroom,
         parameters=sum(math.prod(slot.shape) for bucket in prepared.context.buckets for slot in bucket.slots),
-        at_rest=_at_rest(memory),
+        at_rest=at_rest(memory),
         most=_most(memory.storages, memory),
         model_states=_model_states(prepared, memory),
         memory=peak,
@@ -148,16 +149,6 @@ def options_for(machine: Machine, graph: Preparable, options: Mapping[str, Any])
     return {**options, "backend": ("inductor" if machine.device.fuses else "eager") if backend == "auto" else backend}
 
 
-def _at_rest(memory: Profile) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for node in memory.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            for storage in memory.of[node]:
-                if storage is not None and storage.kind != "inputs":
-                    counts[storage.kind] += storage.bytes
-    return dict(counts)
-
-
 def _most(storages: Sequence[Storage], memory: Profile) -> dict[str, int]:
     """Return the maximum bytes of these storages at any node, by kind; storages of a loop's body are added."""
     changes: dict[str, Counter[int]] = {}
@@ -178,10 +169,10 @@ def _most(storages: Sequence[Storage], memory: Profile) -> dict[str, int]:
 
 def _model_states(prepared: Prepared, memory: Profile) -> ModelStates:
     """Count model states without values in flight: buckets that stage 3 gathers per use, gradients not yet reduced."""
-    at_rest = _at_rest(memory)
+    stored = at_rest(memory)
     policy = prepared.context.policy
     low = any(bucket.compute_dtype is not None for bucket in prepared.context.buckets)
-    masters = at_rest.get("parameters", 0)
+    masters = stored.get("parameters", 0)
     if policy.reshard_after_forward:
         gathered = 0
     elif policy.split:
@@ -192,7 +183,7 @@ def _model_states(prepared: Prepared, memory: Profile) -> ModelStates:
     return ModelStates(
         parameters=gathered if low else masters + gathered,
         gradients=_moved(memory, "gradient", "reduce-scatter" if early else None).get("gradients", 0),
-        optimizer_state=at_rest.get("optimizer state", 0) + (masters if low else 0),
+        optimizer_state=stored.get("optimizer state", 0) + (masters if low else 0),
     )
 
 

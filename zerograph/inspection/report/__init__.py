@@ -1,11 +1,12 @@
 """A step on one HTML page: its graph after every pass, its memory, and its predicted timeline on a machine.
 
-``facts``   the head of the page
-``data``    the contents of the page, as numbers and texts
-``order``   the nodes in the order in which they run, and memory over it
-``layout``  positions of nodes in the picture
-``page``    the HTML file
-``assets``  scripts, styles and templates; ``assets/NOTICE`` names the source of the library that draws graphs
+``facts``    the head of the page
+``data``     the contents of the page, as numbers and texts
+``records``  the nodes after every pass
+``order``    the nodes in the order in which they run, and memory over it
+``layout``   positions of nodes in the picture
+``page``     the HTML file
+``assets``   scripts, styles and templates; ``assets/NOTICE`` names the source of the library that draws graphs
 """
 
 from __future__ import annotations

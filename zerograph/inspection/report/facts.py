@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from zerograph.planner.timeline import Timeline
 Unit = Literal["", "count", "bytes", "seconds", "per second", "share"]
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """One fact: text, or a number in a unit."""
 
     label: str

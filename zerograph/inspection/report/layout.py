@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zerograph.inspection.report.data import (
+from zerograph.inspection.report.records import (
     BACKWARD,
     FORWARD,
     INPUTS,
@@ -18,7 +18,6 @@ from zerograph.inspection.report.data import (
     UPDATE,
     Interned,
     Nodes,
-    Pass,
     Record,
     Where,
 )
@@ -74,16 +73,16 @@ class _Module:
     has_loose: bool = False
 
 
-def lay_out(nodes: Nodes, passes: Sequence[Pass]) -> Layout:
+def lay_out(nodes: Nodes, orders: Sequence[Sequence[int]]) -> Layout:
     """Compute rows and cells for every node of every pass."""
     wheres, records = nodes.wheres.items, nodes.records.items
-    rows, row_of = _rows(nodes, [wheres[number] for number in _in_order(records, wheres, passes)], wheres)
+    rows, row_of = _rows(nodes, [wheres[number] for number in _in_order(records, wheres, orders)], wheres)
     cells: Interned[Cell] = Interned()
     cache: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}
     arranged = []
-    for each in passes:
+    for order in orders:
         content: dict[tuple[int, int], list[Record]] = {}
-        for number in each.records:
+        for number in order:
             record = records[number]
             content.setdefault((row_of[record.where], wheres[record.where].lane), []).append(record)
         arrangement = {}
@@ -98,28 +97,28 @@ def lay_out(nodes: Nodes, passes: Sequence[Pass]) -> Layout:
     return Layout(rows, row_of, cells.items, arranged)
 
 
-def _in_order(records: Sequence[Record], wheres: Sequence[Where], passes: Sequence[Pass]) -> list[int]:
+def _in_order(records: Sequence[Record], wheres: Sequence[Where], orders: Sequence[Sequence[int]]) -> list[int]:
     """Return the positions in the order in which they run.
 
     A position that a later pass adds comes after its neighbour in that pass. Parameters come last.
     """
-    order: list[int] = []
+    result: list[int] = []
     seen: set[int] = set()
-    for each in passes:
+    for order in orders:
         new: dict[int, None] = {}
         # New positions by their predecessor; -1 for the beginning.
         followers: dict[int, list[int]] = {}
         previous = -1
-        for number in each.records:
+        for number in order:
             where = records[number].where
             if where in seen:
                 previous = where
             elif where not in new and wheres[where].lane != STATE:
                 new[where] = None
                 followers.setdefault(previous, []).append(where)
-        order = [where for old in (-1, *order) for where in (old, *followers.get(old, ()))][1:]
+        result = [where for old in (-1, *result) for where in (old, *followers.get(old, ()))][1:]
         seen |= set(new)
-    return [*order, *(number for number, where in enumerate(wheres) if where.lane == STATE)]
+    return [*result, *(number for number, where in enumerate(wheres) if where.lane == STATE)]
 
 
 def _rows(nodes: Nodes, order: Sequence[Where], wheres: Sequence[Where]) -> tuple[list[Row], list[int]]:

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
-from zerograph.inspection.sequence import loop_inputs, positions
+from zerograph.inspection.node_table import NodeTable, Row, loop_inputs
 from zerograph.ir.loop import loop_of
 from zerograph.ir.memory import Profile
-from zerograph.ir.metadata import role
+from zerograph.ir.step_graph import placeholders
 
 
-@dataclass(frozen=True, eq=False)
-class OrderedNode:
+class OrderedNode(NamedTuple):
     """A node in the order.
 
     Attributes:
         node: of the graph, or of a loop's body.
         name: unique in the order: names in a body are prefixed with the loop's name.
         inputs: names of its inputs, in the order too: a body reads the values that its loop passes to it.
-        times: number of runs per step.
+        row: its row in the table.
     """
 
     node: fx.Node
     name: str
     inputs: tuple[str, ...]
-    times: int = 1
+    row: Row
 
 
-@dataclass
 class Order:
-    """Nodes in the order in which they run.
+    """The nodes of a graph, and of the loops in it, in the order in which they run.
 
     Attributes:
         nodes: without outputs, and without the placeholders of bodies.
@@ -40,65 +40,42 @@ class Order:
         spans: by graph, (first, last) index in ``nodes`` of each of its nodes: a loop spans its body.
     """
 
-    nodes: list[OrderedNode] = field(default_factory=list)
-    returned: set[str] = field(default_factory=set)
-    spans: dict[fx.Graph, list[tuple[int, int]]] = field(default_factory=dict)
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes: list[OrderedNode] = []
+        self.returned: set[str] = set()
+        self.spans: dict[fx.Graph, list[tuple[int, int]]] = defaultdict(list)
+        # The name of each value; None for a placeholder into which a body writes a result.
+        names: dict[fx.Node, str | None] = {}
+        # Names of the nodes that write the results of each loop.
+        results: dict[fx.Node, list[str]] = defaultdict(list)
+        table = NodeTable(graph)
+        for row in table:
+            node = row.node
+            inputs = tuple(name for source in node.all_input_nodes if (name := names[source]) is not None)
+            if node.op == "output":
+                self.returned |= set() if row.loops else set(inputs)
+            elif node not in names:
+                names[node] = name = row.name(".")
+                if row.loops and any(names[source] is None for source in node.all_input_nodes):
+                    results[row.loops[-1]].append(name)
+                self.nodes.append(OrderedNode(node, name, inputs, row))
+                if (loop := loop_of(node)) is not None:
+                    # The body's placeholders are named after the loop's operands; those for results have no name.
+                    names |= dict.fromkeys(placeholders(loop.body.graph, "result"))
+                    names |= {each: names[operand] for operand, each in loop_inputs(node)}
+        for index, each in enumerate(self.nodes):
+            if written := results.get(each.node):
+                self.nodes[index] = each._replace(inputs=tuple(dict.fromkeys((*each.inputs, *written))))
+        self.nodes.sort(key=lambda each: each.row.done)
+        done = [each.row.done for each in self.nodes]
+        for row in table:
+            before = bisect_right(done, row.index)
+            last = max(before - 1, 0)
+            span = (last, last) if loop_of(row.node) is None else (before, bisect_left(done, row.done))
+            self.spans[row.node.graph].append(span)
 
 
-def run_order(graph: fx.Graph) -> Order:
-    """Return the nodes of a graph, and of the loops in it, in the order in which they run."""
-    order = Order()
-    # The name of each value; None for a placeholder into which a body writes a result.
-    names: dict[fx.Node, str | None] = {}
-    # For each open loop: its node, the index of its body's first node, names of nodes that write its results.
-    loops: list[tuple[OrderedNode, int, list[str]]] = []
-
-    def close() -> None:
-        loop, first, results = loops.pop()
-        inputs = tuple(dict.fromkeys((*loop.inputs, *results)))
-        order.nodes.append(OrderedNode(loop.node, loop.name, inputs, loop.times))
-        order.spans[loop.node.graph].append((first, len(order.nodes) - 1))
-
-    for position in positions(graph):
-        while len(loops) > len(position.loops):
-            close()
-        node, in_body = position.node, bool(position.loops)
-        spans = order.spans.setdefault(node.graph, [])
-        inputs = tuple(name for source in node.all_input_nodes if (name := names[source]) is not None)
-        # Placeholders of a body are named when their loop opens.
-        named = node in names
-        if node.op == "output" or named:
-            if node.op == "output" and not in_body:
-                order.returned |= set(inputs)
-        else:
-            names[node] = name = ".".join([*(loop.name for loop in position.loops), node.name])
-            placed = OrderedNode(node, name, inputs, position.times)
-            if loops and any(names[source] is None for source in node.all_input_nodes):
-                loops[-1][2].append(name)
-            if loop_of(node) is not None:
-                loops.append((placed, len(order.nodes), []))
-                _name_placeholders(node, names)
-                continue
-            order.nodes.append(placed)
-        last = max(len(order.nodes) - 1, 0)
-        spans.append((last, last))
-    while loops:
-        close()
-    return order
-
-
-def _name_placeholders(node: fx.Node, names: dict[fx.Node, str | None]) -> None:
-    """Name the placeholders of a loop's body after the loop's operands; those for results have no name."""
-    loop = loop_of(node)
-    assert loop is not None
-    for placeholder in loop.body.graph.find_nodes(op="placeholder"):
-        if (value := role(placeholder)) is not None and value.kind == "result":
-            names[placeholder] = None
-    names |= {placeholder: name for operand, placeholder in loop_inputs(node) if (name := names[operand]) is not None}
-
-
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Memory of one kind: ``bytes`` allocated by the node at ``owner`` and live from ``born`` to ``dies``, indices."""
 
     bytes: int

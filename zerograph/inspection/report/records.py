@@ -1,4 +1,4 @@
-"""The contents of a report as plain numbers and texts: a step's nodes after every pass, its memory and its time.
+"""The nodes of a step after every pass, as plain numbers and texts.
 
 Nodes are stored as *records*, each distinct one once. A node that a pass does not change costs nothing, so twenty
 passes over a large graph take little more space than the graph itself.
@@ -7,31 +7,25 @@ passes over a large graph take little more space than the graph itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.base.source import relative_to_package
-from zerograph.inspection.report.facts import Fact, facts
-from zerograph.inspection.report.order import Allocation, Order, OrderedNode, allocations, run_order
-from zerograph.inspection.step import Inspection
+from zerograph.inspection.report.order import Order, OrderedNode
 from zerograph.inspection.text import dtype_name
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
-from zerograph.ir.memory import profile
 from zerograph.ir.metadata import Boxing, Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.ir.sbp import show
 from zerograph.ir.step_graph import nbytes
 from zerograph.passes.context import Context
-from zerograph.passes.pipeline import stages
-from zerograph.planner.machine import Machine
-from zerograph.planner.timeline import Timeline, timeline
 
 # Lanes of the picture, from left to right: inputs, then compute and communication of each phase.
 STATE, FORWARD_WIRE, FORWARD, BACKWARD, BACKWARD_WIRE, UPDATE, UPDATE_WIRE = range(7)
@@ -67,8 +61,7 @@ class Interned(Generic[Item]):
         return list(self._numbers)
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """The attributes of a node that do not depend on its position: many nodes are of one kind.
 
     Attributes:
@@ -88,8 +81,7 @@ class Kind:
     flags: int
 
 
-@dataclass(frozen=True)
-class Where:
+class Where(NamedTuple):
     """The position of a node: qualified name of a module (or a special row), the user's source line, and a lane."""
 
     module: str
@@ -98,8 +90,7 @@ class Where:
     phase: str
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A node after a pass. Its fields are numbers in the tables of :class:`Nodes`; tensor 0 and boxing -1 mean none."""
 
     name: int
@@ -118,7 +109,7 @@ class Nodes:
     kinds: Interned[Kind] = field(default_factory=Interned)
     wheres: Interned[Where] = field(default_factory=Interned)
     tensors: Interned[str] = field(default_factory=Interned)
-    boxings: Interned[tuple[str, str, str, str, int, int, int, int]] = field(default_factory=Interned)
+    boxings: Interned[tuple[str | int, ...]] = field(default_factory=Interned)
     records: Interned[Record] = field(default_factory=Interned)
     code: dict[str, str] = field(default_factory=dict)
 
@@ -126,100 +117,11 @@ class Nodes:
         self.tensors("")
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A pass, and the records of the nodes after it, in the order in which they run."""
-
-    name: str
-    summary: str
-    seconds: float
-    records: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Time:
-    """A predicted timeline of the nodes after the last pass.
-
-    Attributes:
-        machine: its name.
-        seconds: duration of the step.
-        events: (index of the node, start, end, stream, seconds of waiting); of a loop only the first micro-batch.
-    """
-
-    machine: str
-    seconds: float
-    events: Sequence[tuple[int, float, float, str, float]]
-
-
-@dataclass(frozen=True)
-class Report:
-    """The contents of a page.
-
-    Attributes:
-        title: title of the page.
-        facts: head of the page.
-        nodes, passes: the graph after each pass.
-        buckets: names of the parameters in each bucket, in order.
-        allocations: memory over the nodes after the last pass.
-        peak: predicted peak in bytes.
-        time: predicted timeline; None without a machine.
-        repetitions: runs per step by node index, for nodes after the last pass that run more than once.
-    """
-
-    title: str
-    facts: Sequence[Fact]
-    nodes: Nodes
-    passes: Sequence[Pass]
-    buckets: Mapping[str, Sequence[str]]
-    allocations: Sequence[Allocation]
-    peak: int
-    time: Time | None
-    repetitions: Mapping[int, int]
-
-
-def collect(step: Inspection, title: str, machine: Machine | None) -> Report:
-    """Collect the contents of a report; this runs every pass again.
-
-    Args:
-        machine: predict times for it; None for a report without times.
-    """
-    context, last = step.context, step.passes[-1].graph.graph
-    nodes = Nodes()
-    reader = _Reader(nodes, context)
-    # The last graph is the one that runs: memory and times are predicted for its nodes.
-    *earlier, ran = step.passes
-    passes = [
-        Pass(record.name, record.summary, record.seconds, reader.read(run_order(module.graph)))
-        for record, (_, module) in zip(earlier, stages(step.captured.graph, context), strict=False)
-    ]
-    order = run_order(last)
-    passes.append(Pass(ran.name, ran.summary, ran.seconds, reader.read(order)))
-    memory = profile(last)
-    indices = {ordered.node: index for index, ordered in enumerate(order.nodes)}
-    time = None if machine is None else timeline(last, machine, context.mesh)
-    return Report(
-        title,
-        facts(step, memory, machine, time),
-        nodes,
-        passes,
-        {bucket.name: tuple(slot.name for slot in bucket.slots) for bucket in context.buckets},
-        allocations(memory, last, order),
-        memory.peak,
-        None if machine is None or time is None else _time(machine, time, indices),
-        {index: ordered.times for index, ordered in enumerate(order.nodes) if ordered.times > 1},
-    )
-
-
-def _time(machine: Machine, time: Timeline, indices: Mapping[fx.Node, int]) -> Time:
-    events = [(indices[event.node], event.start, event.end, event.stream, event.waits) for event in time.events]
-    return Time(machine.name, time.seconds, events)
-
-
 # Keys of a node's metadata that its record depends on.
 _KEYS = ("val", "sbp", "global", "boxing", "origin", "role", "recomputed", "local", "parameter", "gradient")
 
 
-class _Reader:
+class Reader:
     """Reads the nodes pass after pass; records of unchanged nodes are cached."""
 
     def __init__(self, nodes: Nodes, context: Context) -> None:
@@ -236,7 +138,7 @@ class _Reader:
         node, meta = ordered.node, ordered.node.meta
         # The former are compared by identity, the latter by value.
         objects = (node.args, node.kwargs, node.target, *map(meta.get, _KEYS))
-        values = (ordered.name, ordered.inputs, home, returned, ordered.times)
+        values = (ordered.name, ordered.inputs, home, returned, ordered.row.times)
         cached = self._cache.get(node)
         if cached is not None and all(map(is_, cached[0], objects)) and cached[1] == values:
             return cached[2]
@@ -245,7 +147,7 @@ class _Reader:
         number = nodes.records(
             Record(
                 nodes.names(ordered.name),
-                nodes.kinds(_kind(node, returned, ordered.times > 1)),
+                nodes.kinds(_kind(node, returned, ordered.row.times > 1)),
                 nodes.wheres(self._where(node, home)),
                 nodes.tensors(_tensor(node)),
                 nodes.boxings(_boxing(boxing)) if boxing is not None else -1,
@@ -319,7 +221,7 @@ def _tensor(node: fx.Node) -> str:
     return "" if bucket is None else str(TensorRef("gradient", bucket))
 
 
-def _boxing(boxing: Boxing) -> tuple[str, str, str, str, int, int, int, int]:
+def _boxing(boxing: Boxing) -> tuple[str | int, ...]:
     source, target = show(boxing.source), show(boxing.target)
     tensor = _shown(str(boxing.tensor))
     return (boxing.kind, source, target, tensor, boxing.bytes, round(boxing.sent), boxing.dim, boxing.ranks)
