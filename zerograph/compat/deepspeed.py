@@ -274,11 +274,7 @@ def _precision(top: Section) -> dict[str, Any]:
         _BF16,
         refused={"bf16_master_weights_and_grads": _MASTERS, "bf16_optimizer_states": _MASTERS},
     )
-    autocast = top.section(
-        "torch_autocast",
-        ("enabled", "dtype"),
-        {"lower_precision_safe_modules": "not supported, torch's lists decide"},
-    )
+    autocast = top.section("torch_autocast", ("enabled", "dtype", "lower_precision_safe_modules"))
     enabled = [each.name for each in (fp16, bf16, autocast) if each.switch("enabled")]
     if len(enabled) > 1:
         raise ConfigError(f"{' and '.join(enabled)} are enabled: choose one")
@@ -289,6 +285,8 @@ def _precision(top: Section) -> dict[str, Any]:
         options = precision_options(torch.bfloat16)
     elif enabled == ["torch_autocast"]:
         options = precision_options(_dtype(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype"))
+        if autocast.get("lower_precision_safe_modules") is not None:
+            raise ConfigError("torch_autocast.lower_precision_safe_modules: not supported, torch's lists decide")
     if (reduced := top.get("communication_data_type")) is not None:
         options["reduce_dtype"] = _dtype(reduced, "communication_data_type")
     types = top.section("data_types", ("grad_accum_dtype",))

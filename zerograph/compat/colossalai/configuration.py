@@ -323,15 +323,7 @@ def _as_first(value: Mapping[str, Any]) -> tuple[Section, GradScaler, list[str]]
     optimizer = Section(
         zero.get("optimizer_config") or {},
         "zero.optimizer_config",
-        (
-            "cpu_offload",
-            "initial_scale",
-            "min_scale",
-            "growth_factor",
-            "backoff_factor",
-            "growth_interval",
-            "hysteresis",
-        ),
+        ("cpu_offload", *_SCALER),
         _OPTIMIZER_WITHOUT_EFFECT,
         dict.fromkeys(("dp_process_group", "mp_process_group"), _GROUP),
     )
