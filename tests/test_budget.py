@@ -17,23 +17,23 @@ BUDGET = {
     "zerograph/artifact": 1160,
     "zerograph/base": 510,
     "zerograph/capture": 3670,
-    "zerograph/cli": 1025,
-    "zerograph/compat": 3375,
+    "zerograph/cli": 1000,
+    "zerograph/compat": 3260,
     "zerograph/compiler": 4250,
     "zerograph/eager": 825,
-    "zerograph/inspection": 2650,
-    "zerograph/integrations": 800,
+    "zerograph/inspection": 2525,
+    "zerograph/integrations": 780,
     "zerograph/ir": 4175,
     "zerograph/loops": 1640,
     "zerograph/optim": 1025,
-    "zerograph/planner": 2150,
+    "zerograph/planner": 2090,
     "zerograph/state": 3700,
     "passes": 8175,
     "runtime": 6030,
     "benchmarks": 6175,
     "tests": 38_200,
 }
-PACKAGE = 47_460
+PACKAGE = 47_160
 
 
 @pytest.fixture(scope="module")
