@@ -313,7 +313,7 @@ def _scaler(fp16: Section) -> GradScaler:
 
 
 def _dtype(value: Any, name: str) -> torch.dtype:
-    if value not in _DTYPES:
+    if not isinstance(value, str) or value not in _DTYPES:
         raise ConfigError(f"{name} = {value!r}: choose one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
