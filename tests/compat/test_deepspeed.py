@@ -260,6 +260,7 @@ def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
         ({"optimizer": {"type": "adamax"}}, "did you mean 'Adamax'"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, "is a text: give a number"),
         ({"fp16": {"enabled": "auto"}}, "fp16.enabled is 'auto'"),
+        ({"communication_data_type": {"enabled": True}}, "choose one of fp32"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "choose one"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "fp16.initial_scale_power = 2000: .* than 128"),
         ({"sparse_gradients": True}, "gradients are dense"),

@@ -121,8 +121,11 @@ def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dic
         run("DPO", tmp_path, 1, 3, options)
 
 
-def test_a_trainer_that_generates_is_named() -> None:
-    from zerograph.integrations.unsupported import unsupported_trainer
+def test_a_trainer_that_generates_is_named(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from zerograph.errors import ConfigError
+    from zerograph.integrations.unsupported import refuse_unsupported
 
     class GRPOTrainer:
         pass
@@ -130,4 +133,7 @@ def test_a_trainer_that_generates_is_named() -> None:
     class Mine(GRPOTrainer):
         pass
 
-    assert "zg.prepare" in unsupported_trainer(Mine)["GRPOTrainer"]
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match=r"GRPOTrainer: .*zg\.prepare"):
+        refuse_unsupported(Mine, arguments)
+    refuse_unsupported(object, arguments)

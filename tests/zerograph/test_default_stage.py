@@ -21,7 +21,7 @@ SCRIPT = """
 import functools
 import torch
 import zerograph as zg
-from zerograph.planner.front.subject import Training
+from zerograph.planner.front.plan import Training
 
 def example():
     sgd = functools.partial(torch.optim.SGD, lr=0.1)

@@ -37,10 +37,9 @@ def compile(
     Example: zerograph compile train.py:example --world-size 64 --stage 3 -o step.zg
     """
     with reported(), progress_bars("loading torch"):
-        from zerograph.cli.script import load, mesh_of, prepare, set_precision, tracing
+        from zerograph.cli.script import load, mesh_of, prepare, tracing
 
-        step, batch = load(script, inputs)
-        set_precision(step, precision)
+        step, batch = load(script, inputs, precision)
         ranks = mesh_of(world_size, 0, mesh)
         if transport is None:
             transport = "torch" if device != "cpu" or ranks.size == 1 else "host"

@@ -71,7 +71,7 @@ def _of_stages(
     inputs: str | None,
     precision: str | None,
 ) -> Diff:
-    from zerograph.cli.script import load, mesh_of, prepare, set_precision
+    from zerograph.cli.script import load, mesh_of, prepare
     from zerograph.inspection.diff import compare
 
     if stages is None:
@@ -79,8 +79,7 @@ def _of_stages(
     numbers = stages.split(",")
     if len(numbers) != 2 or not all(number.strip().isdigit() for number in numbers):
         raise ConfigError(f"--stages {stages}: give two stages, such as 2,3")
-    step, batch = load(script, inputs)
-    set_precision(step, precision)
+    step, batch = load(script, inputs, precision)
     texts = []
     for number in map(int, numbers):
         prepared = prepare(step, batch, mesh_of(world_size, rank), stage=number)

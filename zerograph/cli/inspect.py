@@ -49,13 +49,12 @@ def inspect(
     with reported(), progress_bars("loading torch"):
         if beside_stage is not None and report is None:
             raise ConfigError("--beside-stage adds a second step to a report: give --report PAGE.html too")
-        from zerograph.cli.script import load, mesh_of, prepare, set_precision, shown_precision
+        from zerograph.cli.script import load, mesh_of, prepare, shown_precision
         from zerograph.inspection.report import write
         from zerograph.planner.machine import machine as machine_of
         from zerograph.planner.plan import device_of, options_for
 
-        step, batch = load(script, inputs)
-        set_precision(step, precision)
+        step, batch = load(script, inputs, precision)
         if machine is not None:
             # As ``zerograph plan`` does: one step has one predicted time.
             described = machine_of(machine)

@@ -126,6 +126,9 @@ def plan(
         raise typer.Exit(0 if fits else DIFFERS)
     assert step is not None
     with reported(), progress_bars("loading torch"):
+        import torch
+
+        from zerograph.ir.offload import Offload
         from zerograph.planner import pictures, show
 
         kinds: tuple[tuple[Draw, Path | None], ...] = (
@@ -136,23 +139,20 @@ def plan(
         drawings = [(draw, path) for draw, path in kinds if path is not None]
         for _, path in drawings:
             pictures.check(path)
-        options: dict[str, Any] = {"device": device, "fit": limit, "headroom": free}
-        if nvme_path is not None:
-            options["nvme_path"] = nvme_path
-        if sequence_parallel is not None:
-            options["sequence_parallel"] = sequence_parallel
-        if recompute is not None:
-            options["recompute"] = recompute
-        if micro_batches is not None:
-            options["gradient_accumulation_steps"] = micro_batches
-        if offload:
-            from zerograph.config import Config
-
-            offloading = Config()
-            offloading.offload_optimizer("cpu")
-            options["optimizer_offload"] = offloading.optimizer_offload
+        options: dict[str, Any] = {
+            "device": device,
+            "fit": limit,
+            "headroom": free,
+            "nvme_path": nvme_path,
+            "sequence_parallel": sequence_parallel,
+            "recompute": recompute,
+            "gradient_accumulation_steps": micro_batches,
+            "optimizer_offload": Offload("cpu") if offload else None,
+            "reduce_dtype": torch.bfloat16 if compress else None,
+        }
+        options = {name: value for name, value in options.items() if value is not None}
         choices = list(itertools.product(meshes, [None] if stage is None else stage.split(","), lengths))
-        plans = _plans(step, inputs, precision, choices, options, compress)
+        plans = _plans(step, inputs, precision, choices, options)
         for number, (draw, path) in enumerate(drawings):
             tell("pictures", number, len(drawings), path.name)
             pictures.save(draw(plans), path)
@@ -176,18 +176,12 @@ def _plans(
     precision: str | None,
     choices: Sequence[tuple[tuple[int, ...], str | None, Any]],
     options: dict[str, Any],
-    compress: bool,
 ) -> list[Plan]:
     """Plan a script's step for each choice of a mesh, a stage and a length of sequences."""
-    import torch
-
-    from zerograph.cli.script import load, set_precision, tracing
+    from zerograph.cli.script import load, tracing
     from zerograph.planner.front.plan import plan as plan_step
 
-    if compress:
-        options["reduce_dtype"] = torch.bfloat16
-    subject, batch = load(script, inputs, meta=True)
-    set_precision(subject, precision)
+    subject, batch = load(script, inputs, precision, meta=True)
     plans: list[Plan] = []
     for mesh, stage, length in choices:
         if len(choices) > 1:

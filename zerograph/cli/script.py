@@ -36,16 +36,27 @@ _HELP = (
 )
 
 
-def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple[ZeroGraph, tuple[Any, ...]]:
+def load(
+    script: str, inputs: str | None = None, precision: str | None = None, *, meta: bool = False
+) -> tuple[ZeroGraph, tuple[Any, ...]]:
     """Load the graph that ``train.py:example`` names, and its inputs.
 
     Args:
         inputs: name of inputs in the script, or of a function that returns them; required if STEP is a graph.
+        precision: a value that :func:`zerograph.cli.options.precision_checked` accepts; None: the script's own.
         meta: call functions of the script with the meta device as default, so that their tensors take no memory.
 
     Raises:
-        ConfigError: there is no such file or name, or it is neither graph nor function; or the script failed.
+        ConfigError: there is no such file or name, or it is neither graph nor function; the script failed; or fp32 is
+            asked for, but parameters have a narrower dtype.
     """
+    step, batch = _loaded(script, inputs, meta)
+    if precision is not None:
+        _set_precision(step, precision)
+    return step, batch if isinstance(batch, tuple) else (batch,)
+
+
+def _loaded(script: str, inputs: str | None, meta: bool) -> tuple[ZeroGraph, Any]:
     path, _, name = script.rpartition(":")
     if not path or not name:
         raise ConfigError(f"{script!r} is not SCRIPT:STEP, such as train.py:example\n{_HELP}")
@@ -57,15 +68,14 @@ def load(script: str, inputs: str | None = None, *, meta: bool = False) -> tuple
                 f"{name} of {path} is a graph: inputs for it are missing\n"
                 "Give --inputs NAME of the script, or the name of a function that returns (step, inputs)."
             )
-        batch = _called(_named(module, inputs, path), inputs, path, meta)
-        return step, batch if isinstance(batch, tuple) else (batch,)
+        return step, _called(_named(module, inputs, path), inputs, path, meta)
     if isinstance(step, type) or not callable(step):
         raise ConfigError(f"{name} of {path} is {_type_of(step)}\n{_HELP}")
     result = _called(step, name, path, meta)
     step = _graph_of(result[0]) if isinstance(result, tuple) and len(result) == 2 else None
     if not isinstance(step, ZeroGraph):
         raise ConfigError(f"{name}() of {path} returned {_type_of(result)}, not (step, inputs)\n{_HELP}")
-    return step, result[1] if isinstance(result[1], tuple) else (result[1],)
+    return step, result[1]
 
 
 def _graph_of(value: Any) -> Any:
@@ -98,17 +108,7 @@ def prepare(
         return step.prepare(mesh, *inputs, device=device, transport=transport)
 
 
-def set_precision(step: ZeroGraph, precision: str | None) -> None:
-    """Set the precision of the script's step; None leaves the script's own.
-
-    Args:
-        precision: a value that :func:`zerograph.cli.options.precision_checked` accepts.
-
-    Raises:
-        ConfigError: fp32 is asked for, but parameters have a narrower dtype.
-    """
-    if precision is None:
-        return
+def _set_precision(step: ZeroGraph, precision: str) -> None:
     if precision == "fp32":
         narrow = {parameter.dtype for parameter in _parameters(step) if parameter.dtype in LOW_DTYPES}
         if narrow:

@@ -12,12 +12,11 @@ import torch
 from zerograph.compat.notices import say
 from zerograph.compat.optimizers import adam, by_name, of_torch
 from zerograph.compat.schedules import SCHEDULES
-from zerograph.compat.sections import not_auto, number, section, switch, warn_without_effect, whole, without_effect
+from zerograph.compat.sections import Section, not_auto, warn_without_effect, whole
 from zerograph.compat.settings import (
     MakeOptimizer,
     MakeScheduler,
     Settings,
-    loss_scaler,
     offload,
     precision_options,
     zero_options,
@@ -39,36 +38,36 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-# Keys of other tools, or of DeepSpeed's own kernels. True: the key is ignored without a warning.
-_WITHOUT_EFFECT = {
-    "activation_checkpointing": False,
-    "aio": False,
-    "autotuning": False,
-    "checkpoint": False,
-    "comms_logger": False,
-    "compile": False,
-    "csv_monitor": False,
-    "dataloader_drop_last": False,
-    "disable_allgather": False,
-    "disable_python_gc": True,
-    "dump_state": False,
-    "flops_profiler": False,
-    "graph_harvesting": True,
-    "gradient_predivide_factor": True,
-    "managed_gradient_accumulation": True,
-    "memory_breakdown": False,
-    "monitor_config": False,
-    "nebula": False,
-    "prescale_gradients": True,
-    "seq_parallel_communication_data_type": False,
-    "steps_per_print": True,
-    "tensorboard": False,
-    "use_data_before_expert_parallel_": True,
-    "use_data_before_expert_parallelism": True,
-    "wandb": False,
-    "wall_clock_breakdown": False,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": True,
+# Keys of other tools, or of DeepSpeed's own kernels (see Section); ...: any value is ignored without a warning.
+_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "activation_checkpointing": None,
+    "aio": None,
+    "autotuning": None,
+    "checkpoint": None,
+    "comms_logger": None,
+    "compile": None,
+    "csv_monitor": None,
+    "dataloader_drop_last": None,
+    "disable_allgather": None,
+    "disable_python_gc": ...,
+    "dump_state": None,
+    "flops_profiler": None,
+    "graph_harvesting": ...,
+    "gradient_predivide_factor": ...,
+    "managed_gradient_accumulation": ...,
+    "memory_breakdown": None,
+    "monitor_config": None,
+    "nebula": None,
+    "prescale_gradients": ...,
+    "seq_parallel_communication_data_type": None,
+    "steps_per_print": ...,
+    "tensorboard": None,
+    "use_data_before_expert_parallel_": ...,
+    "use_data_before_expert_parallelism": ...,
+    "wandb": None,
+    "wall_clock_breakdown": None,
+    "zero_allow_untested_optimizer": ...,
+    "zero_force_ds_cpu_optimizer": ...,
 }
 # Keys that would change what is computed, with advice.
 _REFUSED = {
@@ -102,25 +101,18 @@ _READ = (
     "data_types",
     "zero_optimization",
 )
-_FP16 = {
-    "enabled": False,
-    "auto_cast": False,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "consecutive_hysteresis": False,
-    "min_loss_scale": 1,
-    "fp16_master_weights_and_grads": False,
-}
-_BF16 = (
+_FP16 = (
     "enabled",
-    "check_grad_overflow",
-    "check_overflow",
-    "immediate_grad_update",
-    "bf16_master_weights_and_grads",
-    "bf16_optimizer_states",
+    "auto_cast",
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
 )
+_BF16 = ("enabled", "check_grad_overflow", "check_overflow", "immediate_grad_update")
+_MASTERS = "not supported, masters and optimizer state are fp32"
 _ZERO_READ = (
     "stage",
     "reduce_bucket_size",
@@ -137,7 +129,7 @@ _ZERO_READ = (
     "zeropp_loco_param",
     "zero_hpz_partition_size",
 )
-# The value that describes what a graph does anyway (see without_effect); ...: any value is ignored without a warning.
+# The value that describes what a graph does anyway (see Section); ...: any value is ignored without a warning.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "allgather_bucket_size": ...,
     "allgather_partitions": True,
@@ -211,37 +203,23 @@ def from_deepspeed(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settin
     if not isinstance(config, (Mapping, str, os.PathLike)):
         raise ConfigError(f"from_deepspeed({config!r:.60}): give a dict, or the path of a JSON file")
     values = config if isinstance(config, Mapping) else _file(config)
-    top = section(
-        # Keys that begin so are comments, which JSON lacks.
-        {key: value for key, value in values.items() if not str(key).startswith(("_", "//", "#"))},
-        _NAME,
-        sorted([*_READ, *_WITHOUT_EFFECT, *_REFUSED]),
-    )
-    if top.get("gradient_allreduce_op", "mean") != "mean":
+    # Keys that begin so are comments, which JSON lacks.
+    values = {key: value for key, value in values.items() if not str(key).startswith(("_", "//", "#"))}
+    if values.get("gradient_allreduce_op", "mean") != "mean":
         raise ConfigError("gradient_allreduce_op: gradients are those of the whole batch's loss; leave it out")
-    for key, advice in _REFUSED.items():
-        if _is_on(top.get(key), key):
-            raise ConfigError(f"{key}: {advice}")
-    zero = section(
-        _unaliased(top.get("zero_optimization", {})),
-        "zero_optimization",
-        sorted([*_ZERO_READ, *_ZERO_WITHOUT_EFFECT, *_ZERO_REFUSED]),
-    )
-    for key, advice in _ZERO_REFUSED.items():
-        if _is_on(zero.get(key), key):
-            raise ConfigError(f"zero_optimization.{key}: {advice}")
+    top = Section(values, _NAME, _READ, _WITHOUT_EFFECT, _REFUSED, is_whole=True)
+    unaliased = _unaliased(top.get("zero_optimization", {}))
+    zero = Section(unaliased, "zero_optimization", _ZERO_READ, _ZERO_WITHOUT_EFFECT, _ZERO_REFUSED)
     options = {**_precision(top), **_zero(zero)}
-    clip = number(not_auto(top.get("gradient_clipping", 0), "gradient_clipping"), "gradient_clipping")
     if "gradient_clipping" not in top:
         say(
             f"{_NAME} has no gradient_clipping: gradients are not clipped here, where DeepSpeed clips to 1.0 from "
             "version 0.19 on\nAdd it, as 0.0 for no clipping."
         )
-    options["clip_grad_norm"] = clip or None
+    options["clip_grad_norm"] = top.number("gradient_clipping") or None
     options["gradient_accumulation_steps"], samples = _batch(top)
     settings = Settings(options, _optimizer(top.get("optimizer")), _scheduler(top.get("scheduler")), samples)
-    unused = [key for key, ignored in _WITHOUT_EFFECT.items() if not ignored and _is_on(top.get(key))]
-    warn_without_effect([*unused, *without_effect(zero, "zero_optimization", _ZERO_WITHOUT_EFFECT)], _NAME)
+    warn_without_effect([*top.unused, *zero.unused], _NAME)
     return settings
 
 
@@ -288,28 +266,18 @@ def _batch(top: Mapping[str, Any]) -> tuple[int, int | None]:
     return steps, micro * steps
 
 
-def _precision(top: Mapping[str, Any]) -> dict[str, Any]:
-    fp16 = section(top.get("fp16", {}), "fp16", _FP16)
-    bf16 = section(top.get("bf16", top.get("bfloat16", {})), "bf16", _BF16)
-    autocast = section(
-        top.get("torch_autocast", {}), "torch_autocast", ("enabled", "dtype", "lower_precision_safe_modules")
+def _precision(top: Section) -> dict[str, Any]:
+    fp16 = top.section("fp16", _FP16, {"fp16_master_weights_and_grads": _MASTERS})
+    bf16 = Section(
+        top.get("bf16", top.get("bfloat16", {})),
+        "bf16",
+        _BF16,
+        refused={"bf16_master_weights_and_grads": _MASTERS, "bf16_optimizer_states": _MASTERS},
     )
-    sections = {"fp16": fp16, "bf16": bf16, "torch_autocast": autocast}
-    enabled = [
-        name
-        for name, values in sections.items()
-        if switch(not_auto(values.get("enabled", False), f"{name}.enabled"), f"{name}.enabled")
-    ]
+    autocast = top.section("torch_autocast", ("enabled", "dtype", "lower_precision_safe_modules"))
+    enabled = [each.name for each in (fp16, bf16, autocast) if each.switch("enabled")]
     if len(enabled) > 1:
         raise ConfigError(f"{' and '.join(enabled)} are enabled: choose one")
-    for name in (
-        "fp16.fp16_master_weights_and_grads",
-        "bf16.bf16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-    ):
-        prefix, key = name.split(".")
-        if sections[prefix].get(key):
-            raise ConfigError(f"{name}: not supported, masters and optimizer state are fp32")
     options = precision_options(None)
     if enabled == ["fp16"]:
         options = precision_options(torch.float16, _scaler(fp16))
@@ -321,51 +289,46 @@ def _precision(top: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError("torch_autocast.lower_precision_safe_modules: not supported, torch's lists decide")
     if (reduced := top.get("communication_data_type")) is not None:
         options["reduce_dtype"] = _dtype(reduced, "communication_data_type")
-    types = section(top.get("data_types", {}), "data_types", ("grad_accum_dtype",))
+    types = top.section("data_types", ("grad_accum_dtype",))
     if types.get("grad_accum_dtype") not in (None, "fp32"):
         raise ConfigError("data_types.grad_accum_dtype: gradients are accumulated in fp32; leave it out")
     return options
 
 
-def _scaler(fp16: Mapping[str, Any]) -> GradScaler:
-    values = {key: not_auto(fp16.get(key, default), f"fp16.{key}") for key, default in _FP16.items()}
-    if scale := number(values["loss_scale"], "fp16.loss_scale"):
+def _scaler(fp16: Section) -> GradScaler:
+    if scale := fp16.number("loss_scale"):
         return StaticGradScaler(scale)
-    if values["consecutive_hysteresis"]:
+    if fp16.value("consecutive_hysteresis"):
         raise ConfigError("fp16.consecutive_hysteresis: not supported, overflows count until the scale is next raised")
-    power = number(values["initial_scale_power"], "fp16.initial_scale_power")
+    power = fp16.number("initial_scale_power", 16)
     if power >= 128:
         raise ConfigError(f"fp16.initial_scale_power = {power:g}: give less than 128, for the scale is fp32")
-    values["initial_scale"] = 2.0**power
-    values["min_loss_scale"] = min(2.0**power, number(values["min_loss_scale"], "fp16.min_loss_scale"))
-    keys = {
-        "init_scale": "initial_scale",
-        "growth_interval": "loss_scale_window",
-        "min_scale": "min_loss_scale",
-        "hysteresis": "hysteresis",
-    }
-    return loss_scaler(values, "fp16", keys, growth_delay=1)
+    return GradScaler(
+        2.0**power,
+        growth_interval=fp16.whole("loss_scale_window", 1000, 1),
+        min_scale=min(2.0**power, fp16.number("min_loss_scale", 1)),
+        hysteresis=fp16.whole("hysteresis", 2, 1),
+        growth_delay=1,
+    )
 
 
 def _dtype(value: Any, name: str) -> torch.dtype:
-    if value not in _DTYPES:
+    if not isinstance(value, str) or value not in _DTYPES:
         raise ConfigError(f"{name} = {value!r}: choose one of {', '.join(_DTYPES)}")
     return _DTYPES[value]
 
 
-def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
-    name = "zero_optimization"
-    stage = whole(not_auto(zero.get("stage", 0), f"{name}.stage"), f"{name}.stage")
+def _zero(zero: Section) -> dict[str, Any]:
+    stage = zero.whole("stage")
     if stage > 3:
-        raise ConfigError(f"{name}.stage = {stage}: choose 0, 1, 2 or 3")
+        raise ConfigError(f"{zero.path('stage')} = {stage}: choose 0, 1, 2 or 3")
     offloads = {
         "offload_optimizer": _offload(zero, "offload_optimizer", _OPTIMIZER_KEYS, ("cpu_offload",)),
         "offload_param": _offload(zero, "offload_param", _PARAM_KEYS, ("cpu_offload_param", "cpu_offload_params")),
     }
-    options: dict[str, Any] = {"wire": _wire(zero, name) or "exact", **_placement(zero, name, stage)}
+    options: dict[str, Any] = {"wire": _wire(zero) or "exact", **_placement(zero, stage)}
     return options | zero_options(
         zero,
-        name,
         stage,
         stage_key="stage",
         bucket_keys=[
@@ -378,34 +341,31 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _wire(zero: Mapping[str, Any], name: str) -> dict[str, str | WireFormat]:
+def _wire(zero: Section) -> dict[str, str | WireFormat]:
     """Translate the codes of ZeRO++ (arXiv 2306.10209): qwZ gathers int8, qgZ reduces int4."""
     codes: dict[str, str | WireFormat] = {}
-    for kind, key, code in (
-        ("gather", "zero_quantized_weights", "int8"),
-        ("reduce", "zero_quantized_gradients", "int4"),
-    ):
-        if switch(not_auto(zero.get(key, False), f"{name}.{key}"), f"{name}.{key}"):
-            codes[kind] = code
-    loco = zero.get("zeropp_loco_param")
-    if loco is None:
+    if zero.switch("zero_quantized_weights"):
+        codes["gather"] = "int8"
+    if zero.switch("zero_quantized_gradients"):
+        codes["reduce"] = "int4"
+    if zero.get("zeropp_loco_param") in (None, False):
         return codes
-    section(loco, f"{name}.zeropp_loco_param", ("err_beta", "reset_T"))
+    name = zero.path("zeropp_loco_param")
+    zero.section("zeropp_loco_param", ("err_beta", "reset_T"))
     if "reduce" not in codes:
-        raise ConfigError(f"{name}.zeropp_loco_param needs zero_quantized_gradients: add it")
+        raise ConfigError(f"{name} needs zero_quantized_gradients: add it")
     codes["reduce"] = wire("int4", feedback=True)
     say(
-        f"{name}.zeropp_loco_param: gradients are coded with error feedback; err_beta and reset_T have no effect, for "
-        "each error is added once, whole, to the next gradient"
+        f"{name}: gradients are coded with error feedback; err_beta and reset_T have no effect, for each error is "
+        "added once, whole, to the next gradient"
     )
     return codes
 
 
-def _placement(zero: Mapping[str, Any], name: str, stage: int) -> dict[str, Any]:
+def _placement(zero: Section, stage: int) -> dict[str, Any]:
     """Translate hpZ of ZeRO++, a second copy of the parameters inside each partition, to ZeRO on a grid of ranks."""
-    key = f"{name}.zero_hpz_partition_size"
-    size = whole(not_auto(zero.get("zero_hpz_partition_size", 1), key), key, 1)
-    ranks = world_size()
+    key, ranks = zero.path("zero_hpz_partition_size"), world_size()
+    size = zero.whole("zero_hpz_partition_size", 1, 1)
     if size == 1:
         return {}
     if stage != 3:
@@ -427,22 +387,21 @@ _OPTIMIZER_KEYS = (
 )
 
 
-def _offload(zero: Mapping[str, Any], key: str, keys: tuple[str, ...], older_keys: tuple[str, ...]) -> Offload | None:
-    name = f"zero_optimization.{key}"
+def _offload(zero: Section, key: str, keys: tuple[str, ...], older_keys: tuple[str, ...]) -> Offload | None:
     if any(zero.get(older) for older in older_keys):
         return Offload("cpu")
-    values = section(zero.get(key) or {}, name, keys)
+    values = zero.section(key, keys)
     if values.get("ratio", 1) != 1:
-        raise ConfigError(f"{name}.ratio: not supported, all of the state is offloaded")
+        raise ConfigError(f"{values.path('ratio')}: not supported, all of the state is offloaded")
     # DeepSpeed counts elements of fp32, Offload bytes.
-    in_cpu = 4 * whole(values.get("max_in_cpu", 1e9), f"{name}.max_in_cpu") if "max_in_cpu" in keys else 0
-    return offload(values, name, "'cpu', 'nvme' or 'none'", in_cpu)
+    in_cpu = 4 * values.whole("max_in_cpu", 1e9) if "max_in_cpu" in keys else 0
+    return offload(values, "'cpu', 'nvme' or 'none'", in_cpu)
 
 
 def _optimizer(value: Any) -> MakeOptimizer | None:
     if value is None:
         return None
-    values = section(value, "optimizer", ("type", "params", "legacy_fusion"))
+    values = Section(value, "optimizer", ("type", "params", "legacy_fusion"))
     if "type" not in values:
         raise ConfigError("optimizer lacks 'type', such as 'AdamW'")
     name = str(values["type"])
@@ -465,7 +424,7 @@ def _optimizer(value: Any) -> MakeOptimizer | None:
 def _scheduler(value: Any) -> MakeScheduler | None:
     if value is None:
         return None
-    values = section(value, "scheduler", ("type", "params"))
+    values = Section(value, "scheduler", ("type", "params"))
     kind, params = values.get("type"), values.get("params") or {}
     if not isinstance(kind, str) or kind not in SCHEDULES:
         raise ConfigError(f"scheduler.type = {kind!r}: choose one of {', '.join(SCHEDULES)}")
@@ -473,13 +432,3 @@ def _scheduler(value: Any) -> MakeScheduler | None:
     # Report a wrong parameter now, not when the optimizer is created.
     make(torch.optim.SGD([torch.zeros(1)], lr=0.1), {k: v for k, v in params.items() if not isinstance(v, list)})
     return lambda optimizer: make(optimizer, params)
-
-
-def _is_on(value: Any, key: str = "") -> bool:
-    """Return whether a key asks for anything: a section does unless it is disabled, a size of 1 does not."""
-    if key.endswith("_size") and value == 1:
-        return False
-    if isinstance(value, Mapping):
-        sizes = [size for name, size in value.items() if name.endswith("size")]
-        return bool(value) and value.get("enabled", True) is not False and sizes != [1]
-    return value not in (None, False, 0, -1, "none")

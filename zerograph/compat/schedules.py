@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph.compat.sections import not_auto, number, section, switch, whole
+from zerograph.compat.sections import Section, number, switch, whole
 from zerograph.errors import ConfigError
 
 
@@ -48,10 +48,10 @@ class Schedule(ClosedSchedule):
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> None:
         name = f"scheduler.params of {type(self).__name__}"
-        values = section(params, name, [*self.defaults, "last_batch_iteration"])
+        values = Section(params, name, [*self.defaults, "last_batch_iteration"])
         if values.pop("last_batch_iteration", -1) != -1:
             raise ConfigError(f"{name}: last_batch_iteration is not read: load a state_dict() to resume")
-        self.params = {**self.defaults, **{key: not_auto(value, f"{name}.{key}") for key, value in values.items()}}
+        self.params = {**self.defaults, **{key: values.value(key) for key in values}}
         for key, value in self.params.items():
             if value is REQUIRED:
                 raise ConfigError(f"{name} lacks {key!r}: give it")

@@ -1,7 +1,7 @@
 """Settings of a training step, translated from another system's configuration.
 
 :class:`Settings` is what a translation returns. The functions after it translate what DeepSpeed and ColossalAI describe
-alike: ZeRO with its buckets and offload, precision, and loss scaling.
+alike: ZeRO with its buckets and offload, and precision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph.compat.sections import number, switch, whole
+from zerograph.compat.sections import Section
 from zerograph.config import Config, check_name
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
@@ -99,8 +99,7 @@ class Settings:
 
 
 def zero_options(
-    zero: Mapping[str, Any],
-    name: str,
+    zero: Section,
     stage: int,
     *,
     stage_key: str,
@@ -112,7 +111,6 @@ def zero_options(
 
     Args:
         zero: the section.
-        name: the section's name, for messages.
         stage: 0 (ZeRO is off), 1, 2 or 3.
         stage_key: the key of the stage, for messages.
         bucket_keys: keys of upper bounds of a collective's size, in elements; "auto" and 0 are no bound.
@@ -124,10 +122,11 @@ def zero_options(
     """
     (state_key, state), (parameter_key, parameters) = offloads.items()
     if parameters is not None and state is None:
-        raise ConfigError(f"{name}.{parameter_key} needs {state_key} as well: add it")
+        raise ConfigError(f"{zero.path(parameter_key)} needs {state_key} as well: add it")
     if parameters is not None and stage < 3:
         raise ConfigError(
-            f"{name}.{parameter_key} needs {stage_key} 3, not {stage}: parameters are not sharded below {stage_key} 3"
+            f"{zero.path(parameter_key)} needs {stage_key} 3, not {stage}: parameters are not sharded below "
+            f"{stage_key} 3"
         )
     options: dict[str, Any] = {
         "mode": "distributed_split" if stage else "off",
@@ -138,8 +137,8 @@ def zero_options(
         options["stage"] = stage
     if stage == 3 and zero.get(whole_key, "auto") != "auto":
         # Both systems keep parameters of at most this many elements whole, zerograph those below shard_min_size.
-        options["shard_min_size"] = whole(zero[whole_key], f"{name}.{whole_key}") + 1
-    bounds = [whole(zero[key], f"{name}.{key}") for key in bucket_keys if zero.get(key, "auto") != "auto"]
+        options["shard_min_size"] = zero.whole(whole_key) + 1
+    bounds = [zero.whole(key) for key in bucket_keys if zero.get(key, "auto") != "auto"]
     smallest = min((4 * elements for elements in bounds if elements), default=MAX_BUCKET_BYTES)
     # Published bounds are hundreds of millions of elements: then zerograph's default, which is smaller, stays.
     options["bucket_size"] = None if smallest >= MAX_BUCKET_BYTES else smallest
@@ -151,12 +150,11 @@ def precision_options(dtype: torch.dtype | None, scaler: GradScaler | None = Non
     return {"amp_dtype": dtype, "grad_scaler": scaler}
 
 
-def offload(section: Mapping[str, Any], name: str, choices: str, max_in_cpu: int = 0) -> Offload | None:
+def offload(section: Section, choices: str, max_in_cpu: int = 0) -> Offload | None:
     """Translate a section with a ``device`` and options of it; return None if nothing is offloaded.
 
     Args:
         section: the section.
-        name: its name, for messages.
         choices: the devices that the message lists.
         max_in_cpu: bytes of parameters that stay in CPU memory when the device is ``"nvme"``.
 
@@ -167,35 +165,13 @@ def offload(section: Mapping[str, Any], name: str, choices: str, max_in_cpu: int
     if device in (None, "none"):
         return None
     if device not in ("cpu", "nvme"):
-        raise ConfigError(f"{name}.device = {device!r}: choose {choices}")
+        raise ConfigError(f"{section.path('device')} = {device!r}: choose {choices}")
     if device == "nvme" and not path:
-        raise ConfigError(f"{name} lacks nvme_path, a directory on the disk to store the state in")
+        raise ConfigError(f"{section.name} lacks nvme_path, a directory on the disk to store the state in")
     return Offload(
         device,
         os.fspath(path) if device == "nvme" and path is not None else None,
-        switch(section.get("pin_memory", True), f"{name}.pin_memory"),
-        switch(section.get("fast_init", False), f"{name}.fast_init"),
+        section.switch("pin_memory", True),
+        section.switch("fast_init"),
         max_in_cpu,
     )
-
-
-def loss_scaler(section: Mapping[str, Any], name: str, keys: Mapping[str, str], growth_delay: int = 0) -> GradScaler:
-    """Translate a section that describes dynamic loss scaling.
-
-    Args:
-        section: values under the other system's keys.
-        name: the section's name, for messages.
-        growth_delay: see :class:`zerograph.GradScaler`.
-        keys: the section's key of each argument of :class:`zerograph.GradScaler`; arguments without a key keep their
-            defaults.
-
-    Raises:
-        ConfigError: a value is not a number, or an interval is not a whole number of at least 1.
-    """
-    values: dict[str, Any] = {
-        argument: whole(section[key], f"{name}.{key}", 1)
-        if argument in ("growth_interval", "hysteresis")
-        else number(section[key], f"{name}.{key}")
-        for argument, key in keys.items()
-    }
-    return GradScaler(**values, growth_delay=growth_delay)

@@ -226,17 +226,13 @@ class _Finder:
 
     def _used(self, view: fx.Node) -> Iterator[Event]:
         """Yield the computations that read a value, also through its views, casts and transposes."""
-        for form, user in self._users(view):
+        for form, user in self._readers(view, _TRANSFERS):
+            if user.op == "output" or (_is_form(user) and user.target not in _TRANSFERS):
+                continue
             note = operator_name(user)
             if form is not view and form.target is aten._to_copy.default:
                 note += f", as {dtype_name(form.meta['val'].dtype)}"
             yield self._event("used", user, note=note)
-
-    def _users(self, value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield (form of the value that is read, reader), each reader once."""
-        for form, user in self._readers(value, _TRANSFERS):
-            if user.op != "output" and (not _is_form(user) or user.target in _TRANSFERS):
-                yield form, user
 
     def _uses(self, node: fx.Node) -> Iterator[Event]:
         """Yield the events of :meth:`_used`, and where the value is moved, freed or returned."""

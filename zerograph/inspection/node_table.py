@@ -68,9 +68,8 @@ class NodeTable:
             return None if whole is None else tuple(whole), shape
         if sbp is None:
             return shape, shape
-        return shape, local_shape(
-            shape, sbp, context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh
-        )
+        mesh = context.mesh if len(sbp) == context.mesh.dims else context.with_time_dim().mesh
+        return shape, local_shape(shape, sbp, mesh)
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that read a value, in order: also in the body of a loop, and after the loop it leaves."""

@@ -9,6 +9,7 @@ from zerograph.base.sizes import show_bytes
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives, short
 from zerograph.inspection.summary import Placed, Sent, Summary, summary
+from zerograph.inspection.text import show_shape
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
 from zerograph.ir.sbp import show
@@ -169,11 +170,11 @@ def _parameter_lines(step: RewrittenStep, numbers: Summary) -> list[str]:
         lines.append(_bucket_line(bucket, placed))
         owners = [""] * len(bucket.slots) if bucket.owners is None else [f"  rank {rank}" for rank in bucket.owners]
         lines += [
-            f"  {slot.name} {_shape(slot.shape)}{_split(bucket, slot)}{owner}"
+            f"  {slot.name} {show_shape(slot.shape)}{_split(bucket, slot)}{owner}"
             for slot, owner in zip(bucket.slots, owners, strict=True)
         ]
     for node in placeholders(step.emitted, "parameter"):
-        lines.append(f"{meta(node)['role'].name} {_shape(meta(node)['global'])} B, in no bucket")
+        lines.append(f"{meta(node)['role'].name} {show_shape(meta(node)['global'])} B, in no bucket")
     stored = sum(numbers.at_rest.get(kind, 0) for kind in ("parameters", "optimizer state"))
     lines.append(f"{stored:,} bytes of parameters and optimizer state on this rank")
     return lines
@@ -199,7 +200,3 @@ def _collective_lines(step: RewrittenStep, numbers: Summary) -> list[str]:
     ]
     between = f", {numbers.bytes_between:,} of them to other hosts" if numbers.bytes_between else ""
     return [*lines, f"{numbers.bytes_sent:,} bytes sent by each rank per step{between}"] if lines else []
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ")"

@@ -12,7 +12,7 @@ from torch import fx
 
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.inspection.collectives import collectives
-from zerograph.inspection.text import dtype_name
+from zerograph.inspection.text import dtype_name, show_shape
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.memory import Memory, Profile, profile, show_bytes
 from zerograph.ir.mesh import local_shape
@@ -32,7 +32,7 @@ class Value:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.sbp} ({', '.join(map(str, self.shape))})"
+        return f"{self.dtype} {self.sbp} {show_shape(self.shape)}"
 
 
 @dataclass(frozen=True)

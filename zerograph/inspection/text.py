@@ -142,11 +142,12 @@ def _value(node: fx.Node, table: NodeTable, context: Context) -> str:
 def shapes(shape: Sequence[int] | None, local: Sequence[int]) -> str:
     """Show a global shape and, if it differs, this rank's; a value without a global shape is ``local``."""
     if shape is None:
-        return f"local {_shape(local)}"
-    return _shape(shape) if tuple(shape) == tuple(local) else f"{_shape(shape)} -> {_shape(local)}"
+        return f"local {show_shape(local)}"
+    return show_shape(shape) if tuple(shape) == tuple(local) else f"{show_shape(shape)} -> {show_shape(local)}"
 
 
-def _shape(shape: Sequence[int]) -> str:
+def show_shape(shape: Sequence[int]) -> str:
+    """Return ``(96, 128)``; also ``(96)`` for one dimension."""
     return f"({', '.join(map(str, shape))})"
 
 

@@ -66,39 +66,34 @@ class Accelerator(accelerate.Accelerator):
         # Modules of the next loop that other objects of it call, and that have no optimizer themselves.
         self.companions: list[nn.Module] = []
         super().__init__(*args, **kwargs)
-        bf16 = "the step computes in bf16: mixed_precision='bf16'"
         systems = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         refuse(
             "Accelerator",
-            {
-                name: advice
-                for name, advice, used in (
-                    # It makes a scaler where it would compute in fp16.
-                    (
-                        "fp16 on a CPU",
-                        "Accelerate would compute in fp32 without a word; mixed_precision='bf16' (bf16=True) works",
-                        self.mixed_precision == "fp16" and self.scaler is None,
-                    ),
-                    ("mixed_precision='fp8'", bf16, self.mixed_precision == "fp8"),
-                    (
-                        "parallelism_config",
-                        "a zg.ZeroGraph with config.placement places a step",
-                        bool(self.parallelism_config),
-                    ),
-                    ("dispatch_batches=True", "every rank reads its rows", bool(self.dispatch_batches)),
-                    (
-                        f"distributed_type {self.distributed_type}",
-                        "ZeRO is zero=, launch with torchrun or 'accelerate launch --multi_gpu' alone",
-                        self.distributed_type not in systems,
-                    ),
-                    (
-                        "dynamo_plugin",
-                        "the graph is compiled by zg.Config(backend='inductor')",
-                        getattr(self.state.dynamo_plugin, "backend", "NO") not in ("NO", "no", None),
-                    ),
-                )
-                if used
-            },
+            (
+                # It makes a scaler where it would compute in fp16.
+                (
+                    "fp16 on a CPU",
+                    self.mixed_precision == "fp16" and self.scaler is None,
+                    "Accelerate would compute in fp32 without a word; mixed_precision='bf16' (bf16=True) works",
+                ),
+                (
+                    "mixed_precision='fp8'",
+                    self.mixed_precision == "fp8",
+                    "the step computes in bf16: mixed_precision='bf16'",
+                ),
+                ("parallelism_config", self.parallelism_config, "a zg.ZeroGraph with config.placement places a step"),
+                ("dispatch_batches=True", self.dispatch_batches, "every rank reads its rows"),
+                (
+                    f"distributed_type {self.distributed_type}",
+                    self.distributed_type not in systems,
+                    "ZeRO is zero=, launch with torchrun or 'accelerate launch --multi_gpu' alone",
+                ),
+                (
+                    "dynamo_plugin",
+                    getattr(self.state.dynamo_plugin, "backend", "NO") not in ("NO", "no", None),
+                    "the graph is compiled by zg.Config(backend='inductor')",
+                ),
+            ),
         )
         if self.mixed_precision == "bf16" and self.zero_config.amp_dtype is None:
             self.zero_config.enable_amp(dtype=torch.bfloat16)

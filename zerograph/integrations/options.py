@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerograph.config import Config
@@ -36,16 +36,15 @@ def config_of(zero: Zero) -> Config:
     return config
 
 
-def refuse(framework: str, used: Mapping[str, str]) -> None:
+def refuse(framework: str, unsupported: Iterable[tuple[str, Any, str]]) -> None:
     """Raise unless no option is used that zerograph does not support.
 
     Args:
         framework: what the options belong to, for the message.
-        used: the unsupported options that are set, and what to do instead of each.
+        unsupported: for each such option its name, a value that is true if it is set, and what to do instead.
 
     Raises:
         ConfigError: one is set.
     """
-    if used:
-        lines = "".join(f"\n  {name}: {advice}" for name, advice in used.items())
+    if lines := "".join(f"\n  {name}: {advice}" for name, value, advice in unsupported if value):
         raise ConfigError(f"{framework} has options that zerograph does not support{lines}")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from zerograph.integrations import state
 from zerograph.integrations.accelerate import STATE, Accelerator
 from zerograph.integrations.eager import whole
-from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.unsupported import unsupported, unsupported_trainer
+from zerograph.integrations.options import Zero, config_of
+from zerograph.integrations.unsupported import refuse_unsupported
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare
 
@@ -58,8 +58,7 @@ class ZeroTrainerMixin(_Mixed):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator: zerograph's."""
-        refuse(type(self.args).__name__, unsupported(self.args))
-        refuse("trl", unsupported_trainer(type(self)))
+        refuse_unsupported(type(self), self.args)
         # Counts are those of all ranks anyway, and a loss is not averaged over ranks.
         self.args.average_tokens_across_devices = False
         super().create_accelerator_and_postprocess()

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from zerograph.integrations.options import refuse
 
-def unsupported(args: Any) -> dict[str, str]:
-    """Return the unsupported arguments that are set, and what to do instead of each."""
+
+def refuse_unsupported(trainer: type, args: Any) -> None:
+    """Raise if an argument, or a class that the trainer inherits from, is not supported.
+
+    Raises:
+        ConfigError: the message says what to do instead.
+    """
+    kinds = [kind.__name__ for kind in trainer.__mro__]
+    refuse(type(args).__name__, _arguments(args))
+    refuse("trl", [(name, name in kinds, _OTHER_TRAINER) for name in _TRAINERS])
+
+
+def _arguments(args: Any) -> list[tuple[str, Any, str]]:
     accelerator = getattr(args, "accelerator_config", None)
-    table: list[tuple[str, Any, str]] = [
+    return [
         ("deepspeed", args.deepspeed, "ZeRO is zero=, such as Trainer(..., zero=3)"),
         ("fsdp", args.fsdp, "ZeRO is zero=, such as Trainer(..., zero=3)"),
         ("torch_compile", args.torch_compile, "the step is compiled; zero={'backend': 'inductor'} generates kernels"),
@@ -53,16 +65,8 @@ def unsupported(args: Any) -> dict[str, str]:
             "packing_strategy='wrapped': the others make one row of a batch, and rows are split between the ranks",
         ),
     ]
-    return {name: advice for name, value, advice in table if value}
 
 
-# Trainers that do more than compute a loss of a batch, and what to do instead.
-_TRAINERS = dict.fromkeys(
-    ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer"),
-    "SFTTrainer, DPOTrainer and RewardTrainer are supported; write other loops with zg.prepare()",
-)
-
-
-def unsupported_trainer(kind: type) -> dict[str, str]:
-    """Return the unsupported trainers that a class inherits from, and what to do instead of each."""
-    return {one.__name__: _TRAINERS[one.__name__] for one in kind.__mro__ if one.__name__ in _TRAINERS}
+# Trainers that do more than compute a loss of a batch.
+_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer")
+_OTHER_TRAINER = "SFTTrainer, DPOTrainer and RewardTrainer are supported; write other loops with zg.prepare()"

@@ -63,11 +63,12 @@ def search(
         nvme_path: directory for files; None for the directory in the configuration. Without either, no files are used.
         transport: how ranks exchange tensors; see :meth:`zerograph.ZeroGraph.prepare`.
     """
+    files = _files(graph, nvme_path, options)
     families = [
-        _Family(tuple(mesh), stage, offloading)
-        for offloading in _offloading_choices(graph, machine, nvme_path, options)
+        _Family(tuple(mesh), stage, offloading, {**STAGES[stage], **offloads})
+        for offloading, supported, offloads in _offloads(files, accelerator=machine.device.accelerator)
         for mesh in meshes
-        for stage in offloading.stages
+        for stage in supported
         if stage in stages
     ]
     trials = _Trials(graph, batch, machine, len(families), options, transport)
@@ -81,36 +82,16 @@ def search(
     return Search(None if best is None else judged[trials.candidates.index(best)], judged)
 
 
-@dataclass(frozen=True, eq=False)
-class _Offloading:
-    """A choice of what to offload.
-
-    Attributes:
-        name: its name as a trade-off; empty for none.
-        stages: the stages that support it.
-        options: the configuration.
-    """
-
-    name: str
-    stages: tuple[str, ...]
-    options: Mapping[str, Any]
-
-
-def _offloading_choices(
-    graph: Preparable, machine: Machine, nvme_path: str | None, options: Mapping[str, Any]
-) -> list[_Offloading]:
-    """Return the choices from the fastest memory to the slowest."""
+def _offloads(files: Offload | None, *, accelerator: bool) -> Iterator[tuple[str, Sequence[str], dict[str, Any]]]:
+    """Yield choices of what to offload, with the stages that support them, from the fastest memory to the slowest."""
     nothing = {"optimizer_offload": None, "parameter_offload": None}
-    choices = [_Offloading("", tuple(STAGES), nothing)]
-    split = ("1", "2", "3")
-    if machine.device.accelerator:
-        choices.append(_Offloading("optimizer on the CPU", split, {**nothing, "optimizer_offload": Offload("cpu")}))
-    if (files := _files(graph, nvme_path, options)) is not None:
-        state = {**nothing, "optimizer_offload": files}
-        stages = split if machine.device.accelerator else tuple(STAGES)
-        choices.append(_Offloading("optimizer in files", stages, state))
-        choices.append(_Offloading("optimizer and parameters in files", ("3",), {**state, "parameter_offload": files}))
-    return choices
+    every, split = tuple(STAGES), ("1", "2", "3")
+    yield "", every, nothing
+    if accelerator:
+        yield "optimizer on the CPU", split, {**nothing, "optimizer_offload": Offload("cpu")}
+    if files is not None:
+        yield "optimizer in files", split if accelerator else every, {**nothing, "optimizer_offload": files}
+        yield "optimizer and parameters in files", ("3",), {"optimizer_offload": files, "parameter_offload": files}
 
 
 def _files(graph: Preparable, nvme_path: str | None, options: Mapping[str, Any]) -> Offload | None:
@@ -122,13 +103,16 @@ def _files(graph: Preparable, nvme_path: str | None, options: Mapping[str, Any])
 
 @dataclass(frozen=True, eq=False)
 class _Family:
+    """A stage on a mesh with a choice of what to offload, which is empty for nothing; ``options`` configure all."""
+
     mesh: tuple[int, ...]
     stage: str
-    offloading: _Offloading
+    offloading: str
+    options: Mapping[str, Any]
 
     @property
     def key(self) -> tuple[tuple[int, ...], str, str]:
-        return self.mesh, self.stage, self.offloading.name
+        return self.mesh, self.stage, self.offloading
 
 
 @dataclass(eq=False)
@@ -170,13 +154,13 @@ class _Trials:
         """Return True if the family's layout alone fits."""
         device = self.machine.device
         try:
-            stored = laid_out(self.graph, self.batch, family.mesh, self.machine, **self._options(family))
+            stored = laid_out(self.graph, self.batch, family.mesh, self.machine, **{**self.options, **family.options})
         except InputError:
             raise
         except ZeroGraphError as error:
             self._note(family, f"cannot be compiled: {str(error).splitlines()[0]}")
             return False
-        if family.offloading.name and not stored.trains:
+        if family.offloading and not stored.trains:
             return False
         self.stored[family] = stored
         if stored.device > device.usable:
@@ -194,7 +178,7 @@ class _Trials:
 
     def without_trade_offs(self, family: _Family) -> bool:
         """Compile the family without trade-offs; return True if it does not fit, but may fit with them."""
-        if family.offloading.name and (less := self._fits_with_less_offloading(family)) is not None:
+        if family.offloading and (less := self._fits_with_less_offloading(family)) is not None:
             self._note(family, f"not needed: fits {less}")
             return False
         bound, reason = self._seconds_bound(family)
@@ -250,7 +234,7 @@ class _Trials:
         """Name the offloading with which the same stage fits on the same mesh, or return None."""
         for other, plan in self.plain.items():
             if (other.mesh, other.stage) == (family.mesh, family.stage) and plan.fits:
-                return f"with {other.offloading.name}" if other.offloading.name else "without"
+                return f"with {other.offloading}" if other.offloading else "without"
         return None
 
     def _seconds_bound(self, family: _Family) -> tuple[float, str]:
@@ -267,17 +251,14 @@ class _Trials:
             f"the CPU's update takes {show_seconds(updating)} beside {show_seconds(computing)} of computing",
         )
 
-    def _options(self, family: _Family) -> dict[str, Any]:
-        return {**self.options, **STAGES[family.stage], **family.offloading.options}
-
     def _note(self, family: _Family, verdict: str, trade_offs: str = "") -> None:
         mesh, stage, offloading = family.key
         self.candidates.append(Candidate(stage, mesh, ", ".join(filter(None, (offloading, trade_offs))), None, verdict))
 
     def _try(self, family: _Family, trade_offs: str, more: Mapping[str, Any]) -> tuple[Plan | None, bool]:
         """Return the plan with trade-offs, and True if no recomputation can make it fit."""
-        chosen = {**STAGES[family.stage], **family.offloading.options, **more}
-        trade_offs = ", ".join(filter(None, (family.offloading.name, trade_offs)))
+        chosen = {**family.options, **more}
+        trade_offs = ", ".join(filter(None, (family.offloading, trade_offs)))
         doing = ", ".join(filter(None, (f"stage {family.stage} on {_grid(family.mesh)}", trade_offs)))
         tell("candidates", self.settled, self.total, doing)
         plan: Plan | None = None

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from zerograph.compat.colossalai.second_version import as_first, is_second
 from zerograph.compat.notices import say
 from zerograph.compat.optimizers import by_name
-from zerograph.compat.sections import number, section, switch, warn_without_effect, whole, without_effect
-from zerograph.compat.settings import MakeOptimizer, Settings, loss_scaler, offload, precision_options, zero_options
+from zerograph.compat.sections import Section, switch, warn_without_effect
+from zerograph.compat.settings import MakeOptimizer, Settings, offload, precision_options, zero_options
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
 from zerograph.ir.offload import Offload
@@ -27,13 +26,12 @@ _KEYS = (
     "fp16",
     "gradient_accumulation",
     "gradient_clipping",
-    "gradient_handler",
     "optimizer",
     "parallel",
     "seed",
-    "torch_ddp",
     "zero",
 )
+_WITHOUT_EFFECT = {"gradient_handler": None, "torch_ddp": None}
 # Keys of the section "zero" that have an effect.
 _ZERO = (
     "type",
@@ -53,7 +51,7 @@ _ZERO = (
     "cpu_offload",
     "allreduce_always_fp32",
 )
-# The value that describes what a graph does anyway (see without_effect); ...: any value.
+# The value that describes what a graph does anyway (see Section); ...: any value.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "allgather_bucket_size": ...,
     "aio_config": ...,
@@ -70,8 +68,6 @@ _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "verbose": ...,
 }
 _TYPE = "ZeroRedundancyOptimizer_Level_"
-# ColossalAI starts at 2**32, from which about twenty updates would be skipped first.
-_SCALER = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1}
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
@@ -94,29 +90,31 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
         raise ConfigError(f"config={config!r:.60}: give a dict, or the path of a Python file")
     values = config if isinstance(config, Mapping) else _file(config)
     own = [key for key in values if isinstance(key, str) and key.isupper()]
-    top = section({k: v for k, v in values.items() if k not in own}, _NAME, _KEYS)
-    parallel = section(top.get("parallel") or {}, "parallel", ("data", "pipeline", "tensor"))
+    shown = {key: value for key, value in values.items() if key not in own}
+    top = Section(shown, _NAME, _KEYS, _WITHOUT_EFFECT, is_whole=True)
+    parallel = top.section("parallel", ("data", "pipeline", "tensor"))
     for kind in ("pipeline", "tensor"):
         size = parallel.get(kind, 1)
         if (size.get("size", 1) if isinstance(size, Mapping) else size) not in (None, 1):
             raise ConfigError(f"parallel.{kind} = {size!r}: only data parallel training is supported; leave it out")
-    zero, scaler = top.get("zero"), None
-    if zero is not None and is_second(zero):
-        zero, scaler = as_first(zero)
-    elif zero is not None:
-        zero = section(zero, "zero", sorted([*_ZERO, *_ZERO_WITHOUT_EFFECT]))
+    zero, scaler, unused = None, None, top.unused
+    if _is_second(top.get("zero")):
+        zero, scaler, of_zero = _as_first(top["zero"])
+        unused += of_zero
+    elif top.get("zero") is not None:
+        zero = Section(top["zero"], "zero", _ZERO, _ZERO_WITHOUT_EFFECT)
+        unused += zero.unused
     options = _without_zero(top) if zero is None else _with_zero(zero, top, scaler)
-    steps = whole(top.get("gradient_accumulation", options.get("gradient_accumulation_steps", 1)), _ACCUMULATION, 1)
+    steps = top.whole(_ACCUMULATION, options.get("gradient_accumulation_steps", 1), 1)
     if options.setdefault("gradient_accumulation_steps", steps) != steps:
         raise ConfigError(f"{_ACCUMULATION} = {steps}, but zero says {options['gradient_accumulation_steps']}")
     for key in ("clip_grad_norm", "gradient_clipping"):
         if key in top:
-            options["clip_grad_norm"] = number(top[key], key) or options.get("clip_grad_norm")
+            options["clip_grad_norm"] = top.number(key) or options.get("clip_grad_norm")
     if "seed" in top:
-        options["seed"] = whole(top["seed"], "seed")
+        options["seed"] = top.whole("seed")
     settings = Settings(options, _optimizer(top.get("optimizer")))
-    unused = [key for key in ("gradient_handler", "torch_ddp") if top.get(key)]
-    warn_without_effect([*unused, *without_effect(zero or {}, "zero", _ZERO_WITHOUT_EFFECT)], _NAME)
+    warn_without_effect(unused, _NAME)
     return settings
 
 
@@ -131,7 +129,7 @@ def _file(path: str | os.PathLike[str]) -> dict[str, Any]:
     return {key: value for key, value in names.items() if key[0] != "_" and not isinstance(value, skipped)}
 
 
-def _without_zero(top: Mapping[str, Any]) -> dict[str, Any]:
+def _without_zero(top: Section) -> dict[str, Any]:
     if _bf16(top):
         return {"mode": "off", **precision_options(torch.bfloat16)}
     fp16 = top.get("fp16")
@@ -139,7 +137,7 @@ def _without_zero(top: Mapping[str, Any]) -> dict[str, Any]:
         return {"mode": "off", **precision_options(None)}
     names = {"init_scale": "init_scale", "initial_scale": "init_scale", "min_scale": "min_scale"}
     names |= {key: key for key in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "enabled")}
-    values = section({"mode": "torch"} if fp16 is True else fp16, "fp16", ["mode", *names])
+    values = Section({"mode": "torch"} if fp16 is True else fp16, "fp16", ["mode", *names])
     # A string, or a member of ColossalAI's enumeration.
     mode = values.pop("mode")
     mode = str(getattr(mode, "value", mode)).lower()
@@ -151,16 +149,16 @@ def _without_zero(top: Mapping[str, Any]) -> dict[str, Any]:
     return {"mode": "off", **precision_options(torch.float16, scaler)}
 
 
-def _bf16(top: Mapping[str, Any]) -> bool:
+def _bf16(top: Section) -> bool:
     value = top.get("bf16") or False
     if isinstance(value, Mapping):
-        value = section(value, "bf16", ("enabled",)).get("enabled", True)
+        value = top.section("bf16", ("enabled",)).get("enabled", True)
     if switch(value, "bf16") and top.get("fp16"):
         raise ConfigError("fp16 and bf16 are both asked for: choose one")
     return bool(value)
 
 
-def _with_zero(zero: dict[str, Any], top: Mapping[str, Any], scaler: GradScaler | None) -> dict[str, Any]:
+def _with_zero(zero: Section, top: Section, scaler: GradScaler | None) -> dict[str, Any]:
     """Translate a section ``zero``; ``scaler`` is the loss scaler of one of the second version."""
     fp16 = top.get("fp16")
     if fp16 is True or (isinstance(fp16, Mapping) and fp16.get("mode") is not None):
@@ -180,10 +178,9 @@ def _with_zero(zero: dict[str, Any], top: Mapping[str, Any], scaler: GradScaler 
     if offloads["offload_optimizer_config"] is not None:
         bucket_keys.append("sub_group_size")
     for key in bucket_keys:
-        whole(zero.get(key, 1), f"zero.{key}", 1)
+        zero.whole(key, 1, 1)
     options = zero_options(
         zero,
-        "zero",
         level,
         stage_key="level",
         bucket_keys=bucket_keys,
@@ -196,12 +193,11 @@ def _with_zero(zero: dict[str, Any], top: Mapping[str, Any], scaler: GradScaler 
         options |= precision_options(None)
     else:
         options |= precision_options(torch.float16, scaler or _scaler(zero))
-    if switch(zero.get("allreduce_always_fp32", False), "zero.allreduce_always_fp32"):
+    if zero.switch("allreduce_always_fp32"):
         options["reduce_dtype"] = torch.float32
-    options["clip_grad_norm"] = number(zero.get("clip_grad", 0), "zero.clip_grad") or None
-    key = "gradient_accumulation_steps"
-    if key in zero:
-        options[key] = whole(zero[key], f"zero.{key}", 1)
+    options["clip_grad_norm"] = zero.number("clip_grad") or None
+    if "gradient_accumulation_steps" in zero:
+        options["gradient_accumulation_steps"] = zero.whole("gradient_accumulation_steps", low=1)
     return options
 
 
@@ -221,48 +217,43 @@ def _level(zero: Mapping[str, Any]) -> int:
     return chosen
 
 
-def _scaler(zero: Mapping[str, Any]) -> GradScaler:
-    static, arguments = zero.get("static_loss_scale"), zero.get("dynamic_loss_args")
-    if not switch(zero.get("dynamic_loss_scale", False), "zero.dynamic_loss_scale"):
-        if arguments:
+def _scaler(zero: Section) -> GradScaler:
+    static, keys = zero.get("static_loss_scale"), ("init_scale", "scale_factor", "scale_window", "min_scale")
+    if not zero.switch("dynamic_loss_scale"):
+        if zero.get("dynamic_loss_args"):
             raise ConfigError("zero.dynamic_loss_args, but no dynamic_loss_scale: set it to True, or leave them out")
-        return StaticGradScaler(number(1.0 if static is None else static, "zero.static_loss_scale"))
+        return StaticGradScaler(zero.number("static_loss_scale", 1.0) if static is not None else 1.0)
     if static not in (None, 1.0):
         raise ConfigError(f"zero.static_loss_scale = {static} and dynamic_loss_scale: choose one")
-    name = "zero.dynamic_loss_args"
-    values = {**_SCALER, **section(arguments or {}, name, [*_SCALER, "consecutive_hysteresis"])}
-    if values.get("consecutive_hysteresis", False):
-        raise ConfigError(f"{name}.consecutive_hysteresis: not supported; leave it out")
-    factor = number(values["scale_factor"], f"{name}.scale_factor")
-    values["backoff"] = 1 / factor if factor else 0.0
-    keys = {
-        "init_scale": "init_scale",
-        "growth_factor": "scale_factor",
-        "backoff_factor": "backoff",
-        "growth_interval": "scale_window",
-        "min_scale": "min_scale",
-        "hysteresis": "delayed_shift",
-    }
-    return loss_scaler(values, name, keys)
+    refused = {"consecutive_hysteresis": "not supported; leave it out"}
+    values = zero.section("dynamic_loss_args", (*keys, "delayed_shift"), refused)
+    factor = values.number("scale_factor", 2.0)
+    return GradScaler(
+        # ColossalAI starts at 2**32, from which about twenty updates would be skipped first.
+        values.number("init_scale", 2.0**16),
+        growth_factor=factor,
+        backoff_factor=1 / factor if factor else 0.0,
+        growth_interval=values.whole("scale_window", 1000, 1),
+        min_scale=values.number("min_scale", 1.0),
+        hysteresis=values.whole("delayed_shift", 1, 1),
+    )
 
 
 # Tuning of DeepSpeed's file engine. Ours always prefetches, and writes asynchronously.
 _FILE_TUNING = ("buffer_count", "buffer_size", "pipeline", "pipeline_read", "pipeline_write")
 
 
-def _offload_of_optimizer(zero: Mapping[str, Any]) -> Offload | None:
+def _offload_of_optimizer(zero: Section) -> Offload | None:
     if zero.get("offload_optimizer_config") is None:
-        return Offload("cpu") if switch(zero.get("cpu_offload", False), "zero.cpu_offload") else None
-    name = "zero.offload_optimizer_config"
+        return Offload("cpu") if zero.switch("cpu_offload") else None
     keys = ("device", "pin_memory", "fast_init", "nvme_path", *_FILE_TUNING)
-    return _offload(section(zero["offload_optimizer_config"], name, keys), name)
+    return _offload(zero.section("offload_optimizer_config", keys))
 
 
-def _offload_of_parameters(zero: Mapping[str, Any]) -> Offload | None:
+def _offload_of_parameters(zero: Section) -> Offload | None:
     name, value = "zero.offload_param_config", zero.get("offload_param_config")
     if value is None:
         return None
-    keys = ["device", "pin_memory", "max_in_cpu", "nvme_path", *_FILE_TUNING]
     slip = value.get("fast_init") if isinstance(value, Mapping) else None
     if isinstance(slip, (int, float)) and not isinstance(slip, bool) and "max_in_cpu" not in value:
         say(
@@ -270,14 +261,15 @@ def _offload_of_parameters(zero: Mapping[str, Any]) -> Offload | None:
             "taken as that"
         )
         value = {key: part for key, part in value.items() if key != "fast_init"} | {"max_in_cpu": slip}
-    values = section(value, name, keys)
-    return _offload({**values, "fast_init": True}, name, whole(values.get("max_in_cpu", 0), f"{name}.max_in_cpu"))
+    values = Section(value, name, ["device", "pin_memory", "max_in_cpu", "nvme_path", *_FILE_TUNING])
+    values["fast_init"] = True
+    return _offload(values, values.whole("max_in_cpu"))
 
 
-def _offload(values: Mapping[str, Any], name: str, max_in_cpu: int = 0) -> Offload | None:
+def _offload(values: Section, max_in_cpu: int = 0) -> Offload | None:
     if values.get("device") == "cpu" and values.get("nvme_path") is not None:
-        raise ConfigError(f"{name}.nvme_path is for the device 'nvme', not 'cpu'")
-    return offload(values, name, "'cpu' or 'nvme'", max_in_cpu)
+        raise ConfigError(f"{values.path('nvme_path')} is for the device 'nvme', not 'cpu'")
+    return offload(values, "'cpu' or 'nvme'", max_in_cpu)
 
 
 def _optimizer(value: Any) -> MakeOptimizer | None:
@@ -292,3 +284,91 @@ def _optimizer(value: Any) -> MakeOptimizer | None:
             raise ConfigError(f"optimizer.type = {kind.__name__}: give the name, or the class, of an optimizer")
         return lambda parameters: kind(parameters, **params)
     return by_name("SGD" if kind == "FusedSGD" else str(kind), params)
+
+
+# The second version of a section "zero": with model_config and optimizer_config.
+_MODEL_WITHOUT_EFFECT: Mapping[str, Any] = {
+    "shard_strategy": ...,
+    "gradient_predivide_factor": 1.0,
+    "reshard_after_forward": True,
+    "reuse_fp16_shard": ...,
+    "use_memory_tracer": ...,
+}
+_OPTIMIZER_WITHOUT_EFFECT: Mapping[str, Any] = {"gpu_margin_mem_ratio": 0.0, "max_scale": 2**32, "verbose": ...}
+_SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
+_GROUP = "a graph runs on all ranks\nLeave it out, or set engine.graph.config.placement."
+
+
+def _is_second(zero: Any) -> bool:
+    """Return whether a section ``zero`` is one of the second version."""
+    return isinstance(zero, Mapping) and ("model_config" in zero or "optimizer_config" in zero)
+
+
+def _as_first(value: Mapping[str, Any]) -> tuple[Section, GradScaler, list[str]]:
+    """Translate a section into one of the first version, and return it with its loss scaler and its unused keys.
+
+    The second version shards parameters, gradients and optimizer state: level 3.
+
+    Raises:
+        ConfigError: a key is unknown, a process group is passed, or only one of parameters and optimizer is offloaded.
+    """
+    zero = Section(value, "zero", ("level", "model_config", "optimizer_config"))
+    model = Section(
+        zero.get("model_config") or {},
+        "zero.model_config",
+        ("reduce_scatter_bucket_size_mb", "fp32_reduce_scatter", "offload_config", "tensor_placement_policy"),
+        _MODEL_WITHOUT_EFFECT,
+        dict.fromkeys(("process_group", "reduce_scatter_process_group"), _GROUP),
+    )
+    optimizer = Section(
+        zero.get("optimizer_config") or {},
+        "zero.optimizer_config",
+        ("cpu_offload", *_SCALER),
+        _OPTIMIZER_WITHOUT_EFFECT,
+        dict.fromkeys(("dp_process_group", "mp_process_group"), _GROUP),
+    )
+    if zero.get("level", 3) != 3:
+        raise ConfigError(f"zero.level = {zero['level']!r}, but model_config means level 3\nLeave one of the two out.")
+    first: dict[str, Any] = {"level": 3, "dynamic_loss_scale": True, **_offload_of_second(model, optimizer)}
+    if "reduce_scatter_bucket_size_mb" in model:
+        # Megabytes of fp16 gradients: 2**19 elements each.
+        first["reduce_bucket_size"] = max(1, int(model.number("reduce_scatter_bucket_size_mb") * 2**19))
+    if "fp32_reduce_scatter" in model:
+        first["allreduce_always_fp32"] = model.switch("fp32_reduce_scatter")
+    return Section(first, "zero", first), _scaler_of_second(optimizer), [*model.unused, *optimizer.unused]
+
+
+def _offload_of_second(model: Section, optimizer: Section) -> dict[str, Any]:
+    policy = model.get("tensor_placement_policy", "cuda")
+    if policy not in ("cuda", "cpu", "auto"):
+        raise ConfigError(f"{model.path('tensor_placement_policy')} = {policy!r:.60}: choose 'cuda', 'cpu' or 'auto'")
+    if policy == "auto":
+        say(
+            f"{model.path('tensor_placement_policy')} = 'auto': parameters and state stay on the device; 'cpu' "
+            "offloads them"
+        )
+    device = model.section("offload_config", ("device",)).get("device")
+    if device not in (None, "cpu"):
+        raise ConfigError(f"{model.name}.offload_config.device = {device!r:.60}: choose 'cpu', or leave it out")
+    parameters = policy == "cpu" or device == "cpu"
+    state = optimizer.switch("cpu_offload", policy == "cpu")
+    if parameters != state:
+        raise ConfigError(
+            f"{model.name} {'offloads' if parameters else 'does not offload'} parameters, and {optimizer.name}."
+            f"cpu_offload = {state}: both are offloaded, or neither\nSet cpu_offload = {parameters}, or change "
+            "offload_config and tensor_placement_policy."
+        )
+    cpu = {"device": "cpu"}
+    return {"offload_param_config": cpu, "offload_optimizer_config": cpu} if parameters else {}
+
+
+def _scaler_of_second(optimizer: Section) -> GradScaler:
+    return GradScaler(
+        # ColossalAI starts at 2**32, from which about sixteen updates would be skipped first.
+        optimizer.number("initial_scale", 2.0**16),
+        optimizer.number("growth_factor", 2.0),
+        optimizer.number("backoff_factor", 0.5),
+        optimizer.whole("growth_interval", 1000, 1),
+        min_scale=optimizer.number("min_scale", 1.0),
+        hysteresis=optimizer.whole("hysteresis", 2, 1),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,7 @@ def save(
     if global_dst_rank is None:
         _write(plain, Path(path))
         return
-    problem: BaseException | None = None
-    if rank() == global_dst_rank:
-        try:
-            _write(plain, Path(path))
-        except BaseException as error:
-            problem = error
-    agree(join(_TIMEOUT), "continuing after flow.save()", 0, dict, problem)
+    _on_rank(global_dst_rank, "flow.save()", lambda: _write(plain, Path(path)))
 
 
 def load(
@@ -92,21 +87,25 @@ def load(
     _check_rank("global_src_rank", global_src_rank)
     if global_src_rank is None:
         return _mapped(_read(Path(path)), map_location)
-    job = join(_TIMEOUT)
-    problem: BaseException | None = None
-    values: Any = None
-    if rank() == global_src_rank:
-        try:
-            values = _read(Path(path))
-        except BaseException as error:
-            problem = error
-    agree(job, "continuing after flow.load()", 0, dict, problem)
+    values = _on_rank(global_src_rank, "flow.load()", lambda: _read(Path(path)))
     mesh = placement("cpu", [global_src_rank]).mesh
     # All ranks get the values that are not tensors, and the shapes and dtypes of tensors.
     descriptions: list[Any] = [pytree.tree_map(described, values)]
-    dist.broadcast_object_list(descriptions, src=global_src_rank, group=job.control)
+    dist.broadcast_object_list(descriptions, src=global_src_rank, group=join(_TIMEOUT).control)
     own = values if rank() == global_src_rank else descriptions[0]
     return _mapped(pytree.tree_map(lambda value: _on_one_rank(value, mesh), own), map_location)
+
+
+def _on_rank(number: int, call: str, act: Callable[[], Any]) -> Any:
+    """Act on one rank, and return the result there; all ranks return after it has, or raise if it has failed."""
+    result, problem = None, None
+    if rank() == number:
+        try:
+            result = act()
+        except BaseException as error:
+            problem = error
+    agree(join(_TIMEOUT), f"continuing after {call}", 0, dict, problem)
+    return result
 
 
 @dataclass(frozen=True)

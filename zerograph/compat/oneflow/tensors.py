@@ -121,10 +121,7 @@ def sbp_of(x: Tensor) -> NdSbp:
     Raises:
         AttributeError: the tensor is local, or, inside ``build()``, not a parameter or buffer.
     """
-    location = _where(x)
-    if location is None:
-        raise AttributeError(_MISSING_IN_BUILD if building() else _MISSING.format("sbp"))
-    return location[1]
+    return _located(x, "sbp")[1]
 
 
 def placement_of_tensor(x: Tensor) -> placement:
@@ -133,13 +130,17 @@ def placement_of_tensor(x: Tensor) -> placement:
     Raises:
         AttributeError: the tensor is local, or, inside ``build()``, not a parameter or buffer.
     """
-    location = _where(x)
-    if location is None:
-        raise AttributeError(_MISSING_IN_BUILD if building() else _MISSING.format("placement"))
-    return location[0] if isinstance(location[0], placement) else placement_of(location[0])
+    location, _ = _located(x, "placement")
+    return location if isinstance(location, placement) else placement_of(location)
 
 
-_MISSING = "a local tensor has no {}: make it global with to_global(placement=, sbp=)"
+def _located(x: Tensor, attribute: str) -> tuple[placement | DeviceMesh, NdSbp]:
+    if (location := _where(x)) is not None:
+        return location
+    missing = f"a local tensor has no {attribute}: make it global with to_global(placement=, sbp=)"
+    raise AttributeError(_MISSING_IN_BUILD if building() else missing)
+
+
 _MISSING_IN_BUILD = (
     "inside build() only parameters and buffers have .sbp and .placement: the compiler places all other tensors after "
     "it has traced build(); graph.placements() and print(graph) show its choice"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -94,13 +95,6 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self.param_groups = groups
 
-    def _options(self, **options: Any) -> None:
-        """Add options that torch's class does not have to the groups that lack them."""
-        self.defaults.update(options)
-        for group in self.param_groups:
-            for key, value in options.items():
-                group.setdefault(key, value)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A state from torch's own class lacks OneFlow's options.
@@ -111,6 +105,51 @@ class Optimizer(torch.optim.Optimizer):
 
 # Options that torch's classes of the same name do not have.
 _OWN = {"do_bias_correction", "adam_w_mode"}
+
+
+class TableOptimizer(Optimizer):
+    """An optimizer whose arguments are a table. Arguments of torch's class of the same name are accepted too.
+
+    Attributes:
+        arguments: the arguments after the parameters, in OneFlow's order and with its defaults.
+    """
+
+    arguments: Mapping[str, Any] = {}
+    __signature__: ClassVar[Signature]
+
+    def __init_subclass__(cls) -> None:
+        table = {"params": Parameter.empty, **cls.arguments, "contiguous_params": False}
+        named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in table.items()]
+        more = [] if cls._is_own() else [Parameter("options", Parameter.VAR_KEYWORD)]
+        cls.__signature__ = Signature([*named, *more])
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        bound = type(self).__signature__.bind(*args, **options)
+        bound.apply_defaults()
+        more = bound.arguments.pop("options", {})
+        values = {**bound.arguments, **more}
+        if values.pop("contiguous_params"):
+            call_without_effect("contiguous_params=True", "a bucket is always updated at once")
+        # OneFlow's False leaves the choice to torch.
+        if not values.get("fused", True):
+            values["fused"] = None
+        self._construct(values.pop("params"), values)
+
+    def _construct(self, params: Any, values: dict[str, Any]) -> None:
+        """Call the constructor of torch's class, and add the options that it does not have to the groups."""
+        if self._is_own():
+            super().__init__(params, values)
+            return
+        own = {key: values.pop(key) for key in _OWN & values.keys()}
+        super().__init__(params, **values)
+        self.defaults.update(own)
+        for group in self.param_groups:
+            group.update({key: group.get(key, value) for key, value in own.items()})
+
+    @classmethod
+    def _is_own(cls) -> bool:
+        """Return whether it extends no optimizer of torch's."""
+        return [kind for kind in cls.__mro__ if kind.__module__.startswith("torch.")] == [torch.optim.Optimizer]
 
 
 def check_options(optimizer: torch.optim.Optimizer) -> None:
@@ -173,12 +212,6 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def note_contiguous(contiguous_params: bool) -> None:
-    """Warn that ``contiguous_params=True`` has no effect."""
-    if contiguous_params:
-        call_without_effect("contiguous_params=True", "a bucket is always updated at once")
-
-
 def gradient_of(parameter: nn.Parameter, l2: float) -> Tensor:
     """Return the parameter's gradient, plus ``l2`` times the parameter."""
     assert parameter.grad is not None
@@ -213,16 +246,15 @@ def counted(state: dict[str, Any]) -> float:
     return number
 
 
-def check(kind: str, **numbers: tuple[float, bool]) -> None:
+def check(kind: str, name: str, value: Any, good: bool) -> None:
     """Raise if a hyperparameter is out of its range.
 
     Args:
         kind: the optimizer's name.
-        numbers: for each name the value, and whether it is in its range.
+        good: whether the value is in its range.
 
     Raises:
-        ConfigError: the message names the first hyperparameter that is not.
+        ConfigError: it is not.
     """
-    for name, (value, good) in numbers.items():
-        if not good:
-            raise ConfigError(f"flow.optim.{kind}({name}={value!r}): no such value")
+    if not good:
+        raise ConfigError(f"flow.optim.{kind}({name}={value!r}): no such value")

@@ -9,49 +9,40 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zerograph.compat.oneflow.optim.base import (
-    Optimizer,
+    TableOptimizer,
     check,
     counted,
     gradient_of,
     moments,
-    note_contiguous,
     zeros,
 )
 from zerograph.errors import ConfigError
 
-Betas = tuple[float, float]
 
-
-class SGD(Optimizer, torch.optim.SGD):
+class SGD(TableOptimizer, torch.optim.SGD):
     """SGD. Dampening applies from the first step on.
 
     ``maximize`` negates the update, not the gradient, and has an effect only with a momentum. Nesterov momentum may be
     combined with dampening. Torch's other arguments are accepted too.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.001,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-        contiguous_params: bool = False,
-        fused: bool | None = None,
-        **options: Any,
-    ) -> None:
-        note_contiguous(contiguous_params)
-        params = list(params)
+    arguments = {
+        "lr": 0.001,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
+
+    def _construct(self, params: Any, values: dict[str, Any]) -> None:
         # Torch refuses nesterov with dampening, so the groups get it after the constructor.
+        nesterov, params = values.pop("nesterov"), list(params)
         has_own = [isinstance(group, dict) and "nesterov" in group for group in params]
-        super().__init__(
-            params, lr, momentum, dampening, weight_decay, maximize=maximize, fused=fused or None, **options
-        )
+        super()._construct(params, values)
         self.defaults["nesterov"] = nesterov
         for group, own in zip(self.param_groups, has_own, strict=False):
             group["nesterov"] = group["nesterov"] if own else nesterov
@@ -74,28 +65,20 @@ class SGD(Optimizer, torch.optim.SGD):
             parameter.sub_(step)
 
 
-class Adam(Optimizer, torch.optim.Adam):
+class Adam(TableOptimizer, torch.optim.Adam):
     """Adam, without bias correction of the moments if ``do_bias_correction=False``."""
 
     # The torch optimizer whose step runs when the moments are bias-corrected.
     _corrected: type[torch.optim.Optimizer] = torch.optim.Adam
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.001,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        do_bias_correction: bool = True,
-        contiguous_params: bool = False,
-        fused: bool | None = None,
-        **options: Any,
-    ) -> None:
-        note_contiguous(contiguous_params)
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=fused or None, **options)
-        self._options(do_bias_correction=do_bias_correction)
+    arguments = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "do_bias_correction": True,
+    }
 
     def _update(self, group: dict[str, Any]) -> None:
         if group["do_bias_correction"]:
@@ -125,27 +108,17 @@ class AdamW(Adam, torch.optim.AdamW):
     _corrected = torch.optim.AdamW
 
 
-class RMSprop(Optimizer, torch.optim.RMSprop):
+class RMSprop(TableOptimizer, torch.optim.RMSprop):
     """RMSprop with ``eps`` inside the square root, and without momentum.
 
     Raises:
         ConfigError: a momentum is passed, which OneFlow refuses too.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.001,
-        alpha: float = 0.99,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        centered: bool = False,
-        contiguous_params: bool = False,
-        **options: Any,
-    ) -> None:
-        note_contiguous(contiguous_params)
-        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, **options)
+    arguments = {"lr": 0.001, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False}
+
+    def _construct(self, params: Any, values: dict[str, Any]) -> None:
+        super()._construct(params, values)
         for group in self.param_groups:
             if group["momentum"] != 0:
                 raise ConfigError(
@@ -167,22 +140,13 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         parameter.sub_(group["lr"] * (gradient * (variance + group["eps"]).rsqrt()))
 
 
-class Adagrad(Optimizer, torch.optim.Adagrad):
+class Adagrad(TableOptimizer, torch.optim.Adagrad):
     """Adagrad with the default learning rate 0.001 (torch's: 0.01)."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.001,
-        lr_decay: float = 0.0,
-        weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
-        contiguous_params: bool = False,
-        **options: Any,
-    ) -> None:
-        note_contiguous(contiguous_params)
-        super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, **options)
+    arguments = {"lr": 0.001, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
+
+    def _construct(self, params: Any, values: dict[str, Any]) -> None:
+        super()._construct(params, values)
         # Torch initialises the sums of all groups from the argument.
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -192,28 +156,16 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
         self._update_as(torch.optim.Adagrad, group)
 
 
-class Adadelta(Optimizer, torch.optim.Adadelta):
+class Adadelta(TableOptimizer, torch.optim.Adadelta):
     """Adadelta, with torch's arithmetic."""
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1.0,
-        rho: float = 0.9,
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-        contiguous_params: bool = False,
-        **options: Any,
-    ) -> None:
-        note_contiguous(contiguous_params)
-        super().__init__(params, lr, rho, eps, weight_decay, maximize=maximize, **options)
+    arguments = {"lr": 1.0, "rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False}
 
     def _update(self, group: dict[str, Any]) -> None:
         self._update_as(torch.optim.Adadelta, group)
 
 
-class LAMB(Optimizer):
+class LAMB(TableOptimizer):
     """LAMB (https://arxiv.org/abs/1904.00962): Adam's update, scaled to the norm of the parameter.
 
     Args:
@@ -231,40 +183,23 @@ class LAMB(Optimizer):
         ConfigError: ``amsgrad`` is True, or a number is out of its range.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.001,
-        betas: Betas = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        do_bias_correction: bool = True,
-        amsgrad: bool = False,
-        contiguous_params: bool = False,
-    ) -> None:
-        note_contiguous(contiguous_params)
-        check(
-            "LAMB",
-            lr=(float(lr), float(lr) >= 0),
-            betas=(betas[0], 0 <= betas[0] < 1),
-            eps=(eps, eps >= 0),
-            weight_decay=(weight_decay, weight_decay >= 0),
-            amsgrad=(amsgrad, not amsgrad),
-        )
-        check("LAMB", betas=(betas[1], 0 <= betas[1] < 1))
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "adam_w_mode": adam_w_mode,
-                "do_bias_correction": do_bias_correction,
-                "amsgrad": amsgrad,
-            },
-        )
+    arguments = {
+        "lr": 0.001,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "adam_w_mode": True,
+        "do_bias_correction": True,
+        "amsgrad": False,
+    }
+
+    def _construct(self, params: Any, values: dict[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            check("LAMB", name, values[name], float(values[name]) >= 0)
+        for beta in values["betas"]:
+            check("LAMB", "betas", beta, 0 <= beta < 1)
+        check("LAMB", "amsgrad", values["amsgrad"], not values["amsgrad"])
+        super()._construct(params, values)
 
     def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
@@ -283,7 +218,7 @@ class LAMB(Optimizer):
         parameter.sub_(group["lr"] * ratio * update)
 
 
-class FTRL(Optimizer):
+class FTRL(TableOptimizer):
     """FTRL-proximal, as in ``oneflow.one_embedding``.
 
     Args:
@@ -300,30 +235,20 @@ class FTRL(Optimizer):
         ConfigError: a number is out of its range.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.001,
-        weight_decay: float = 0.0,
-        lr_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        lambda1: float = 0.0,
-        lambda2: float = 0.0,
-        beta: float = 0.0,
-    ) -> None:
-        check("FTRL", lr=(float(lr), float(lr) >= 0), weight_decay=(weight_decay, weight_decay >= 0))
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "lr_power": lr_power,
-                "initial_accumulator_value": initial_accumulator_value,
-                "lambda1": lambda1,
-                "lambda2": lambda2,
-                "beta": beta,
-            },
-        )
+    arguments = {
+        "lr": 0.001,
+        "weight_decay": 0.0,
+        "lr_power": -0.5,
+        "initial_accumulator_value": 0.1,
+        "lambda1": 0.0,
+        "lambda2": 0.0,
+        "beta": 0.0,
+    }
+
+    def _construct(self, params: Any, values: dict[str, Any]) -> None:
+        for name in ("lr", "weight_decay"):
+            check("FTRL", name, values[name], float(values[name]) >= 0)
+        super()._construct(params, values)
 
     def _update_parameter(self, parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
         lr, power, lambda1 = group["lr"], group["lr_power"], group["lambda1"]
