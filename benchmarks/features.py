@@ -93,7 +93,7 @@ def _all_in_files(config: zg.Config, folder: str) -> None:
 def _everything(config: zg.Config, folder: str) -> None:
     config.enable_amp(dtype=torch.bfloat16)
     config.set_gradient_accumulation_steps(4)
-    config.recompute = "blocks"
+    config.activation_checkpointing = "blocks"
     _all_in_files(config, folder)
 
 
@@ -102,7 +102,7 @@ FEATURES: Mapping[str, Feature] = {
     "bf16": lambda config, folder: config.enable_amp(dtype=torch.bfloat16),
     "fp16": lambda config, folder: config.enable_amp(dtype=torch.float16),
     "accumulation": lambda config, folder: config.set_gradient_accumulation_steps(4),
-    "recompute": lambda config, folder: setattr(config, "recompute", "blocks"),
+    "recompute": lambda config, folder: setattr(config, "activation_checkpointing", "blocks"),
     "state in files": _in_files,
     "all in files": _all_in_files,
     "everything": _everything,

@@ -39,7 +39,7 @@ class TrainStep(zg.ZeroGraph):
         self.task, self.model = task, task.model()
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
         self.config.backend = "eager"
-        self.config.recompute, self.config.memory_budget = recompute, budget
+        self.config.activation_checkpointing, self.config.memory_budget = recompute, budget
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.task.loss(self.model, x, y)

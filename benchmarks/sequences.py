@@ -71,7 +71,7 @@ class TrainStep(zg.ZeroGraph):
 
 
 def split(form: str) -> dict[str, Any]:
-    return {"batch_sbp": (zg.sbp.split(1),), "attention": form}
+    return {"input_sbp": (zg.sbp.split(1),), "context_parallel_method": form}
 
 
 # Name, number of ranks and options of what is compared.
@@ -247,7 +247,7 @@ def longest_table(sizes: dict[str, int], budget: int) -> list[str]:
     rows, whole = [], 0
     for recompute in ("none", "auto"):
         for name, ranks, options in WAYS:
-            tokens = longest(sizes, budget, ranks, recompute=recompute, **options)
+            tokens = longest(sizes, budget, ranks, activation_checkpointing=recompute, **options)
             whole = whole or tokens
             rows.append([name, recompute, f"{tokens:,}", f"{tokens / whole:.2f}"])
     return table(["", "recompute", f"longest sequence in {mib(budget)}", "ratio"], rows)

@@ -20,19 +20,20 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
     (
         "What is sharded, and where",
         "[stages](stages.md), [meshes](meshes.md)",
-        "mode stage shard_min_size bucket_size zero_dim placement batch_sbp",
+        "mode stage shard_min_size bucket_size shard_dims placement input_sbp",
     ),
     (
         "Sequences and experts",
         "[long sequences](long-sequences.md), [expert parallelism](meshes.md#expert-parallelism)",
-        "sequence_parallel attention expert_parallel expert_capacity",
+        "context_parallel context_parallel_method expert_parallel expert_capacity",
     ),
     (
         "Memory",
         "[does it fit](mixed-precision-and-offload.md#does-it-fit), "
         "[recompute](mixed-precision-and-offload.md#recompute), [offload](mixed-precision-and-offload.md#offload), "
         "[state in eight bits](optimizers.md#state-in-eight-bits)",
-        "memory_budget recompute optimizer_offload parameter_offload offload_activations optimizer_state "
+        "memory_budget activation_checkpointing optimizer_offload parameter_offload offload_activations "
+        "optimizer_state "
         "keep_freed_memory",
     ),
     (

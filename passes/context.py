@@ -66,7 +66,7 @@ class BatchLayout:
         cut: whether each input is cut into micro-batches.
         packed: outputs have one entry per micro-batch.
         early_outputs: number of outputs, the first ones, that a loop reads before backward.
-        attention: the form of attention where ranks split the sequence; see ``config.attention``.
+        attention: the form of attention where ranks split the sequence; see ``config.context_parallel_method``.
         expert_capacity: capacity of an exchange of tokens for experts; see ``config.expert_capacity``.
         outputs: the SBP in which each output is returned, None for the one in which it is computed. None for all: as
             a user of graphs receives them, never partial, and split only along what splits the batch.
@@ -105,10 +105,10 @@ class MemoryOptions:
 
     Attributes:
         budget: maximum bytes of a rank during a step; None: no limit.
-        recompute: ``config.recompute``.
+        recompute: ``config.activation_checkpointing``.
         blocks: module paths of the blocks that the model repeats.
-        min_recompute_bytes: with ``recompute="auto"``, recompute at least this many bytes of activations per rank
-            instead of saving them for backward.
+        min_recompute_bytes: with ``activation_checkpointing="auto"``, recompute at least this many bytes of activations
+            per rank instead of saving them for backward.
         offload_activations: offload activations of an accelerator to the CPU between forward and backward.
     """
 

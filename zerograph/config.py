@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,12 +22,13 @@ from zerograph.base.options import (
     is_one_of,
     one_of,
     option,
-    refuse_unknown,
+    take_names,
     whole_number,
     whole_numbers,
 )
 from zerograph.base.sizes import in_bytes
-from zerograph.errors import ConfigError, UnknownOptionError, did_you_mean
+from zerograph.base.source import levels_to_user
+from zerograph.errors import ConfigError, UnknownOptionError, ZeroGraphWarning, did_you_mean
 from zerograph.ir.coded_state import SIGNED
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload, complaint, offload_to
@@ -222,7 +224,7 @@ class Config:
         ),
         """The mesh that the step runs on, from ``zg.placement``. Default None: all ranks along one dimension.""",
     )
-    batch_sbp: tuple[Sbp, ...] | None = option(
+    input_sbp: tuple[Sbp, ...] | None = option(
         None,
         Check(
             lambda value: (
@@ -235,7 +237,7 @@ class Config:
         ``split(1)`` if each rank passes its piece of the sequence, ``broadcast`` if ranks pass the same. A tensor that
         has no such dimension is the same on all ranks along it. Default None: ``split(0)`` along all.""",
     )
-    sequence_parallel: int = option(
+    context_parallel: int = option(
         1,
         whole_number(1, "ranks"),
         """Number of ranks that split each sequence. Without ``placement`` the ranks form rows of so many, and the ranks
@@ -253,21 +255,21 @@ class Config:
         """Rows that a rank sends each rank in the first round of an all-to-all of tokens, times those of even routing;
         a second round has the rest. Default 1.25. None: gather tokens always.""",
     )
-    attention: str = option(
+    context_parallel_method: str = option(
         "auto",
         one_of("auto", "ulysses", "gather", "ring"),
         """The form of attention where ranks split the sequence: ``"ulysses"`` exchanges positions for heads before
         attention and back after it, ``"gather"`` gathers keys and values, ``"ring"`` passes them from rank to rank.
         ``"auto"`` (default): the one of the first two that sends fewer bytes, for each attention.""",
     )
-    zero_dim: int | tuple[int, ...] | None = option(
+    shard_dims: int | tuple[int, ...] | None = option(
         None,
         whole_numbers(0, "mesh dimensions"),
         """The mesh dimension along which ZeRO splits, or a tuple of them (then backward gathers along the first only);
         along others its shards are broadcast. Default None: the last dimension along which inputs are split and no
         parameter is; else the last one along which inputs are split; with split sequences, the one of most ranks.""",
     )
-    recompute: Literal["none", "blocks", "auto"] = option(
+    activation_checkpointing: Literal["none", "blocks", "auto"] = option(
         "none",
         one_of("none", "blocks", "auto"),
         """Values that backward recomputes instead of keeping them; numbers and model stay the same. ``"none"``
@@ -317,7 +319,7 @@ class Config:
     _amps_scaler: ClassVar[GradScaler | None] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_name(name)
+        name = option_name(name)
         message = _CHECKS[name].complaint(value)
         if message:
             raise ConfigError(f"{name} = {value!r}: {message}")
@@ -329,6 +331,8 @@ class Config:
     if not TYPE_CHECKING:  # with it mypy would accept unknown names
 
         def __getattr__(self, name: str) -> Any:
+            if name in RENAMED:
+                return getattr(self, option_name(name))
             # Python itself looks for private names.
             raise AttributeError(name) if name.startswith("_") else UnknownOptionError(_unknown(name))
 
@@ -476,10 +480,33 @@ class Config:
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
 
 
-def check_name(name: Any) -> None:
-    """Raise a :class:`ConfigError` that names the closest option if there is no option ``name``."""
+# Names of before 0.1.0, for two minor releases.
+RENAMED = {
+    "attention": "context_parallel_method",
+    "batch_sbp": "input_sbp",
+    "recompute": "activation_checkpointing",
+    "sequence_parallel": "context_parallel",
+    "zero_dim": "shard_dims",
+}
+
+
+def option_name(name: Any) -> str:
+    """Return the name of an option; of its former name with a warning.
+
+    Raises:
+        ConfigError: there is no such option; names the closest one.
+    """
+    new = RENAMED.get(name)
+    if new is not None:
+        warnings.warn(
+            f"the option {name!r} is called {new!r} now; the old name goes in 0.3",
+            ZeroGraphWarning,
+            stacklevel=levels_to_user(),
+        )
+        return new
     if name not in _CHECKS:
         raise ConfigError(_unknown(name))
+    return str(name)
 
 
 def _unknown(name: Any) -> str:
@@ -494,5 +521,5 @@ def _shown(value: Any) -> str:
 
 
 document(Config)
-refuse_unknown(Config, check_name)
+take_names(Config, option_name)
 _CHECKS = checks(Config)

@@ -32,7 +32,7 @@ def columns(ranks: int) -> list[list[int]]:
 def step_of(task: Task, stage: str, backend: str, wire: str = "exact", grid: bool = False) -> TrainStep:
     step = TrainStep(task, task.model())
     step.config.wire = wire
-    step.config.zero_dim = (0, 1) if grid else None
+    step.config.shard_dims = (0, 1) if grid else None
     step.config.enable_zero(stage != "off", stage=1 if stage == "off" else int(stage))
     step.config.backend = backend
     # As all the others do: each rank normalises its part of the batch.

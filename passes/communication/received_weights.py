@@ -36,8 +36,8 @@ def receive(node: fx.Node, change: Boxing, context: Context) -> None:
     if len(bucket.zero_dims) > 1:
         raise PlacementError(
             "config.wire: gathers with feedback=True send differences from what all ranks have received. With "
-            f"config.zero_dim = {bucket.zero_dims} no single gather reaches all ranks\nName one mesh dimension there, "
-            "or choose a format without feedback for 'gather'."
+            f"config.shard_dims = {bucket.zero_dims} no single gather reaches all ranks\n"
+            "Name one mesh dimension there, or choose a format without feedback for 'gather'."
         )
     graph, received = node.graph, Role("received", f"{change.tensor.name}.received")
     if any(role(other) == received for other in placeholders(graph, "received")):

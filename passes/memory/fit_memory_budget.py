@@ -307,7 +307,9 @@ def remedies(least: Memory, context: Context) -> list[str]:
         (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
     ]
     if context.memory.recompute != "auto" and context.updates:
-        advice.append((count("activations"), "activations", "config.recompute = 'auto', which computes them again"))
+        advice.append(
+            (count("activations"), "activations", "config.activation_checkpointing = 'auto', which computes them again")
+        )
     stored = count("parameters", "optimizer state"), "parameters and optimizer state"
     if any(bucket.storage.state is None for bucket in context.buckets):
         in_files = "config.offload_optimizer('nvme', ...), which stores it in files"

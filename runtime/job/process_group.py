@@ -111,7 +111,7 @@ def _rows(all_ranks: torch.Tensor, row: int) -> torch.Tensor:
         return all_ranks
     if len(all_ranks) % row:
         raise PlacementError(
-            f"config.sequence_parallel or config.expert_parallel is {row}, which does not divide the {len(all_ranks)} "
+            f"config.context_parallel or config.expert_parallel is {row}, which does not divide the {len(all_ranks)} "
             "ranks of the job\nStart a multiple of it, or choose a number that divides them."
         )
     return all_ranks.view(-1, row)

@@ -237,7 +237,7 @@ def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
         settings = zg.from_deepspeed({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
     config = zg.Config()
     settings.configure(config)
-    return None if config.placement is None else (config.placement.mesh.tolist(), config.zero_dim)
+    return None if config.placement is None else (config.placement.mesh.tolist(), config.shard_dims)
 
 
 @pytest.mark.parametrize(

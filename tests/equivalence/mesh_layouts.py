@@ -19,7 +19,7 @@ class Arrangement:
     """A mesh, how the batch lies on it, the SBP of the parameters whose names end so, and further options."""
 
     title: str
-    batch_sbp: tuple[zg.sbp.Sbp, ...]
+    input_sbp: tuple[zg.sbp.Sbp, ...]
     annotations: tuple[tuple[str, tuple[zg.sbp.Sbp, ...]], ...] = ()
     ranks: tuple[tuple[int, ...], ...] | tuple[int, ...] = ((0, 1), (2, 3))
     options: tuple[tuple[str, object], ...] = ()
@@ -34,7 +34,7 @@ class Arrangement:
         """This rank's part of a whole batch."""
         grid = torch.tensor(self.ranks)
         position = (grid == zg.rank()).nonzero()[0].tolist()
-        for sbp, ranks, index in zip(self.batch_sbp, grid.shape, position, strict=True):
+        for sbp, ranks, index in zip(self.input_sbp, grid.shape, position, strict=True):
             if isinstance(sbp, Split) and sbp.dim < tensor.dim():
                 tensor = tensor.chunk(ranks, sbp.dim)[index]
         return tensor

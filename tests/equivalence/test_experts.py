@@ -377,7 +377,7 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
         (
             "routed",
             2,
-            {"expert_parallel": 2, "batch_sbp": (zg.sbp.split(1),), "gradient_accumulation_steps": 2},
+            {"expert_parallel": 2, "input_sbp": (zg.sbp.split(1),), "gradient_accumulation_steps": 2},
             "require that experts and the rows of inputs are split along the last mesh dimension, and that "
             "no norm follows the experts",
         ),
@@ -387,7 +387,7 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
             {"expert_parallel": 2, "gradient_accumulation_steps": 2},
             "needs the whole batch at once",  # the load-balancing loss
         ),
-        ("routed", 2, {"expert_parallel": 2, "sequence_parallel": 4}, "both are the ranks of a row"),
+        ("routed", 2, {"expert_parallel": 2, "context_parallel": 4}, "both are the ranks of a row"),
     ],
 )
 def test_experts_that_cannot_be_split_are_an_error(

@@ -46,7 +46,7 @@ def train(name: str, stages: tuple[int, ...], sbp: Any) -> list[Any]:
     model = make(name, dtype)
     if sbp == FIRST:
         annotate(model)
-    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), batch_sbp=sbp)
+    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), input_sbp=sbp)
     initial = step.state_dict()
     results = []
     for stage in stages:
@@ -103,7 +103,7 @@ def test_hybrid_shards_reduce_within_a_node_and_then_between_nodes(pool: Pool) -
 def test_tensor_parallelism_moves_activations_only_along_its_own_dimension() -> None:
     model = make("gpt")
     annotate(model)
-    step = TrainStep(model, adamw(model), 2, batch_sbp=FIRST)
+    step = TrainStep(model, adamw(model), 2, input_sbp=FIRST)
     prepared = step.prepare(Mesh((2, 2), (0, 0), ("data", "model")), *(x.chunk(2)[0] for x in batches("gpt", 1)[0]))
     collectives, placements = prepared.collectives(), {name: str(sbp) for name, sbp in prepared.placements().items()}
     activations = [one for one in collectives if not one.tensors[0].startswith("model.") and one.tensor_bytes > 1000]
@@ -135,10 +135,10 @@ def refusals() -> list[str]:
 
     grid = zg.placement("cpu", ranks=GRID)
     attempt(sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
-    attempt(placement=grid, sbp=(zg.sbp.split(1), zg.sbp.split(1)), zero_dim=0)
-    attempt(placement=grid, sbp=(zg.sbp.broadcast, zg.sbp.split(1)), zero_dim=0)
-    attempt(placement=grid, batch_sbp=(zg.sbp.split(0),))
-    attempt(placement=grid, zero_dim=2)
+    attempt(placement=grid, sbp=(zg.sbp.split(1), zg.sbp.split(1)), shard_dims=0)
+    attempt(placement=grid, sbp=(zg.sbp.broadcast, zg.sbp.split(1)), shard_dims=0)
+    attempt(placement=grid, input_sbp=(zg.sbp.split(0),))
+    attempt(placement=grid, shard_dims=2)
     attempt(placement=zg.placement("cpu", ranks=[[1, 0], [2, 3]]))
     return found
 
@@ -150,7 +150,7 @@ def test_what_does_not_fit_the_mesh_is_refused(pool: Pool) -> None:
         "model.0.weight of shape (15, 7) is annotated S(1) over 4 ranks",
         "model.0.weight of shape (15, 7) is annotated S(1) over 2 ranks",
         "has 1 SBPs for a placement of 2 dimension(s)",
-        "config.zero_dim is 2, but the placement has 2 dimension(s)",
+        "config.shard_dims is 2, but the placement has 2 dimension(s)",
         "in ascending order along each dimension",
     ]
     assert len(found) == len(words)
@@ -177,7 +177,7 @@ def move_between_meshes() -> dict[str, Any]:
     model = make("gpt_of_one_block", torch.float64)
     annotated = make("gpt_of_one_block", torch.float64)
     annotate(annotated)
-    grid = {"placement": zg.placement("cpu", ranks=GRID), "batch_sbp": FIRST}
+    grid = {"placement": zg.placement("cpu", ranks=GRID), "input_sbp": FIRST}
     line = TrainStep(model, adamw(model), 3)
     line(data[0][0].chunk(4)[zg.rank()], data[0][1].chunk(4)[zg.rank()])
     square = TrainStep(annotated, adamw(annotated), 2, **grid)

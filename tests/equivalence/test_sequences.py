@@ -37,8 +37,8 @@ LAYOUTS = {
 def train_as_rank(name: str, arrangement: Arrangement, form: str, stages: Sequence[Stage]) -> dict[Stage, Result]:
     if name == "vit":
         # Ranks split the rows of its images. After the patches and the class token it is computed whole.
-        rows = tuple(zg.sbp.split(2) if sbp == zg.sbp.split(1) else sbp for sbp in arrangement.batch_sbp)
-        arrangement = replace(arrangement, batch_sbp=rows)
+        rows = tuple(zg.sbp.split(2) if sbp == zg.sbp.split(1) else sbp for sbp in arrangement.input_sbp)
+        arrangement = replace(arrangement, input_sbp=rows)
     arrangement = replace(arrangement, options=(("attention", form),))
     return train(FAMILIES[name], torch.float64, stages, arrangement=arrangement)[0]
 
@@ -89,8 +89,8 @@ def llama(key_heads: int = 4, heads: int = 4) -> LossOf:
     return LossOf(transformers.LlamaForCausalLM(config), "input_ids", "labels")
 
 
-def prepared(model: nn.Module, mesh: Mesh, batch_sbp: Sequence[zg.sbp.Sbp], *batch: Tensor, **options: Any) -> Prepared:
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_sbp=tuple(batch_sbp), **options)
+def prepared(model: nn.Module, mesh: Mesh, input_sbp: Sequence[zg.sbp.Sbp], *batch: Tensor, **options: Any) -> Prepared:
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), input_sbp=tuple(input_sbp), **options)
     return step.prepare(mesh, *batch)
 
 
@@ -116,8 +116,8 @@ def tokens(mesh: Mesh) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("layout", MESHES)
 def test_ulysses_sends_queries_keys_and_values_in_one_all_to_all_and_results_in_another(layout: str) -> None:
-    mesh, batch_sbp = MESHES[layout]
-    step = prepared(llama(), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
+    mesh, input_sbp = MESHES[layout]
+    step = prepared(llama(), mesh, input_sbp, *tokens(mesh), context_parallel_method="ulysses")
     rows = ROWS * 2 // mesh.size
     one = 4 * rows * LENGTH * 32
     # Two layers, and gradients as in forward.
@@ -144,15 +144,15 @@ class SlidingWindow(nn.Module):
 
 
 def test_sequences_stay_split_after_attention_without_a_form_with_queries() -> None:
-    mesh, batch_sbp = MESHES["rows-and-sequence"]
-    step = prepared(SlidingWindow(), mesh, batch_sbp, *tokens(mesh), gradient_accumulation_steps=2)
+    mesh, input_sbp = MESHES["rows-and-sequence"]
+    step = prepared(SlidingWindow(), mesh, input_sbp, *tokens(mesh), gradient_accumulation_steps=2)
     kinds = [(one.phase, one.kind) for one in step.collectives() if one.kind == "all-to-all"]
     assert set(kinds) == {("forward", "all-to-all"), ("backward", "all-to-all")}
 
 
 def test_gathered_attention_gathers_keys_and_values_in_each_pass_and_scatters_their_gradients() -> None:
-    mesh, batch_sbp = MESHES["sequence"]
-    step = prepared(llama(key_heads=1), mesh, batch_sbp, *tokens(mesh))
+    mesh, input_sbp = MESHES["sequence"]
+    step = prepared(llama(key_heads=1), mesh, input_sbp, *tokens(mesh))
     one = 4 * ROWS * LENGTH * 8
     wanted = [(phase, "all-gather", one) for phase in ("forward", "backward")] * 4
     wanted += [("backward", "reduce-scatter", one)] * 4
@@ -176,7 +176,9 @@ def whole_sequences() -> tuple[list[Tensor], dict[str, Tensor], list[str]]:
     """Train on whole sequences that four ranks split in rows of two; messages for inputs that do not fit."""
     torch.manual_seed(0)
     model = Mean().double()
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2, sequence_parallel=2, attention="ring")
+    step = LossStep(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), 2, context_parallel=2, context_parallel_method="ring"
+    )
     row, losses = zg.rank() // 2, []
     for ids, mask, label in mean_batches():
         losses.append(step(*(tensor.chunk(2)[row] for tensor in (ids, mask, label))))
@@ -213,7 +215,7 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
     torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
     words = [
-        "has 7 positions in dimension 1, which config.sequence_parallel = 2 does not divide",
+        "has 7 positions in dimension 1, which config.context_parallel = 2 does not divide",
         "is (S(0), B), but differs between ranks 0, 1",
         "no input is a sequence: tokens [batch, length]",
     ]
@@ -223,8 +225,8 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
 
 
 def test_a_loop_does_not_split_sequences() -> None:
-    with pytest.raises(zg.ConfigError, match=r"sequence_parallel=2: it is for steps that are one graph"):
-        zg.prepare(Mean(), config=zg.Config(sequence_parallel=2))
+    with pytest.raises(zg.ConfigError, match=r"context_parallel=2: it is for steps that are one graph"):
+        zg.prepare(Mean(), config=zg.Config(context_parallel=2))
 
 
 def test_a_sampler_of_a_prepared_loader_has_the_parts_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +234,7 @@ def test_a_sampler_of_a_prepared_loader_has_the_parts_of_the_batch(monkeypatch: 
     sampler = torch.utils.data.DistributedSampler(data, num_replicas=4, rank=1)
     job = SimpleNamespace(size=4, mesh=Mesh((2, 2), (0, 1), ("rows", "sequence")))
     monkeypatch.setattr(loaders, "join", lambda *_: job)
-    split = loaders.SplitLoader(torch.utils.data.DataLoader(data, sampler=sampler), zg.Config(sequence_parallel=2))
+    split = loaders.SplitLoader(torch.utils.data.DataLoader(data, sampler=sampler), zg.Config(context_parallel=2))
     with pytest.raises(zg.InputError, match="Give it num_replicas=2, rank=0"):
         next(iter(split))
 
@@ -250,16 +252,16 @@ class Convolved(nn.Module):
 
 
 def test_a_line_that_gathers_the_sequence_is_named_once_with_its_bytes() -> None:
-    mesh, batch_sbp = MESHES["sequence"]
+    mesh, input_sbp = MESHES["sequence"]
     row = [tensor[:1] for tensor in tokens(mesh)]
     with pytest.warns(UserWarning, match="may be split along the sequence") as messages:
-        prepared(Convolved(), mesh, batch_sbp, *row)
+        prepared(Convolved(), mesh, input_sbp, *row)
     (message,) = [str(one.message) for one in messages if "along the sequence" in str(one.message)]
     # Half of the input, and half of the gradient of the result: what reads it keeps the sequence split.
     assert f" {2 * LENGTH * 8 * 4 // 2:,} bytes" in message
     assert "self.mix(" in message
     with pytest.raises(zg.CaptureError, match=r"aten\.convolution\.default"):
-        prepared(Convolved(), mesh, batch_sbp, *row, on_missing_rule="error")
+        prepared(Convolved(), mesh, input_sbp, *row, on_missing_rule="error")
 
 
 def convolved(ranks: int = 1) -> dict[Stage, tuple[list[Tensor], dict[str, Tensor]]]:
@@ -274,7 +276,7 @@ def convolved(ranks: int = 1) -> dict[Stage, tuple[list[Tensor], dict[str, Tenso
             losses = [update_plainly(model, optimizer, lambda module, x: module(x, x), x) for x in ids]
             results[stage] = losses, dict(model.state_dict())
             continue
-        step = LossStep(model, optimizer, 0 if stage == "off" else int(stage), batch_sbp=(zg.sbp.split(1),))
+        step = LossStep(model, optimizer, 0 if stage == "off" else int(stage), input_sbp=(zg.sbp.split(1),))
         pieces = [x.chunk(ranks, 1)[zg.rank()] for x in ids]
         results[stage] = [step(piece, piece) for piece in pieces], step.state_dict()["modules"]["model"]
     return results
@@ -311,7 +313,7 @@ def with_few_keys(ranks: int = 1) -> tuple[list[Tensor], dict[str, Tensor]]:
     if ranks == 1:
         losses = [update_plainly(model, optimizer, lambda module, x: module(x), x) for x in batches]
         return losses, dict(model.state_dict())
-    step = LossStep(model, optimizer, 2, batch_sbp=(zg.sbp.split(1),), attention="ulysses")
+    step = LossStep(model, optimizer, 2, input_sbp=(zg.sbp.split(1),), context_parallel_method="ulysses")
     return [step(x.chunk(ranks, 1)[zg.rank()]) for x in batches], step.state_dict()["modules"]["model"]
 
 
@@ -321,11 +323,11 @@ def test_heads_of_keys_that_ranks_do_not_divide_are_repeated(pool: Pool) -> None
 
 
 def test_a_form_that_attention_does_not_have_is_refused() -> None:
-    mesh, batch_sbp = MESHES["sequence"]
+    mesh, input_sbp = MESHES["sequence"]
     with pytest.raises(zg.ConfigError, match="the attention has 3 heads, which 2 ranks do not divide"):
-        prepared(llama(key_heads=3, heads=3), mesh, batch_sbp, *tokens(mesh), attention="ulysses")
+        prepared(llama(key_heads=3, heads=3), mesh, input_sbp, *tokens(mesh), context_parallel_method="ulysses")
     with pytest.raises(zg.ConfigError, match=r"'ring': FlexAttention splits heads only\n.*flex_attention\("):
-        prepared(SlidingWindow(), mesh, batch_sbp, *tokens(mesh), attention="ring")
+        prepared(SlidingWindow(), mesh, input_sbp, *tokens(mesh), context_parallel_method="ring")
 
 
 class Accelerated(nn.Module):
@@ -347,15 +349,15 @@ class Accelerated(nn.Module):
 
 @pytest.mark.parametrize(("kernel", "key_heads"), [("flash", 4), ("flash", 2), ("efficient", 4), ("cudnn", 2)])
 def test_kernels_of_accelerators_split_heads_and_keep_the_sequence_split(kernel: str, key_heads: int) -> None:
-    mesh, batch_sbp = MESHES["sequence"]
-    step = prepared(Accelerated(kernel, key_heads), mesh, batch_sbp, *tokens(mesh), backend="eager")
+    mesh, input_sbp = MESHES["sequence"]
+    step = prepared(Accelerated(kernel, key_heads), mesh, input_sbp, *tokens(mesh), backend="eager")
     one = 4 * ROWS * LENGTH * 32
     # Queries, keys and values together; with fewer heads of keys, keys and values.
     sizes = [3 * one, one] if key_heads == 4 else [one, one, one]
     wanted = [(phase, "all-to-all", size) for phase in ("forward", "backward") for size in sizes]
     assert sorted(activations(step)) == sorted(wanted)
     with pytest.raises(zg.ConfigError, match="'gather': torch's kernels for accelerators split heads only"):
-        prepared(Accelerated(kernel, key_heads), mesh, batch_sbp, *tokens(mesh), attention="gather")
+        prepared(Accelerated(kernel, key_heads), mesh, input_sbp, *tokens(mesh), context_parallel_method="gather")
 
 
 class Products(nn.Module):
@@ -374,14 +376,14 @@ class Products(nn.Module):
 
 
 def test_a_form_that_no_attention_of_the_step_has_is_a_warning() -> None:
-    mesh, batch_sbp = MESHES["sequence"]
-    with pytest.warns(UserWarning, match=r"config\.attention = 'ring' has no effect"):
-        prepared(Products(), mesh, batch_sbp, *tokens(mesh), attention="ring")
+    mesh, input_sbp = MESHES["sequence"]
+    with pytest.warns(UserWarning, match=r"config\.context_parallel_method = 'ring' has no effect"):
+        prepared(Products(), mesh, input_sbp, *tokens(mesh), context_parallel_method="ring")
 
 
 def test_keys_and_values_travel_while_queries_attend_to_those_before() -> None:
-    mesh, batch_sbp = MESHES["sequence"]
-    step = prepared(llama(key_heads=2), mesh, batch_sbp, *tokens(mesh), attention="ring")
+    mesh, input_sbp = MESHES["sequence"]
+    step = prepared(llama(key_heads=2), mesh, input_sbp, *tokens(mesh), context_parallel_method="ring")
     # Rank 0 sends its keys and values to rank 1, which sends half of its queries, and gets back what they attended to.
     both, queries = 4 * ROWS * LENGTH // 2 * 2 * 16, 4 * ROWS * LENGTH // 4 * 32
     sums = queries // 8

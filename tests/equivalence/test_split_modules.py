@@ -409,5 +409,5 @@ def test_zero_goes_where_the_batch_is_split_and_no_parameter_is() -> None:
     assert zero_dims_on(config, Mesh((2,), (0,), ("",)), [(S0,)], [(S1,)]) == (0,)
     # No input is split: as plain ones would be.
     assert zero_dims_on(config, grid, [(B, B)]) == (1,)
-    config.zero_dim = 1
+    config.shard_dims = 1
     assert zero_dims_on(config, grid, [(S0, B)], [(B, S0)]) == (1,)

@@ -77,25 +77,25 @@ def step_on(ranks: Any, stage: int, *, columns: bool = False, **options: Any) ->
     return LossStep(one, adamw(one), stage, placement=placement, shard_min_size=1, clip_grad_norm=0.5, **options)
 
 
-def part(tensor: Tensor, ranks: Any, batch_sbp: Any) -> Tensor:
+def part(tensor: Tensor, ranks: Any, input_sbp: Any) -> Tensor:
     """This rank's part of a whole batch."""
     grid = torch.tensor(ranks)
     position = (grid == zg.rank()).nonzero()[0].tolist()
-    for sbp, count, index in zip(batch_sbp, grid.shape, position, strict=True):
+    for sbp, count, index in zip(input_sbp, grid.shape, position, strict=True):
         tensor = tensor.chunk(count)[index] if sbp == S0 else tensor
     return tensor
 
 
-def train(ranks: Any, stages: tuple[int, ...], batch_sbp: Any, folder: Path | None = None, **options: Any) -> list[Any]:
+def train(ranks: Any, stages: tuple[int, ...], input_sbp: Any, folder: Path | None = None, **options: Any) -> list[Any]:
     """For each stage losses, the state, and the SBPs of the parameters; save the last in the middle."""
-    step = step_on(ranks, 0, batch_sbp=batch_sbp, **options)
+    step = step_on(ranks, 0, input_sbp=input_sbp, **options)
     initial, results = step.state_dict(), []
     for stage in stages:
         step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
         step.load_state_dict(initial)
         losses = []
         for number, batch in enumerate(batches()):
-            losses.append(step(*(part(tensor, ranks, batch_sbp) for tensor in batch)))
+            losses.append(step(*(part(tensor, ranks, input_sbp) for tensor in batch)))
             if folder is not None and stage == stages[-1] and number == 0:
                 step.save(folder)
         placed = {name: str(sbp) for name, sbp in step.placements().items()}
@@ -119,9 +119,9 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("batch_sbp", "stages"), BATCHES, ids=str)
-def test_stages_compute_what_one_device_computes(pool: Pool, batch_sbp: Any, stages: tuple[int, ...]) -> None:
-    everybody = pool.run(4, train, GRID, stages, batch_sbp)
+@pytest.mark.parametrize(("input_sbp", "stages"), BATCHES, ids=str)
+def test_stages_compute_what_one_device_computes(pool: Pool, input_sbp: Any, stages: tuple[int, ...]) -> None:
+    everybody = pool.run(4, train, GRID, stages, input_sbp)
     for number, stage in enumerate(stages):
         for losses, state, placed in (results[number] for results in everybody):
             close(losses, state)
@@ -131,7 +131,7 @@ def test_stages_compute_what_one_device_computes(pool: Pool, batch_sbp: Any, sta
 
 
 @pytest.mark.parametrize(
-    ("batch_sbp", "stages"),
+    ("input_sbp", "stages"),
     [
         ((S0, B), (3,)),
         ((S0, S0), (1, 2)),
@@ -140,9 +140,9 @@ def test_stages_compute_what_one_device_computes(pool: Pool, batch_sbp: Any, sta
     ids=str,
 )
 def test_zero_along_both_dimensions_splits_a_parameter_where_the_user_does_not(
-    pool: Pool, batch_sbp: Any, stages: tuple[int, ...]
+    pool: Pool, input_sbp: Any, stages: tuple[int, ...]
 ) -> None:
-    everybody = pool.run(4, with_columns, stages, batch_sbp)
+    everybody = pool.run(4, with_columns, stages, input_sbp)
     for number, stage in enumerate(stages):
         for losses, state, placed in (results[number] for results in everybody):
             close(losses, state)
@@ -153,8 +153,8 @@ def test_zero_along_both_dimensions_splits_a_parameter_where_the_user_does_not(
                 assert placed["model.norm.weight"] == "(S(0), S(0))"  # ZeRO's alone
 
 
-def with_columns(stages: tuple[int, ...], batch_sbp: Any) -> list[Any]:
-    return train(GRID, stages, batch_sbp, zero_dim=(0, 1), columns=True)
+def with_columns(stages: tuple[int, ...], input_sbp: Any) -> list[Any]:
+    return train(GRID, stages, input_sbp, shard_dims=(0, 1), columns=True)
 
 
 CUBE = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
@@ -162,7 +162,7 @@ CUBE = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 def test_zero_shards_the_pieces_along_a_third_dimension() -> None:
     one = split(model(), 3)
-    step = LossStep(one, adamw(one), 3, shard_min_size=1, batch_sbp=(S0, B, B))
+    step = LossStep(one, adamw(one), 3, shard_min_size=1, input_sbp=(S0, B, B))
     prepared = step.prepare(Mesh((2, 2, 2), (1, 0, 1), ("data", "rows", "columns")), *(t[:4] for t in batches()[0]))
     placed = {name: str(sbp) for name, sbp in prepared.placements().items()}
     assert placed["model.up.weight"] == "(S(0), S(0), S(0))"
@@ -181,11 +181,11 @@ def test_eight_ranks_compute_what_one_device_computes() -> None:
         close(losses, state)
 
 
-def resume(folder: Path, ranks: Any, stage: int, batch_sbp: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
+def resume(folder: Path, ranks: Any, stage: int, input_sbp: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Load the state after the first batch, and train on the others."""
-    step = step_on(ranks, stage, batch_sbp=batch_sbp)
+    step = step_on(ranks, stage, input_sbp=input_sbp)
     step.load(folder)
-    losses = [step(*(part(tensor, ranks, batch_sbp) for tensor in batch)) for batch in batches()[1:]]
+    losses = [step(*(part(tensor, ranks, input_sbp) for tensor in batch)) for batch in batches()[1:]]
     return losses, step.state_dict()["modules"]["model"]
 
 
@@ -200,7 +200,7 @@ def test_checkpoints_move_to_and_from_other_layouts(pool: Pool, tmp_path: Path) 
     expected, values = plain()
     pool.run(4, train, GRID, (2,), (S0, B), tmp_path / "blocks")
     pool.run(4, save_elsewhere, tmp_path / "line")
-    for folder, ranks, batch_sbp in [("blocks", [0, 1], (S0,)), ("line", GRID, (S0, S0))]:
-        for losses, state in pool.run(torch.tensor(ranks).numel(), resume, tmp_path / folder, ranks, 3, batch_sbp):
+    for folder, ranks, input_sbp in [("blocks", [0, 1], (S0,)), ("line", GRID, (S0, S0))]:
+        for losses, state in pool.run(torch.tensor(ranks).numel(), resume, tmp_path / folder, ranks, 3, input_sbp):
             torch.testing.assert_close(torch.stack(losses), torch.stack(expected[1:]), rtol=1e-10, atol=1e-12)
             assert all(deviation(state[name], value) <= 1e-10 for name, value in values.items())

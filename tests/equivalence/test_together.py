@@ -28,7 +28,7 @@ def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tenso
     for stage in stages:
         step.set_zero_mode("distributed_split", stage=stage)
         if spared:
-            step.config.recompute = "blocks"
+            step.config.activation_checkpointing = "blocks"
             step.config.offload_optimizer("nvme", nvme_path=folder)
             if stage == 3:
                 step.config.offload_parameters("nvme", nvme_path=folder)

@@ -34,7 +34,7 @@ def own(tensor: Tensor) -> Tensor:
 def train(name: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
     """For each stage losses, the final state and bytes: run on every rank, in fp64. One graph, so captured once."""
     model = make(name, torch.float64)
-    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), zero_dim=BOTH, **options)
+    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), shard_dims=BOTH, **options)
     initial, results = step.state_dict(), []
     for stage in stages:
         step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
@@ -71,10 +71,10 @@ def test_it_computes_what_one_device_computes(
                 assert nbytes <= 2 * 8 * elements / 4 + 8 * elements + 128
 
 
-def collectives(stage: int, *, zero_dim: Any = BOTH, **options: Any) -> list[tuple[str, str, int, int]]:
+def collectives(stage: int, *, shard_dims: Any = BOTH, **options: Any) -> list[tuple[str, str, int, int]]:
     """Return phase, kind, mesh dimension and bytes sent of what moves parameters and gradients."""
     model = make("mlp")
-    step = TrainStep(model, adamw(model), stage, zero_dim=zero_dim, **options)
+    step = TrainStep(model, adamw(model), stage, shard_dims=shard_dims, **options)
     prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
     found = [one for one in prepared.collectives() if one.tensors[0].startswith("model.")]
     return [(one.phase, one.kind, one.mesh_dim, one.bytes) for one in found]
@@ -95,7 +95,7 @@ def test_backward_gathers_inside_of_a_host_only() -> None:
 @pytest.mark.parametrize("options", [{}, {"wire": "int8"}, {"wire": {"gather": {1: "int8"}}}], ids=str)
 def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> None:
     model = make("gpt")
-    step = TrainStep(model, adamw(model), 3, zero_dim=BOTH, bucket_size=4096, **options)
+    step = TrainStep(model, adamw(model), 3, shard_dims=BOTH, bucket_size=4096, **options)
     prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("gpt", 1)[0]))
     moved = [one for one in prepared.collectives() if one.kind == "all-gather" and one.tensors[0].startswith("model.")]
     phases = [one.phase for one in moved]
@@ -106,7 +106,7 @@ def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> Non
 
 def test_forward_computes_with_a_bucket_while_both_gathers_of_the_next_are_under_way() -> None:
     model = make("mlp")
-    step = TrainStep(model, adamw(model), 3, zero_dim=BOTH, bucket_size=64)
+    step = TrainStep(model, adamw(model), 3, shard_dims=BOTH, bucket_size=64)
     prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
     nodes = [node for node in prepared.graph.graph.nodes if node.op == "call_function"]
     under_way: set[str] = set()
@@ -127,7 +127,7 @@ def move_between_layouts() -> dict[str, Any]:
     """Train on the grid, then on a line, then on the grid again."""
     name, data = "mlp", batches("mlp", STEPS, 8, torch.float64)
     models = [make(name, torch.float64) for _ in range(3)]
-    grid: dict[str, Any] = {"placement": zg.placement("cpu", ranks=GRID), "zero_dim": BOTH}
+    grid: dict[str, Any] = {"placement": zg.placement("cpu", ranks=GRID), "shard_dims": BOTH}
     first = TrainStep(models[0], adamw(models[0]), 3, **grid)
     line = TrainStep(models[1], adamw(models[1]), 2)
     last = TrainStep(models[2], adamw(models[2]), 1, **grid)
@@ -147,8 +147,8 @@ def test_state_moves_to_a_line_and_back(pool: Pool) -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(zg.PlacementError, match=r"zero_dim = \(0, 1\) no single gather reaches all ranks"):
+    with pytest.raises(zg.PlacementError, match=r"shard_dims = \(0, 1\) no single gather reaches all ranks"):
         collectives(2, wire={"gather": zg.wire("int8", feedback=True)})
     for value in ((), (1, 0), (0, 0), [0, 1]):
-        with pytest.raises(zg.ConfigError, match="zero_dim"):
-            collectives(3, zero_dim=value)
+        with pytest.raises(zg.ConfigError, match="shard_dims"):
+            collectives(3, shard_dims=value)

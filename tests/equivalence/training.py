@@ -76,7 +76,7 @@ def train(
     if arrangement is not None:
         arrangement.place(model)
         step.config.placement = zg.placement("cpu", ranks=torch.tensor(arrangement.ranks).tolist())
-        step.config.batch_sbp = arrangement.batch_sbp
+        step.config.input_sbp = arrangement.input_sbp
         for name, value in arrangement.options:
             setattr(step.config, name, value)
     initial = step.state_dict()

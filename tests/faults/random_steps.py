@@ -230,7 +230,7 @@ class Step(zg.ZeroGraph):
         if drawn.grid is not None:
             self.config.placement = zg.placement("cpu", ranks=torch.arange(drawn.ranks).view(drawn.grid).tolist())
             if drawn.same_in_rows:
-                self.config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+                self.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
         for name, value in drawn.options.items():
             setattr(self.config, name, value)
         for name, args, kwargs in drawn.calls:

@@ -68,14 +68,14 @@ def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
         "bucket_size": st.sampled_from([1, 100, 1000, 10**9]),
         "clip_grad_norm": st.sampled_from([1e-3, 0.5, 100.0]),
         "memory_budget": st.sampled_from(["1MiB", "1GiB", 20000]),
-        "recompute": st.sampled_from(["blocks", "auto"]),
+        "activation_checkpointing": st.sampled_from(["blocks", "auto"]),
         "gradient_accumulation_steps": st.sampled_from([2, 3]),
         "accumulation_outputs": st.sampled_from(["packed", "packed", "whole"]),
         "batch_norm": st.sampled_from(["local", "local", "global"]),
         "offload_activations": flag,
         "on_missing_rule": st.sampled_from(["gather", "error"]),
         "seed": st.integers(-(2**63), 2**63 - 1),
-        "zero_dim": st.just(0),
+        "shard_dims": st.just(0),
     }
     if dtype is torch.float32:
         every["amp_dtype"] = st.sampled_from([torch.bfloat16, torch.float16])
@@ -85,7 +85,7 @@ def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
         picked.append("gradient_accumulation_steps")
     found = {name: draw(every[name]) for name in sorted(set(picked))}
     if rarely(draw):
-        found |= draw(st.sampled_from([{"zero_dim": 1}, {"memory_budget": 1}, {"amp_dtype": torch.bfloat16}]))
+        found |= draw(st.sampled_from([{"shard_dims": 1}, {"memory_budget": 1}, {"amp_dtype": torch.bfloat16}]))
     found["mode"] = draw(st.sampled_from(["off", "distributed_split", "distributed_split", "non_distributed"]))
     return {**found, "stage": draw(st.sampled_from([1, 2, 3, 3])), "backend": "eager", "timeout": 120}
 

@@ -80,7 +80,7 @@ def test_micro_batches_accumulate(device: str) -> None:
 
 @pytest.mark.long
 def test_recompute_changes_no_number(device: str) -> None:
-    assert deviation(trained(device, recompute="auto"), plainly(device)) < CLOSE
+    assert deviation(trained(device, activation_checkpointing="auto"), plainly(device)) < CLOSE
 
 
 @pytest.mark.long

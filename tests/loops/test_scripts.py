@@ -60,7 +60,7 @@ def prepared_with(name: str, option: str, folder: str, options: dict[str, Any]) 
     else:
         config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
         if option == "rows":
-            config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+            config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     seen: Seen = getattr(scripts, name)(functools.partial(zg.prepare, config=config), **options)
     return seen
 

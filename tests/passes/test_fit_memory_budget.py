@@ -209,7 +209,7 @@ def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
     model = Gpt(tied=False, vocabulary=64, width=32, layers=4, context=16)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=bucket_size)
     step.config.enable_amp(True, dtype=torch.bfloat16)
-    step.config.recompute = "auto"
+    step.config.activation_checkpointing = "auto"
     step.config.set_gradient_accumulation_steps(micro_batches)
     return step
 

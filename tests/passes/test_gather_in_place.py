@@ -84,7 +84,7 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
     """(whether all numbers are equal, buckets with a room, without one where there are none)."""
     grid = {} if ranks is None else {"placement": zg.placement("cpu", ranks=ranks)}
     if ranks is not None:
-        grid["batch_sbp"] = (zg.sbp.split(0), zg.sbp.split(0))
+        grid["input_sbp"] = (zg.sbp.split(0), zg.sbp.split(0))
     found = []
     for plain in (False, True):
         model = make(name)

@@ -142,7 +142,7 @@ def step_of(
 
 def on_a_grid() -> PreparedStep:
     model = mlp(4, 2)
-    step = LossStep(model, sgd(model), 2, mean_square, backend="eager", batch_sbp=(zg.sbp.split(0), zg.sbp.broadcast))
+    step = LossStep(model, sgd(model), 2, mean_square, backend="eager", input_sbp=(zg.sbp.split(0), zg.sbp.broadcast))
     return step.prepare(Mesh((2, 2), (0, 0), ("data", "model")), torch.ones(4, 4)).step
 
 
@@ -228,7 +228,7 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
         lambda: step_of(
             nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))),
             torch.ones(4, 4),
-            recompute="blocks",
+            activation_checkpointing="blocks",
         ),
         ("recompute",),
     ),
@@ -254,15 +254,21 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     "files": (offloaded, ("offload",)),
     "any batch": (any_batch, ("bind_sizes",)),
     "split sequence": (
-        lambda: step_of(Attention(), torch.ones(2, 4, 4), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
+        lambda: step_of(
+            Attention(), torch.ones(2, 4, 4), input_sbp=(zg.sbp.split(1),), context_parallel_method="ulysses"
+        ),
         ("merge_exchanges",),
     ),
     "gathered keys": (
-        lambda: step_of(Attention(), torch.ones(2, 4, 4), batch_sbp=(zg.sbp.split(1),), attention="gather"),
+        lambda: step_of(
+            Attention(), torch.ones(2, 4, 4), input_sbp=(zg.sbp.split(1),), context_parallel_method="gather"
+        ),
         ("gather_keys_again",),
     ),
     "few heads of keys": (
-        lambda: step_of(FewKeys(), torch.ones(2, 4, 12), batch_sbp=(zg.sbp.split(1),), attention="ulysses"),
+        lambda: step_of(
+            FewKeys(), torch.ones(2, 4, 12), input_sbp=(zg.sbp.split(1),), context_parallel_method="ulysses"
+        ),
         ("repeat_key_heads",),
     ),
     "budget": (

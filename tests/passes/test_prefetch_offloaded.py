@@ -295,9 +295,9 @@ def most_activations(graph: fx.Graph) -> int:
 
 
 def within(budget: int | None) -> tuple[int, int, int]:
-    """(peak, activations that wait on the CPU, nodes that compute again) of a step with ``recompute="auto"``."""
+    """(peak, activations that wait on the CPU, nodes that compute again) of a step that checkpoints as it needs."""
     step = Step(Blocks("meta"), adamw, 2)
-    step.config.recompute, step.config.memory_budget = "auto", budget
+    step.config.activation_checkpointing, step.config.memory_budget = "auto", budget
     graph = step.prepare(line(1, 0, "ranks"), torch.empty(512, 31, device="meta"), device="meta").graph.graph
     return profile(graph).peak, len(carried(graph, CPU)), sum("recomputed" in node.meta for node in graph.nodes)
 

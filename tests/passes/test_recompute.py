@@ -1,4 +1,4 @@
-"""``config.recompute``: backward recomputes the values of forward bit by bit, and does not keep them."""
+"""``config.activation_checkpointing``: backward recomputes the values of forward bit by bit, and does not keep them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def every_stage() -> dict[tuple[int, str], Seen]:
     found: dict[tuple[int, str], Seen] = {}
     for stage, way in (*itertools.product(STAGES, ("none", "blocks")), *OTHERS):
         step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.config.recompute = way if way != "checkpoint" else "none"
+        step.config.activation_checkpointing = way if way != "checkpoint" else "none"
         most, least = (found[stage, one].predicted if way == "auto" else 0 for one in ("none", "blocks"))
         step.config.memory_budget = (most + least) // 2 or None
         for block in model.blocks:
@@ -136,7 +136,7 @@ class Ways:
         self.start = self.step.state_dict()
 
     def train(self, recompute: str, budget: int | None = None) -> Tensor:
-        self.step.config.recompute, self.step.config.memory_budget = recompute, budget
+        self.step.config.activation_checkpointing, self.step.config.memory_budget = recompute, budget
         self.step.load_state_dict(self.start)
         return torch.stack([self.step(*batch) for batch in self.data])
 
@@ -162,7 +162,7 @@ def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:
     ways = Ways(gpt(3, 96))
     losses, plain, unasked = ways.train("none"), ways.step.memory, ways.products_again()
     peak, activations = plain.peak, plain.kinds["activations"]
-    with pytest.raises(zg.MemoryBudgetError, match=r"config\.recompute = 'auto'"):
+    with pytest.raises(zg.MemoryBudgetError, match=r"config\.activation_checkpointing = 'auto'"):
         ways.train("none", peak - 1)
     done = []
     for budget in (peak, peak - activations // 20, peak - activations // 3):
@@ -174,7 +174,7 @@ def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:
     assert done[1][True] == 0 < done[2][True]
     with pytest.raises(zg.MemoryBudgetError, match="a smaller batch") as raised:
         ways.train("auto", peak - activations)
-    assert "config.recompute" not in str(raised.value)
+    assert "config.activation_checkpointing" not in str(raised.value)
 
 
 class Normed(nn.Module):
@@ -193,7 +193,7 @@ class Normed(nn.Module):
 def normed(norm: type[nn.Module], way: str, backend: str = "eager", blocks: int = 3) -> tuple[TrainStep, Tensor]:
     torch.manual_seed(0)
     model = Normed(norm, blocks)
-    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), recompute=way, backend=backend)
+    step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), activation_checkpointing=way, backend=backend)
     return step, torch.stack([step(*batch) for batch in batches("mlp", 2, 640)])
 
 
@@ -235,7 +235,7 @@ def test_a_model_of_transformers() -> None:
     checkpointed.model.gradient_checkpointing_enable()
     start, losses, peaks = step.state_dict(), [], []
     for one, way in ((step, "none"), (step, "blocks"), (checkpointed, "none")):
-        one.config.recompute = way
+        one.config.activation_checkpointing = way
         one.load_state_dict(start)
         losses.append([float(one(tokens)) for _ in range(2)])
         peaks.append(one.memory.peak)
@@ -245,11 +245,11 @@ def test_a_model_of_transformers() -> None:
 
 def test_a_model_without_blocks_is_told_so() -> None:
     model = nn.Sequential(nn.Linear(7, 7), nn.ReLU(), nn.Linear(7, 3))
-    step = TrainStep(model, adamw(model), recompute="blocks")
+    step = TrainStep(model, adamw(model), activation_checkpointing="blocks")
     with pytest.raises(zg.ConfigError, match="repeats none"):
         step(*batches("mlp", 1)[0])
     with pytest.raises(zg.ConfigError, match="choose 'none', 'blocks' or 'auto'"):
-        step.config.recompute = "all"
+        step.config.activation_checkpointing = "all"
 
 
 class Stage(nn.Module):

@@ -350,7 +350,7 @@ class Rows(zg.ZeroGraph):
 def on_a_grid(ranks: list[list[int]]) -> None:
     rows = Rows()
     rows.config.placement = zg.placement("cpu", ranks)
-    rows.config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+    rows.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     x = torch.arange(8.0).view(4, 2)
     place = next(at for at, row in enumerate(ranks) if zg.rank() in row)
     doubled, total = zg.gather(rows(x.chunk(2)[place]))

@@ -46,7 +46,7 @@ def within_maximum(budgets: Sequence[int | None]) -> list[tuple[zg.Memory, list[
 
     A mark counts for later batches too. There is one graph for all budgets, so captured once.
     """
-    step, results = step_of(recompute="auto"), []
+    step, results = step_of(activation_checkpointing="auto"), []
     for budget in budgets:
         before, step.config.memory_budget = step._compilations, budget
         step(*marked(1 + zg.rank(), 3))
@@ -83,7 +83,7 @@ def test_memory_without_maxima_is_for_the_largest_sizes_seen() -> None:
 
 def larger_sizes(budget: int) -> tuple[list[str], list[int], list[int], str]:
     """Return warnings, live bytes and number of compilations after each batch, and the error of one that is refused."""
-    step = step_of(budget, recompute="auto")
+    step = step_of(budget, activation_checkpointing="auto")
     alive, compilations = [], []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

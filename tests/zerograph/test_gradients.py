@@ -466,7 +466,7 @@ def on_a_grid(plain: bool) -> list[list[Tensor]]:
                 zg.annotate(model.get_parameter(name), sbp=sbp)
             step = Step(clip(p), model, [optimizer], 2)
             step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
-            step.config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+            step.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
         for x, y in data(torch.float64, 2):
             if plain:
                 optimizer.zero_grad()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import zerograph as zg
 
@@ -40,3 +43,30 @@ def test_every_warning_has_the_category_of_zerograph() -> None:
                 without += [] if any(name in categories for name in known) else [f"{file}:{node.lineno}"]
     assert without == []
     assert issubclass(zg.ZeroGraphWarning, UserWarning)
+
+
+FORMER = {
+    "attention": ("ring", "context_parallel_method"),
+    "batch_sbp": ((zg.sbp.split(1),), "input_sbp"),
+    "recompute": ("blocks", "activation_checkpointing"),
+    "sequence_parallel": (2, "context_parallel"),
+    "zero_dim": ((0, 1), "shard_dims"),
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_name_of_an_option_works_with_a_warning_at_the_users_line(name: str) -> None:
+    value, new = FORMER[name]
+    config: Any = zg.Config()
+
+    def use() -> Any:
+        setattr(config, name, value)
+        assert getattr(config, name) == value
+        return zg.Config(**{name: value})
+
+    with pytest.warns(zg.ZeroGraphWarning, match=f"{name!r} is called {new!r}") as seen:
+        made = use()
+    assert {warning.filename for warning in seen} == {__file__}
+    assert len(seen) == 3
+    assert getattr(config, new) == value
+    assert made == config

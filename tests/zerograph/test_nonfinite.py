@@ -104,7 +104,7 @@ def made(optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int, **
     parts = options.pop("parts", False)
     step = (InParts if parts else Step)(model, optimizer(model))
     if zg.world_size() == 4:
-        step.config.placement, step.config.batch_sbp = zg.placement("cpu", ranks=GRID), (zg.sbp.split(0),) * 2
+        step.config.placement, step.config.input_sbp = zg.placement("cpu", ranks=GRID), (zg.sbp.split(0),) * 2
     step.set_zero_mode(options.pop("mode", "distributed_split") if stage else "off", stage=stage or 1)
     if (folder := options.pop("files", None)) is not None:
         step.config.offload_parameters("nvme", nvme_path=folder)

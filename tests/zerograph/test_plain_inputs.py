@@ -312,7 +312,7 @@ ARRANGED: dict[str, tuple[Any, Any]] = {
 def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], list[float]]:
     """Losses of two steps: with offsets of each rank's own, with offsets in the whole batch, and on one device."""
     indices = torch.randint(0, 11, (32,), generator=torch.Generator().manual_seed(3))
-    grid, batch_sbp = ARRANGED[arranged]
+    grid, input_sbp = ARRANGED[arranged]
     own = torch.tensor([[0, 1, 6, 6], [0, 4, 9, 13]] if arranged != "all split" else [[0, 1], [0, 4], [0, 7], [0, 0]])
     parts = len(own)
     whole = torch.cat([row + at * 32 // parts for at, row in enumerate(own)])
@@ -324,7 +324,7 @@ def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], l
         torch.manual_seed(0)
         step = Step(Bags(mode), of_bags)
         step.config.placement = zg.placement("cpu", ranks=grid)
-        step.config.batch_sbp = batch_sbp
+        step.config.input_sbp = input_sbp
         given = indices.chunk(parts)[at], offsets.chunk(parts)[at], y.chunk(parts)[at]
         return [step(*given).item() for _ in range(2)]
 

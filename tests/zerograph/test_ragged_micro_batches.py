@@ -157,7 +157,7 @@ def pairs() -> tuple[list[Tensor], str]:
     zg.annotate(model.blocks[0].up.bias, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
     step = TrainStep(model, adamw(model), 2, gradient_accumulation_steps=2, dynamic_shapes=True)
     step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
-    step.config.batch_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+    step.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     place = zg.rank() // 2
     batches = data("gpt_of_one_block", PAIRS, torch.float64)
     losses = [step(x.split(list(rows))[place], y.split(list(rows))[place]) for rows, x, y in batches]

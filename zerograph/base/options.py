@@ -123,17 +123,15 @@ def document(options: type) -> None:
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
 
 
-def refuse_unknown(options: type, check_name: Callable[[str], None]) -> None:
-    """Make a dataclass's constructor call ``check_name`` on each keyword, so that it refuses what assignment does."""
+def take_names(options: type, option_name: Callable[[str], str]) -> None:
+    """Make a dataclass's constructor take the names that ``option_name`` returns others for, and refuse the rest."""
     init = options.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **values: Any) -> None:
-        for name in values:
-            check_name(name)
-        init(self, *args, **values)
+    def named(self: Any, *args: Any, **values: Any) -> None:
+        init(self, *args, **{option_name(name): value for name, value in values.items()})
 
-    options.__init__ = checked  # type: ignore[misc]
+    options.__init__ = named  # type: ignore[misc]
 
 
 def _declared(options: type) -> list[Field[Any]]:

@@ -65,15 +65,24 @@ def plan(
     nvme_path: Annotated[
         Path | None, typer.Option(help="with --stage auto: a directory to which state and parameters may be offloaded")
     ] = None,
-    sequence_parallel: Annotated[
+    context_parallel: Annotated[
         int | None,
-        typer.Option(help="ranks that split each sequence; the step's inputs are then those of so many ranks"),
+        typer.Option(
+            "--context-parallel",
+            "--sequence-parallel",
+            help="ranks that split each sequence; the step's inputs are then those of so many ranks",
+        ),
     ] = None,
     length: Annotated[
         str | None, typer.Option(help="positions of the sequences, instead of the inputs' own: 8192, or 4096,8192")
     ] = None,
     longest: Annotated[bool, typer.Option("--longest", help="plan the longest sequences that fit")] = False,
-    recompute: Annotated[str | None, typer.Option(help="none, blocks or auto: what backward recomputes")] = None,
+    activation_checkpointing: Annotated[
+        str | None,
+        typer.Option(
+            "--activation-checkpointing", "--recompute", help="none, blocks or auto: what backward recomputes"
+        ),
+    ] = None,
     micro_batches: Annotated[int | None, typer.Option(min=1, help="micro-batches that the inputs make")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="optimizer state in the CPU's memory")] = False,
     compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
@@ -91,7 +100,7 @@ def plan(
     As pictures, stage by stage:  zerograph plan train.py:example --stage off,1,2,3 --memory memory.png
 
     The longest sequences that 8 ranks can train on, each split over 4:  zerograph plan train.py:example --longest
-    --sequence-parallel 4 --fit 80GiB
+    --context-parallel 4 --fit 80GiB
 
     From a parameter count only:  zerograph plan --params 7.5e9 --world-size 1,4,16,64
 
@@ -117,8 +126,8 @@ def plan(
             raise typer.BadParameter("pictures need a script's step: --params has no memory over time and no timeline")
         if inputs is not None or headroom is not None:
             raise typer.BadParameter("--inputs and --headroom are for a script's step, not for --params")
-        if lengths != [None] or sequence_parallel is not None:
-            raise typer.BadParameter("--length, --longest and --sequence-parallel are for a script's step")
+        if lengths != [None] or context_parallel is not None:
+            raise typer.BadParameter("--length, --longest and --context-parallel are for a script's step")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
         with reported():
@@ -144,8 +153,8 @@ def plan(
             "fit": limit,
             "headroom": free,
             "nvme_path": nvme_path,
-            "sequence_parallel": sequence_parallel,
-            "recompute": recompute,
+            "context_parallel": context_parallel,
+            "activation_checkpointing": activation_checkpointing,
             "gradient_accumulation_steps": micro_batches,
             "optimizer_offload": Offload("cpu") if offload else None,
             "reduce_dtype": torch.bfloat16 if compress else None,

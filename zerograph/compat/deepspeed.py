@@ -377,7 +377,7 @@ def _placement(zero: Section, stage: int) -> dict[str, Any]:
         return {}
     # The first dimension cuts the larger pieces: a partition's copy is what a gather along the second one makes.
     rows = [list(range(place, ranks, size)) for place in range(size)]
-    return {"placement": placement("cuda" if torch.cuda.is_available() else "cpu", rows), "zero_dim": (0, 1)}
+    return {"placement": placement("cuda" if torch.cuda.is_available() else "cpu", rows), "shard_dims": (0, 1)}
 
 
 _PARAM_KEYS = ("device", "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu")

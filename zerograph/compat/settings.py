@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.compat.sections import Section
-from zerograph.config import Config, check_name
+from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.buckets import MAX_BUCKET_BYTES
@@ -51,8 +51,6 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.options, Mapping):
             raise ConfigError(f"Settings({self.options!r:.60}): give options by name, as {{'stage': 2}}")
-        for name in self.options:
-            check_name(name)
         Config(**self.options)
         for name, factory in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
             if factory is not None and not callable(factory):

@@ -162,7 +162,7 @@ def read_batch(
     plain: NdSbp,
     micro_batches: int = 1,
     meta: torch.device | None = None,
-    sequence_parallel: int = 1,
+    context_parallel: int = 1,
 ) -> Batch:
     """Read the arguments of a call.
 
@@ -176,7 +176,7 @@ def read_batch(
         plain: SBP of plain tensors; 0-d and replicated ones are ``B``.
         micro_batches: number of micro-batches.
         meta: the device that tensors on the meta device stand for.
-        sequence_parallel: number of ranks that take pieces of whole sequences.
+        context_parallel: number of ranks that take pieces of whole sequences.
 
     Raises:
         InputError: an argument is neither tensor nor constant, requires a gradient, cannot be cut into micro-batches,
@@ -188,11 +188,11 @@ def read_batch(
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     names = tuple(name for name, _ in inputs)
     # An update of accumulated gradients has no inputs, or numbers only.
-    has_sequence = sequence_parallel > 1 and any(
+    has_sequence = context_parallel > 1 and any(
         isinstance(leaf, Tensor) and leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf)
         for _, leaf in inputs
     )
-    length = sequence_length(inputs, sequence_parallel) if has_sequence else None
+    length = sequence_length(inputs, context_parallel) if has_sequence else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))

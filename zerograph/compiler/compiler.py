@@ -248,7 +248,7 @@ class Compiler:
         config, members = self.config, preparation.members
         specs = members.specs(members.parameters)
         total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.updates)
-        may_recompute = config.recompute == "auto" and bool(preparation.captured.gradients)
+        may_recompute = config.activation_checkpointing == "auto" and bool(preparation.captured.gradients)
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
             preparation.prepare,
@@ -287,7 +287,7 @@ class Compiler:
         if captured.regions and mesh.dims > 1 and len(rows) < mesh.dims:
             raise PlacementError(
                 "build() has a local region, and along a dimension of the placement ranks have the same rows\n"
-                "A region computes with a rank's own rows: pass each rank its rows, split(0) in config.batch_sbp along "
+                "A region computes with a rank's own rows: pass each rank its rows, split(0) in config.input_sbp along "
                 "all dimensions."
             )
 
@@ -355,10 +355,10 @@ class Compiler:
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats."""
         blocks = tuple(repeated_blocks(members.root))
-        if self.config.recompute == "blocks" and not blocks:
+        if self.config.activation_checkpointing == "blocks" and not blocks:
             raise ConfigError(
-                "config.recompute = 'blocks', but the model repeats none: no nn.ModuleList or nn.Sequential has "
-                "several children of one class that are made of modules\n"
+                "config.activation_checkpointing = 'blocks', but the model repeats none: no nn.ModuleList or "
+                "nn.Sequential has several children of one class that are made of modules\n"
                 "Choose 'auto' with a memory_budget, or wrap what to recompute in torch.utils.checkpoint."
             )
         return blocks

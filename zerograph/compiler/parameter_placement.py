@@ -104,7 +104,7 @@ def _refuse_micro_batches(name: str, micro_batches: int) -> None:
         f"{name} is split over ranks, and config.gradient_accumulation_steps is {micro_batches}\n"
         "Micro-batches require that experts and the rows of inputs are split along the last mesh dimension, and that "
         "no norm follows the experts.\n"
-        "Pass all ranks of a row the same rows, zg.sbp.broadcast as that entry of config.batch_sbp, or call "
+        "Pass all ranks of a row the same rows, zg.sbp.broadcast as that entry of config.input_sbp, or call "
         "backward() several times for a step in a loop of zg.prepare()."
     )
 

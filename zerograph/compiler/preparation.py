@@ -239,7 +239,7 @@ class Preparation:
                 cut=self.batch.cut,
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
                 early_outputs=self.request.early_outputs,
-                attention=config.attention,
+                attention=config.context_parallel_method,
                 expert_capacity=config.expert_capacity,
             ),
             gradients=gradients,
@@ -251,7 +251,7 @@ class Preparation:
             ),
             memory=MemoryOptions(
                 budget=config.memory_bytes,
-                recompute=config.recompute,
+                recompute=config.activation_checkpointing,
                 blocks=self.blocks,
                 min_recompute_bytes=candidate.min_recompute_bytes,
                 offload_activations=candidate.offload_activations,

@@ -164,7 +164,7 @@ class Steps:
         meta: torch.device | None = None,
     ) -> Batch:
         config, micro_batches = self._compiler.config, self._compiler.micro_batches()
-        return read_batch(*arguments, mesh, grid, batch_on(config, mesh), micro_batches, meta, config.sequence_parallel)
+        return read_batch(*arguments, mesh, grid, batch_on(config, mesh), micro_batches, meta, config.context_parallel)
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
         """Return what a captured graph depends on besides its inputs.

@@ -52,7 +52,7 @@ def _arguments(args: Any) -> list[tuple[str, Any, str]]:
             for name, advice in (
                 (
                     "activation_offloading",
-                    "zero={'recompute': 'blocks'} or zero={'offload_activations': True} saves memory",
+                    "zero={'activation_checkpointing': 'blocks'} or zero={'offload_activations': True} saves memory",
                 ),
                 ("padding_free", "the rows of a batch are split between the ranks: pad them"),
                 ("precompute_ref_log_probs", "the reference model is part of the step, sharded at stage 3"),

@@ -20,7 +20,7 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
 
     ``zg.annotate(model.up.weight, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))`` splits the rows of a weight along the
     second dimension of the graph's placement. Along that dimension it is stored split at every stage, and the step
-    computes with it as is cheapest. ZeRO splits it further along its own dimension (``config.zero_dim``) if that is
+    computes with it as is cheapest. ZeRO splits it further along its own dimension (``config.shard_dims``) if that is
     another one. A later annotation replaces an earlier one.
 
     Args:

@@ -51,8 +51,8 @@ class Loop:
     ) -> None:
         whole_steps = {
             "placement": config.placement is not None,
-            f"sequence_parallel={config.sequence_parallel}": config.sequence_parallel > 1,
-            "batch_sbp": config.batch_sbp is not None,
+            f"context_parallel={config.context_parallel}": config.context_parallel > 1,
+            "input_sbp": config.input_sbp is not None,
             "batch_norm='local'": config.batch_norm == "local",
             "stage='auto'": config.stage == "auto",
         }

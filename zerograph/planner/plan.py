@@ -73,7 +73,7 @@ def planned(
     with configured(graph, **options_for(machine, graph, options)) as config:
         prepared = graph.prepare(grid, *args, device=device_of(machine), transport=transport, **kwargs)
         shown = config.shown(changed=True)
-        low, splitting = config.amp_dtype, config.sequence_parallel
+        low, splitting = config.amp_dtype, config.context_parallel
     compile_seconds = time.perf_counter() - began
     emitted = prepared.graph.graph
     memory = profile(emitted)
@@ -106,7 +106,7 @@ def planned(
         prepared=prepared,
         compile_seconds=compile_seconds,
         length=length_of(("", tensor) for tensor in tensors(batch))[1],
-        sequence_parallel=splitting,
+        context_parallel=splitting,
     )
 
 

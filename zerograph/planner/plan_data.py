@@ -60,7 +60,7 @@ class PlanData:
         model_operations: the same without recomputation.
         peak_rate: operations per second of the device's data sheet in this precision; None if it is not known.
         length: number of positions of the sequences that a rank passes; None if no input is a sequence.
-        sequence_parallel: number of ranks that split each of these sequences, and so share samples and tokens.
+        context_parallel: number of ranks that split each of these sequences, and so share samples and tokens.
         longer: why sequences are not longer, in the plan of the longest ones that fit; else empty.
         prepared: the compiled step.
         compile_seconds: duration of compilation on this machine.
@@ -92,7 +92,7 @@ class PlanData:
     prepared: Prepared = field(repr=False)
     compile_seconds: float
     length: int | None = None
-    sequence_parallel: int = 1
+    context_parallel: int = 1
     longer: str = ""
     alternatives: Sequence[Candidate] = field(default=(), repr=False)
 
@@ -142,7 +142,7 @@ class PlanData:
         return None if self.tokens is None else self._of_each_device(self.tokens)
 
     def _of_each_device(self, count: int) -> float:
-        return count / self.sequence_parallel / self.time.seconds if self.time.seconds else 0.0
+        return count / self.context_parallel / self.time.seconds if self.time.seconds else 0.0
 
     @property
     def mfu(self) -> float | None:

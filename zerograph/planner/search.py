@@ -54,8 +54,9 @@ def search(
 ) -> Search:
     """Try every stage on every mesh: without offloading, with the optimizer on the CPU, and with state in files.
 
-    A family that does not fit is tried with recomputation (``recompute="auto"`` within the usable memory), then with
-    micro-batches too, twice as many each time. The search leaves a family at its first candidate that fits.
+    A family that does not fit is tried with recomputation (``activation_checkpointing="auto"`` within the usable
+    memory), then with micro-batches too, twice as many each time. The search leaves a family at its first candidate
+    that fits.
 
     Args:
         batch: one rank's part of the batch.
@@ -289,7 +290,7 @@ _MANY = 3
 
 def _trade_offs(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield trade-offs and their options, cheapest first."""
-    saving = {"recompute": "auto", "memory_budget": limit}
+    saving = {"activation_checkpointing": "auto", "memory_budget": limit}
     yield "recompute", saving
     count = samples(batch)
     steps = int(options.get("gradient_accumulation_steps", 1)) * 2

@@ -183,7 +183,7 @@ def test_a_plan_says_how_fast_a_device_is(script: str) -> None:
 
 
 def test_plans_of_several_lengths_are_drawn_and_the_longest_one_is_said(script: str, tmp_path: Path) -> None:
-    options = (f"{script}:tokens", "--world-size", "4", "--stage", "2", "--sequence-parallel", "2", "--headroom", "0")
+    options = (f"{script}:tokens", "--world-size", "4", "--stage", "2", "--context-parallel", "2", "--headroom", "0")
     picture = tmp_path / "lengths.svg"
     code, shown = run(*options, "--length", "32,64", "--plot", str(picture), "--json")
     plans = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
@@ -286,7 +286,7 @@ def test_a_limit_without_a_unit_is_refused_and_counts_have_units() -> None:
     ("options", "message"),
     [
         ({"machine": "h100"}, r"plan\(machine=\): the machine is device="),
-        ({"recomputed": "auto"}, "there is no option 'recomputed'; did you mean 'recompute'"),
+        ({"shard_dim": 1}, "there is no option 'shard_dim'; did you mean 'shard_dims'"),
         ({"stage": 2, "mode": "off"}, r"plan\(stage=2, mode=\): give one of them"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_grid_with_its_ranks_is_planned_over_the_links_between_them() -> None:
     links = (Link(2, Rate(((1.0, 1e9),)), 0.0), Link(None, Rate(((1.0, 1e6),)), 0.0))
     hosts = replace(machine("cpu"), links=links)
     by_host, turned = (
-        zg.plan(Squares, X, mesh=mesh, stage=3, device=hosts, zero_dim=(0, 1)) for mesh in ([[0, 2], [1, 3]], (2, 2))
+        zg.plan(Squares, X, mesh=mesh, stage=3, device=hosts, shard_dims=(0, 1)) for mesh in ([[0, 2], [1, 3]], (2, 2))
     )
     # Between hosts, at 1 MB/s: half of the parameters in forward, and of the gradients.
     assert by_host.time.communication == pytest.approx(2 * (4 * 64 * 65 * 4 / 2 / 2) / 1e6, rel=0.01)
@@ -172,7 +172,7 @@ def tokens_plan(**options: Any) -> zg.Plan:
 
 
 def test_ranks_that_split_sequences_are_rows_which_share_tokens() -> None:
-    whole, split = tokens_plan(), tokens_plan(sequence_parallel=2)
+    whole, split = tokens_plan(), tokens_plan(context_parallel=2)
     assert split.mesh == (2, 2)
     assert split.tokens_per_second is not None
     assert split.tokens_per_second * split.time.seconds == pytest.approx(64 / 2)
@@ -182,14 +182,14 @@ def test_ranks_that_split_sequences_are_rows_which_share_tokens() -> None:
 
 
 def test_the_longest_sequences_are_those_of_which_longer_ones_do_not_fit() -> None:
-    wanted = tokens_plan(sequence_parallel=2, length=200)
-    found = tokens_plan(sequence_parallel=2, length="longest", fit=wanted.memory.peak)
+    wanted = tokens_plan(context_parallel=2, length=200)
+    found = tokens_plan(context_parallel=2, length="longest", fit=wanted.memory.peak)
     assert found.length == wanted.length == 200
     assert found.memory.peak == wanted.memory.peak
     longer = int(found.longer.split()[0])
     # The longest to 1/64 of the length, in multiples of the ranks.
     assert longer in (202, 204)
-    assert not tokens_plan(sequence_parallel=2, length=longer, fit=wanted.memory.peak).fits
+    assert not tokens_plan(context_parallel=2, length=longer, fit=wanted.memory.peak).fits
 
 
 def test_lengths_that_cannot_be_planned_are_refused() -> None:
@@ -199,7 +199,7 @@ def test_lengths_that_cannot_be_planned_are_refused() -> None:
     with pytest.raises(zg.ConfigError, match="no input is a sequence"):
         zg.plan(Squares, X, world_size=2, stage=2, length="longest")
     with pytest.raises(zg.InputError, match="63 positions in dimension 1"):
-        tokens_plan(sequence_parallel=2, length=63)
+        tokens_plan(context_parallel=2, length=63)
 
 
 def test_auto_finds_the_fastest_that_fits() -> None:

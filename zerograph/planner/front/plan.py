@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerograph.base.sizes import in_bytes
 from zerograph.compiler.input_layout import ranks_of_row, with_rows
-from zerograph.config import check_name
+from zerograph.config import option_name
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
 from zerograph.planner.front.lengths import longest, own_length, with_length
@@ -129,7 +129,7 @@ def plan(
             ``config.offload_optimizer`` and ``offload_parameters``. It need not exist.
         length: number of positions of the batch's sequences, instead of its own; ``"longest"`` for the longest ones
             that fit, to 1/64 of their length.
-        options: further options of :class:`zerograph.config.Config`. With ``sequence_parallel`` a line of ranks becomes
+        options: further options of :class:`zerograph.config.Config`. With ``context_parallel`` a line of ranks becomes
             rows of so many, and the batch is that of a row; with ``expert_parallel`` it becomes rows too.
 
     Returns:
@@ -140,10 +140,9 @@ def plan(
         ConfigError: an argument has another type or value, or an option does not exist.
         ZeroGraphError: as compiling the step does.
     """
-    for name in options:
-        if name == "machine":
-            raise ConfigError("plan(machine=): the machine is device=")
-        check_name(name)
+    if "machine" in options:
+        raise ConfigError("plan(machine=): the machine is device=")
+    options = {option_name(name): value for name, value in options.items()}
     if stage is not None and (both := options.keys() & {"mode", "stage"}):
         raise ConfigError(f"plan(stage={stage!r}, {both.pop()}=): give one of them")
     described = machine(device)
@@ -156,7 +155,7 @@ def plan(
     size, order = _shape(world_size, mesh)
     described, grid = replace(described, order=order), grid_of(size)
     with configured(graph, **{key: value for key, value in options.items() if key in _OF_ROWS}) as config:
-        ranks, is_free, shape = config.sequence_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
+        ranks, is_free, shape = config.context_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
         if order is not None and len(shape) != len(size):
             raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
     if stage == "auto":
@@ -188,7 +187,7 @@ def _with_length(plan_of: Callable[[Any], Plan], batch: Any, length: int | str |
 
 
 # The options by which a line of ranks becomes rows.
-_OF_ROWS = ("sequence_parallel", "expert_parallel")
+_OF_ROWS = ("context_parallel", "expert_parallel")
 
 
 def _fastest(

@@ -165,7 +165,7 @@ class GraphConfig(Config):
     disable_straighten_algorithm = _tuning("disable_straighten_algorithm", _ORDERS)
     enable_compress_memory = _tuning("enable_compress_memory", _ORDERS)
     enable_choose_best_memory_allocation = _tuning("enable_choose_best_memory_allocation", "torch allocates memory")
-    enable_auto_memory = _tuning("enable_auto_memory", "see config.memory_budget and config.recompute")
+    enable_auto_memory = _tuning("enable_auto_memory", "see config.memory_budget and config.activation_checkpointing")
     enable_auto_parallel = _tuning("enable_auto_parallel", _PLACES)
     enable_auto_parallel_ignore_user_sbp_config = _tuning("enable_auto_parallel_ignore_user_sbp_config", _PLACES)
     enable_auto_parallel_trunk_algo = _tuning("enable_auto_parallel_trunk_algo", _PLACES)

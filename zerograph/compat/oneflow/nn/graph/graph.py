@@ -318,8 +318,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         if self.config.placement is None:
             meshes = (placement_of_tensor(tensor).mesh for tensor in tensors if is_global(tensor))
             self.config.placement = mesh = next((mesh for mesh in meshes if mesh.ndim > 1), None)
-            if mesh is not None and self.config.zero_dim is None:
-                self.config.zero_dim = tuple(range(mesh.ndim))
+            if mesh is not None and self.config.shard_dims is None:
+                self.config.shard_dims = tuple(range(mesh.ndim))
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
         micro_batches = self.config.gradient_accumulation_steps
