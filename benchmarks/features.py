@@ -39,7 +39,7 @@ from benchmarks.contenders.tasks import Gpt, Task  # noqa: E402
 from benchmarks.measure.process import forget_most_resident, most_resident, resident  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.peak_memory import most_alive_bytes  # noqa: E402
-from tests.zerograph.test_out_of_memory import trained_apart  # noqa: E402
+from tests.state.test_out_of_memory import trained_apart  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 STAGES = (1, 2, 3)

@@ -2,7 +2,7 @@
 
 Blocks of Python share a namespace; one that begins with ``# train.py`` is that file too. Of shell blocks the commands
 of ``zerograph`` run, and must end with the exit code that is said behind them; what does not run is listed here. The
-README has two programs, which tests/zerograph/test_launch.py runs, with and without a launcher.
+README has two programs, which tests/front/test_launch.py runs, with and without a launcher.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.capture import test_local as routing
 from tests.equivalence.test_stages import check
 from tests.harness import LossStep, PlainRun
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
-from tests.zerograph import test_local as routing
 from zerograph.ir.loop import loops
 from zerograph.ir.step_graph import collective_nodes
 

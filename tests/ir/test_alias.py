@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.zerograph.inspection.models import prepared
+from tests.inspection.models import prepared
 from zerograph.ir.alias import base_of, shared_arguments, viewed
 from zerograph.runtime.backends.pieces import memory_owners as memory_of_pieces
 

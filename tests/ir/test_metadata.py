@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from tests.zerograph.inspection.models import prepared
+from tests.inspection.models import prepared
 from zerograph.errors import VerificationError
 from zerograph.ir.metadata import NodeMeta, Origin
 from zerograph.ir.rewrite import emit

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.compiler.test_step_cache import cache_in
 from tests.models import part
 from tests.pool import Pool
-from tests.zerograph.test_step_cache import cache_in
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.arange(8) % 2
 

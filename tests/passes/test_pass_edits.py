@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 import zerograph as zg
+from tests.inspection.models import Step
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
-from tests.zerograph.inspection.models import Step
 from zerograph.ir.mesh import line
 from zerograph.passes.context import Context
 from zerograph.passes.pipeline import PIPELINE, edited

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import sym_or
 
+from tests.compiler.test_any_batch import ROWS, data, own
 from tests.harness import LossStep, needs_compiler, prepare
 from tests.models import Gpt, TrainStep, adamw, batches, make, train_plainly
 from tests.pool import Pool
-from tests.zerograph.test_any_batch import ROWS, data, own
 from zerograph import _torch
 from zerograph.runtime.backends import inductor, pieces
 from zerograph.runtime.backends.pieces import Piece, cut

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import torch
 
-from tests.zerograph.report_page.browser import (
+from tests.inspection.report_page.browser import (
     By,
     eventually,
     opened,
 )
-from tests.zerograph.test_report import HOSTILE, Hostile, Small
+from tests.inspection.test_report import HOSTILE, Hostile, Small
 from zerograph.inspection import report
 from zerograph.ir.mesh import line
 from zerograph.passes.pipeline import PIPELINE

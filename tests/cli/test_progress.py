@@ -13,7 +13,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import zerograph as zg
-from tests.zerograph.inspection import models
+from tests.inspection import models
 from zerograph.__main__ import app
 from zerograph.base.progress import Progress, listening, tell
 from zerograph.cli import progress

@@ -11,8 +11,8 @@ import pytest
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.compiler.test_step_cache import TwoRanks, X, cache_in
 from tests.pool import Pool
-from tests.zerograph.test_step_cache import TwoRanks, X, cache_in
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
 from zerograph.runtime.job import exchange

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.artifact.test_artifacts import damaged
+from tests.compiler.changes_of_a_step import CHANGES, Step, cached_factor
 from tests.equivalence.families import FAMILIES
 from tests.equivalence.training import STAGES, batches, make, optimizer
 from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
-from tests.zerograph.changes_of_a_step import CHANGES, Step, cached_factor
-from tests.zerograph.test_artifacts import damaged
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
 from zerograph.compiler.fingerprint import graph_lines

@@ -18,7 +18,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from tests.zerograph.inspection import models
+from tests.inspection import models
 from zerograph.__main__ import app
 
 SCRIPT = f"{models.__file__}:example"
@@ -169,7 +169,7 @@ def test_a_budget_that_does_not_suffice_ends_with_1(tmp_path: Path) -> None:
     """The command was used well, and has an answer: the step does not fit."""
     script = tmp_path / "tight.py"
     script.write_text(
-        "from tests.zerograph.inspection.models import example as wide\n"
+        "from tests.inspection.models import example as wide\n"
         "def example():\n"
         "    step, inputs = wide()\n"
         "    step.config.memory_budget = 1000\n"

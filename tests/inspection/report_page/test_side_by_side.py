@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.zerograph.report_page.browser import (
+from tests.inspection.report_page.browser import (
     By,
     Keys,
     opened,
     row,
 )
-from tests.zerograph.test_report import prepared
+from tests.inspection.test_report import prepared
 from zerograph.inspection import report
 
 

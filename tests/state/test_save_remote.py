@@ -164,7 +164,7 @@ def test_a_store_that_stops_answering_before_the_index_is_named_as_the_cause(
 KILLED = """
 import os, pathlib, sys
 from tests import object_store
-from tests.zerograph.test_save_remote import URL, new_step, saved
+from tests.state.test_save_remote import URL, new_step, saved
 from zerograph.runtime.checkpoint import index
 object_store.use(pathlib.Path(sys.argv[1]))
 saved(step := new_step(), URL, 1)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.harness import needs_compiler
+from tests.inspection.models import Step
 from tests.pool import Pool
-from tests.zerograph.inspection.models import Step
 from zerograph.errors import ConfigError
 
 

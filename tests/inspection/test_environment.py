@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.zerograph.inspection.models import Step, prepared
+from tests.inspection.models import Step, prepared
 from zerograph.errors import ConfigError, MemoryBudgetError
 from zerograph.inspection import logs
 from zerograph.ir.mesh import line

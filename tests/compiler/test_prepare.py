@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, prepare, sum_of_squares
-from tests.zerograph.inspection.models import Block, Net
+from tests.inspection.models import Block, Net
 from zerograph.compiler.members import find_members
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh, line

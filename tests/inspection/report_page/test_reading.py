@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zerograph.report_page.browser import (
+from tests.inspection.report_page.browser import (
     ActionChains,
     By,
     Keys,
@@ -19,7 +19,7 @@ from tests.zerograph.report_page.browser import (
     rows,
     tooltip,
 )
-from tests.zerograph.test_report import HOSTILE, Hostile, Small
+from tests.inspection.test_report import HOSTILE, Hostile, Small
 from zerograph.inspection import report
 from zerograph.inspection.step import Prepared
 from zerograph.ir.memory import profile

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.compiler.test_any_batch import own
 from tests.harness import LossStep
 from tests.models import TokenLoss, TrainStep, adamw, make
 from tests.pool import Pool
-from tests.zerograph.test_any_batch import own
 from zerograph import _torch
 from zerograph.ir.mesh import line
 

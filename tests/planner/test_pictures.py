@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import zerograph as zg
-from tests.zerograph.inspection import models
+from tests.inspection import models
 from zerograph.__main__ import app
 from zerograph.base.palette import ACTIVITIES
 from zerograph.inspection.report.page import render

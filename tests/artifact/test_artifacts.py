@@ -22,10 +22,10 @@ import zerograph as zg
 from tests.equivalence.families import FAMILIES
 from tests.equivalence.training import STAGES, batches, make, optimizer
 from tests.harness import LossStep
+from tests.inspection import models
 from tests.models import part
 from tests.pool import Pool
 from tests.scripts import run_by_torchruns_agent
-from tests.zerograph.inspection import models
 from zerograph import _torch
 from zerograph.artifact.code import recorded
 from zerograph.artifact.digest import Digest
@@ -147,9 +147,9 @@ def other_version(monkeypatch: pytest.MonkeyPatch) -> Step:
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Step]] = {
-    "the value of tests.zerograph.test_artifacts.SCALE": other_scale,
-    "the value of tests.zerograph.test_artifacts.scaled": other_default,
-    "the code or the value of tests.zerograph.test_artifacts.scaled": other_function,
+    "the value of tests.artifact.test_artifacts.SCALE": other_scale,
+    "the value of tests.artifact.test_artifacts.scaled": other_default,
+    "the code or the value of tests.artifact.test_artifacts.scaled": other_function,
     "the functions of torch that were replaced": other_function_of_torch,
     "the attribute self.options": other_attribute,
     "the version of torch": other_version,

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.compiler.changes_of_a_step import Step, cached_factor
+from tests.compiler.test_step_cache import Doubtful, X, cache_in, fresh_lines, lines_of
 from tests.pool import Pool
-from tests.zerograph.changes_of_a_step import Step, cached_factor
-from tests.zerograph.test_step_cache import Doubtful, X, cache_in, fresh_lines, lines_of
 from zerograph.artifact.file import file_content, read_file
 from zerograph.artifact.process import process_texts
 

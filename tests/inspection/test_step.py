@@ -8,7 +8,7 @@ import networkx
 import pytest
 from torch import fx
 
-from tests.zerograph.inspection.models import prepared
+from tests.inspection.models import prepared
 from zerograph.errors import ConfigError
 from zerograph.inspection.lifetime import Life
 from zerograph.inspection.names import labels

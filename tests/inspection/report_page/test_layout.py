@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.zerograph.report_page.browser import (
+from tests.inspection.report_page.browser import (
     ActionChains,
     By,
     Keys,
@@ -19,7 +19,7 @@ from tests.zerograph.report_page.browser import (
     row,
     rows,
 )
-from tests.zerograph.test_report import Small
+from tests.inspection.test_report import Small
 from zerograph.inspection import report
 from zerograph.ir.mesh import line
 

@@ -312,7 +312,7 @@ def test_files_go_with_the_model_and_the_graph(tmp_path: Path) -> None:
 LEAVES = """
 import sys
 from pathlib import Path
-from tests.zerograph.test_offload import fused_adamw, run, train_step
+from tests.state.test_offload import fused_adamw, run, train_step
 for name in ("left", "gone"):
     step = train_step(Path(sys.argv[1]) / name, fused_adamw, 1)
     step.config.offload_optimizer("nvme", nvme_path=Path(sys.argv[1]) / name, keep_files=name == "left")

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.compiler.test_any_batch import as_one_device, data, own_of_any_size, trained
 from tests.harness import LossStep, needs_compiler, update_plainly
 from tests.models import TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
-from tests.zerograph.test_any_batch import as_one_device, data, own_of_any_size, trained
 from zerograph.runtime.backends import pieces
 
 # Rows of each rank in each step: equal, not divisible, unequal, fewer than micro-batches, none.

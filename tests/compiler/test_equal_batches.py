@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zerograph as zg
+from tests.compiler.test_plain_inputs import Step, classes, linear, numbers
 from tests.pool import Pool
-from tests.zerograph.test_plain_inputs import Step, classes, linear, numbers
 
 
 def equal_batches(mark: Callable[[Tensor], Tensor], prepared: bool) -> tuple[list[float], list[str], list[str]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.zerograph.test_tree import CHANGES, Layer
+from tests.compiler.test_tree import CHANGES, Layer
 from zerograph.compiler.step_key import Call
 
 

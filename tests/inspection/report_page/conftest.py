@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.zerograph.test_report import prepared
+from tests.inspection.test_report import prepared
 from zerograph.inspection import report
 from zerograph.inspection.step import Prepared
 
@@ -73,7 +73,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def page(browser: Any, path: Path) -> Iterator[Any]:
     """The page just opened; what it complains about afterwards is a failure."""
-    from tests.zerograph.report_page.browser import opened
+    from tests.inspection.report_page.browser import opened
 
     opened(browser, path)
     yield browser
@@ -83,7 +83,7 @@ def page(browser: Any, path: Path) -> Iterator[Any]:
 @pytest.fixture
 def narrow(browser: Any, deep: Path) -> Iterator[Any]:
     """The page on a screen of 420 x 900 pixels."""
-    from tests.zerograph.report_page.browser import opened
+    from tests.inspection.report_page.browser import opened
 
     screen = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
