@@ -416,6 +416,31 @@ def test_halves_of_rows_that_are_global_are_those_of_one_process(pool: Pool) -> 
     assert pool.run(2, halves_of_global_rows) == [pytest.approx(expected)] * 2
 
 
+class Guided(nn.Module):
+    """A model that computes with and without its condition in one batch, and takes the halves apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with_it, without = self.body(torch.cat([x, torch.zeros_like(x)])).chunk(2)
+        out: Tensor = (2 * with_it - without).square().mean()
+        return out
+
+
+def guided() -> list[float]:
+    torch.manual_seed(0)
+    model = prepare_at(2)(Guided().double())
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+    return [model(x.chunk(zg.world_size())[zg.rank()]).item() for _ in range(2)]
+
+
+def test_a_model_that_joins_rows_may_take_them_apart(pool: Pool) -> None:
+    (expected,) = pool.run(1, guided)
+    assert pool.run(2, guided) == [pytest.approx(expected)] * 2
+
+
 class Chain(nn.Module):
     """A model with a loop of its own that generates."""
 

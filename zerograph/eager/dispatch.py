@@ -143,9 +143,9 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     return _noted_views(kind, value, known, args, kwargs) if known.views else value
 
 
-# They take rows apart, by their place in the batch.
+# They take rows apart, by their place in the batch, or join them.
 _PIECES = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor})
-_ALONG_ROWS = _PIECES | {aten.select.int, aten.unbind.int}
+_ALONG_ROWS = _PIECES | {aten.select.int, aten.unbind.int, aten.cat.default}
 
 
 def _check_order(operator: OpOverload, args: Sequence[Any], now: World) -> None:
@@ -154,6 +154,10 @@ def _check_order(operator: OpOverload, args: Sequence[Any], now: World) -> None:
     Raises:
         InputError: a loss may depend on which rows a piece has.
     """
+    if operator is aten.cat.default:
+        # A program that joins global rows knows their order: pieces are likely those that it has joined.
+        now.joins_rows |= (args[1] if len(args) > 1 else 0) == 0
+        return
     at = 2 if operator in (aten.split.Tensor, aten.split_with_sizes.default) else 1
     if Split(0) not in args[0].spec.sbp or (args[at] if len(args) > at else 0) != 0:
         return
@@ -166,7 +170,7 @@ def _check_order(operator: OpOverload, args: Sequence[Any], now: World) -> None:
         "rank 1, and so on\nWhere the script has concatenated views, that is another order than in one process: "
         "pass its loader to zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0))."
     )
-    if operator in _PIECES and args[0].requires_grad:
+    if operator in _PIECES and args[0].requires_grad and not now.joins_rows:
         raise InputError(message)
     now.warn(message)
 

@@ -30,6 +30,7 @@ class World:
         operators: what :mod:`.dispatch` knows of operators, by identity.
         boxings: programs that change an SBP, by metadata, SBP and rows.
         rows_of_ranks: a loop passes rows that its ranks have cut, so their order in the batch is that of the ranks.
+        joins_rows: operators have joined global rows since a loop has passed such rows.
     """
 
     def __init__(self, job: Job) -> None:
@@ -38,7 +39,7 @@ class World:
         self._specs: dict[tuple[Any, ...], Spec] = {}
         self.operators: dict[int, Any] = {}
         self.boxings: dict[Any, Program] = {}
-        self.rows_of_ranks = False
+        self.rows_of_ranks = self.joins_rows = False
         self._warned: set[str] = set()
         self._draws = 0
         self.compilation = Compilation(job, transport_of(job), self.warn, self.spec)

@@ -92,8 +92,9 @@ class Loop:
         else:
             given = (args, kwargs)
             args, kwargs = made = of_parts(given, doing)
-            # Later calls may take what this one returns.
-            world().rows_of_ranks |= made is not given
+            if made is not given:
+                # Later calls may take what this one returns.
+                world().rows_of_ranks, world().joins_rows = True, False
         if isinstance(function, nn.Module):
             return self.calls.run(function, args, kwargs)
         return self.run_eagerly(function, args, kwargs)
