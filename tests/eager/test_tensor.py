@@ -184,3 +184,18 @@ ERRORS = [pickling, changed_shape, wrong_sbp, other_parts, wrong_shapes, plain_p
 @pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)
 def test_errors_of_global_tensors(pool: Pool, check: Callable[[], None]) -> None:
     pool.run(2, check)
+
+
+def part_of_one_rank(dim: int, sizes: tuple[int, int]) -> None:
+    values = torch.arange(12.0, dtype=torch.float64).view(3, 4).narrow(dim, 0, sum(sizes))
+    part = values.narrow(dim, sum(sizes[: zg.rank()]), sizes[zg.rank()]).clone().requires_grad_()
+    x = zg.global_tensor(part, zg.sbp.split(dim))
+    x.square().sum().backward()
+    assert torch.equal(x.full_tensor(), values)
+    assert part.grad is not None
+    assert torch.equal(part.grad, 2 * part)
+
+
+@pytest.mark.parametrize(("dim", "sizes"), [(0, (3, 0)), (1, (0, 4)), (0, (0, 0))])
+def test_a_part_may_be_empty(pool: Pool, dim: int, sizes: tuple[int, int]) -> None:
+    pool.run(2, part_of_one_rank, dim, sizes)

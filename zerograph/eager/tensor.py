@@ -18,6 +18,7 @@ from zerograph.eager.world import world
 from zerograph.errors import InputError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import global_shape
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
+from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
 from zerograph.runtime.parameters import DATA, SplitParameter
 
@@ -156,8 +157,12 @@ class GlobalTensor(Tensor):
             part: this rank's part.
             sbp: the SBP.
             rows: the size of each rank's part in the dimension that is split, on a line of ranks. None: equal ones.
+                Where one is 0, every rank gets the whole.
         """
         now = world()
+        if rows is not None and 0 in rows:
+            whole: GlobalTensor = _Gathered.apply(part, next(one.dim for one in sbp if isinstance(one, Split)), rows)
+            return whole
         shape, unequal = list(global_shape(part.shape, sbp, now.job.mesh)), None
         if rows is not None and len(set(rows)) > 1:
             shape[next(one.dim for one in sbp if isinstance(one, Split))] = sum(rows)
@@ -245,6 +250,26 @@ class _FromLocal(torch.autograd.Function):
         return dispatch.boxed(GlobalTensor, gradient, sbp).local, None
 
 
+class _Gathered(torch.autograd.Function):
+    """The whole of a tensor of which a rank has an empty part, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, dim: int, rows: Sequence[int]) -> GlobalTensor:
+        job = world().job
+        ctx.own = dim, sum(rows[: job.rank]), rows[job.rank]
+        if not any(rows):
+            return dispatch.wrapped_whole(GlobalTensor, part)
+        pad = [0, 0] * (part.dim() - 1 - dim) + [0, max(rows) - rows[job.rank]]
+        padded = gather_whole(job, nn.functional.pad(part.detach(), pad), (split(dim),))
+        pieces = [piece.narrow(dim, 0, size) for piece, size in zip(padded.chunk(job.size, dim), rows, strict=True)]
+        return dispatch.wrapped_whole(GlobalTensor, torch.cat(pieces, dim))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole = dispatch.whole_of(gradient) if isinstance(gradient, GlobalTensor) else gradient
+        return whole.narrow(*ctx.own).clone(), None, None
+
+
 def _with_parts(arguments: Any) -> Any:
     """Return arguments in which plain tensors of fewer rows than global ones are parts; None if there are none."""
     leaves, spec = pytree.tree_flatten(arguments)
@@ -272,6 +297,8 @@ def _checked(sbp: Sbp | Sequence[Sbp], dims: int) -> NdSbp:
 def global_tensor(part: Tensor, sbp: Sbp | Sequence[Sbp]) -> GlobalTensor:
     """Return the global tensor of which each rank passes its part. A collective.
 
+    Parts may be unequal. If a rank's part is empty, every rank gets the whole.
+
     Args:
         part: this rank's part; the whole tensor, equal on all ranks, for ``zg.sbp.broadcast``. Gradients flow to it.
         sbp: the SBP of the global tensor, or one for each dimension of the mesh of ranks.
@@ -289,7 +316,4 @@ def global_tensor(part: Tensor, sbp: Sbp | Sequence[Sbp]) -> GlobalTensor:
         return GlobalTensor.of_part(part, target)
     if now.job.mesh.dims > 1:
         raise PlacementError("parts of unequal size are possible on a mesh of one dimension only")
-    rows = [size for (size,) in sizes]
-    if 0 in rows:
-        raise PlacementError("each rank needs a part that is not empty")
-    return GlobalTensor.of_part(part, target, rows)
+    return GlobalTensor.of_part(part, target, [size for (size,) in sizes])

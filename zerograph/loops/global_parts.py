@@ -50,11 +50,8 @@ def of_parts(values: Any, doing: str) -> Any:
     words = {"the number of its tensors": f"{len(facts)} {advice}", "its tensors": "; ".join(facts)}
     sizes = agree(now.job, doing, digest(facts), lambda: words, None, own)
     rows = dict(zip(parts, zip(*sizes, strict=True), strict=True))
-    if any(0 in one for one in rows.values()):
-        made = dict(zip(parts, data.gather([tensor.detach() for tensor in parts.values()]), strict=True))
-    else:
-        # Gradients flow to the parts.
-        made = {key: GlobalTensor.of_part(tensor, (split(0),), rows[key]) for key, tensor in parts.items()}
+    # Gradients flow to the parts.
+    made = {key: GlobalTensor.of_part(tensor, (split(0),), rows[key]) for key, tensor in parts.items()}
     return map_tensors(values, lambda tensor: made.get(id(tensor), tensor))
 
 
