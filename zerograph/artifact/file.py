@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from zerograph.base.cache import replacing
 from zerograph.errors import ArtifactError
 
 _MAGIC = b"zerograph artifact 1\n"
@@ -31,18 +31,11 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         ArtifactError: it cannot be written.
     """
-    file = Path(path)
-    # Two jobs may write the same file at the same time.
-    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
+        with replacing(Path(path)) as beside:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as opened:
                 opened.write(content)
-            os.replace(beside, file)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise ArtifactError(f"{path} cannot be written: {error.strerror or error}") from error
 

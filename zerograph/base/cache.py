@@ -1,10 +1,11 @@
-"""Cache on disk what zerograph has measured or discovered on this machine."""
+"""Cache on disk what zerograph has measured or discovered on this machine; replace files atomically."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = "ZEROGRAPH_CACHE"
@@ -18,11 +19,21 @@ def folder(kind: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerograph" / kind
 
 
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a path beside a file, which replaces the file at the end of the block. An error leaves nothing behind."""
+    # Two jobs may write the same file. No file of tempfile, which only its owner can read.
+    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+    try:
+        yield beside
+        os.replace(beside, file)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def write(file: Path, text: str) -> None:
     """Replace ``file`` atomically. Failures are ignored: the content is computed again the next time."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Not a file of tempfile, which only its owner can read: a cache may be shared, as the umask allows.
-        beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
-        beside.write_text(text)
-        os.replace(beside, file)
+        with replacing(file) as beside:
+            beside.write_text(text)

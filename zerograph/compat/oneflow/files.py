@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph._torch import pytree
+from zerograph.base.cache import replacing
 from zerograph.compat.oneflow.placements import mesh_of, placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
@@ -157,10 +157,6 @@ def _read(path: Path) -> Any:
 
 
 def _write(value: Any, path: Path) -> None:
-    # Written under another name first: ranks may write the same file, and a reader must see a complete one.
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        torch.save(value, part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    # Ranks may write the same file, and a reader must see a complete one.
+    with replacing(path) as beside:
+        torch.save(value, beside)

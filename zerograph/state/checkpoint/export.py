@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
+from zerograph.base.cache import replacing
 from zerograph.base.progress import tell
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint.storage import Reader, write_file
@@ -87,25 +87,13 @@ def export(path: str | os.PathLike[str], out: str | os.PathLike[str], module: st
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            _replace(folder / name, partial(_write_text, text))
-        _replace(target, lambda path: write_file(tensors, path, {"format": "pt"}))
+            with replacing(folder / name) as beside:
+                beside.write_text(text, encoding="utf-8")
+        with replacing(target) as beside:
+            write_file(tensors, beside, {"format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
     return target
-
-
-def _write_text(text: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _replace(target: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file in the target's folder, then rename it to the target."""
-    temporary = target.with_name(f".{target.name}.part")
-    try:
-        write(temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def modules_in(reader: Reader) -> list[str]:
