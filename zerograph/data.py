@@ -109,13 +109,12 @@ class batches:  # noqa: N801
 
     def _continued(self) -> Iterator[Any]:
         """Return an iterator over the loader's batches after those that were taken before."""
-        if _is_stateful(self._loader):
+        if is_stateful(self._loader):
             # A loader whose state is at its end would begin anew.
             return iter(()) if self._ran_out else iter(self._loader)
         # The default generator continues where it is: step.load() has restored it.
         before = torch.get_rng_state()
-        for generator, state in zip(generators_of(self._loader), self._generators_at_start or (), strict=True):
-            generator.set_state(state)
+        restore_generators(self._loader, self._generators_at_start or ())
         iterator = iter(self._loader)
         for batch in itertools.islice(iterator, self._taken):
             self._keep(batch)
@@ -149,7 +148,7 @@ class batches:  # noqa: N801
         Otherwise the states of the random generators at the start of the pass are, so that it is shuffled alike again.
         """
         state = {"ranks": join(self._timeout).size, "epoch": self.epoch, "batches": self._taken}
-        if _is_stateful(self._loader):
+        if is_stateful(self._loader):
             empty = (self._last,) if self._has_last and not isinstance(self._last, InputError) else None
             return {
                 **state,
@@ -176,7 +175,7 @@ class batches:  # noqa: N801
                 f"the position is of a job of {state['ranks']} rank(s), and this one has {ranks}: the ranks' batches "
                 "are others\nContinue with as many ranks, or begin the pass anew."
             )
-        stateful = _is_stateful(self._loader)
+        stateful = is_stateful(self._loader)
         if stateful != ("loader" in state) or (
             not stateful and len(state["generators"]) != len(generators_of(self._loader))
         ):
@@ -193,9 +192,7 @@ class batches:  # noqa: N801
         elif self._resumed:
             self._ran_out, self._generators_at_start = False, state["generators"]
         else:
-            # The first is the default generator, which continues where it is.
-            for generator, value in list(zip(generators_of(self._loader), state["generators"], strict=True))[1:]:
-                generator.set_state(value)
+            restore_generators(self._loader, state["generators"], but_default=True)
 
 
 class _Pass:
@@ -224,7 +221,8 @@ class _Pass:
         return self._iterator
 
 
-def _is_stateful(loader: Any) -> bool:
+def is_stateful(loader: Any) -> bool:
+    """Return whether a loader has a position of its own."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -235,6 +233,12 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     candidates = (getattr(one, "generator", None) for one in (loader, sampler, inner))
     own = [generator for generator in candidates if isinstance(generator, torch.Generator)]
     return list({id(generator): generator for generator in (torch.default_generator, *own)}.values())
+
+
+def restore_generators(loader: Any, states: Sequence[Tensor], *, but_default: bool = False) -> None:
+    """Restore :func:`generators_of` a loader; with ``but_default`` the default generator continues where it is."""
+    for generator, state in list(zip(generators_of(loader), states, strict=True))[but_default:]:
+        generator.set_state(state)
 
 
 def _no_batch(ranks: Sequence[int], size: int) -> str:

@@ -21,7 +21,7 @@ def folder(kind: str) -> Path:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path beside a file, which replaces the file at the end of the block. An error leaves nothing behind."""
+    """Yield a temporary path in the same folder; rename it to ``file`` after the block. An error deletes it."""
     # Two jobs may write the same file. No file of tempfile, which only its owner can read.
     beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
     try:

@@ -124,7 +124,7 @@ def document(options: type) -> None:
 
 
 def take_names(options: type, option_name: Callable[[str], str]) -> None:
-    """Make a dataclass's constructor take the names that ``option_name`` returns others for, and refuse the rest."""
+    """Make a dataclass's constructor translate each keyword by ``option_name``, which refuses unknown ones."""
     init = options.__init__  # type: ignore[misc]
 
     @functools.wraps(init)

@@ -46,9 +46,12 @@ def of_parts(values: Any, doing: str) -> Any:
     facts = [f"{[*tensor.shape[1:]]} {tensor.dtype}" for tensor in parts.values()]
     facts += [_facts(tensor) for tensor in whole]
     own = [len(tensor) for tensor in parts.values()]
-    advice = "(a rank without rows of one passes an empty tensor: torch.empty(0, ...))"
-    words = {"the number of its tensors": f"{len(facts)} {advice}", "its tensors": "; ".join(facts)}
-    sizes = agree(now.job, doing, digest(facts), lambda: words, None, own)
+
+    def words() -> dict[str, str]:
+        advice = "(a rank without rows of one passes an empty tensor: torch.empty(0, ...))"
+        return {"the number of its tensors": f"{len(facts)} {advice}", "its tensors": "; ".join(facts)}
+
+    sizes = agree(now.job, doing, digest(facts), words, None, own)
     rows = dict(zip(parts, zip(*sizes, strict=True), strict=True))
     # Gradients flow to the parts.
     made = {key: GlobalTensor.of_part(tensor, (split(0),), rows[key]) for key, tensor in parts.items()}

@@ -40,9 +40,9 @@ class SplitLoader:
         # Reads this rank's samples. It is kept if its workers are.
         self._reading: tuple[DataLoader[Any], _Part] | None = None
         self._passes, self._taken = 0, 0
-        # The states of the random generators at the start of the running pass; the position that the next begins at.
-        self._at_start: list[torch.Tensor] | None = None
-        self._resume: Mapping[str, Any] | None = None
+        # The states of the random generators at the start of the running pass; the next pass is the rest of it.
+        self._at_start: Sequence[torch.Tensor] | None = None
+        self._resumed = False
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -60,12 +60,11 @@ class SplitLoader:
 
         An iterable with a ``state_dict()`` of its own that is no ``DataLoader`` returns that.
         """
-        if not isinstance(self._loader, DataLoader) and hasattr(self._loader, "state_dict"):
-            state: dict[str, Any] = self._loader.state_dict()
+        if self._has_own_position():
+            state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
             return state
         now = [one.get_state() for one in data.generators_of(self._loader)]
-        begun = self._passes - (self._taken > 0)
-        return {"passes": begun, "batches": self._taken, "generators": self._at_start or now}
+        return {"passes": self._passes - (self._taken > 0), "batches": self._taken, "generators": self._at_start or now}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a position: the next iteration yields the rest of the pass.
@@ -76,19 +75,19 @@ class SplitLoader:
         Raises:
             ConfigError: the position is of a loader with other random generators.
         """
-        if not isinstance(self._loader, DataLoader) and hasattr(self._loader, "load_state_dict"):
-            self._loader.load_state_dict(state)
+        if self._has_own_position():
+            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
             return
-        generators = data.generators_of(self._loader)
-        if len(state["generators"]) != len(generators):
+        if len(state["generators"]) != len(data.generators_of(self._loader)):
             raise ConfigError("the position is of a loader with other random generators")
-        self._passes, self._taken, self._resume = state["passes"], state["batches"], None
-        if self._taken:
-            self._resume, self._at_start = state, state["generators"]
+        self._passes, self._taken, self._resumed = state["passes"], state["batches"], state["batches"] > 0
+        if self._resumed:
+            self._at_start = state["generators"]
         else:
-            # The first is the default generator, which continues where it is.
-            for generator, value in list(zip(generators, state["generators"], strict=True))[1:]:
-                generator.set_state(value)
+            data.restore_generators(self._loader, state["generators"], but_default=True)
+
+    def _has_own_position(self) -> bool:
+        return not isinstance(self._loader, DataLoader) and data.is_stateful(self._loader)
 
     def _begun(self, first: int) -> Iterator[Any]:
         """Begin a pass; return its batches from the one of this number on."""
@@ -177,17 +176,17 @@ class _Pass:
     """One pass over a loader, which counts what it yields. After an error it goes on, if the loader's does."""
 
     def __init__(self, owner: SplitLoader) -> None:
-        self._owner, position, job = owner, owner._resume, owner._job()
-        if owner._reads_samples(job):
-            _same_generators(owner._loader, job)  # type: ignore[arg-type]
-        generators, default = data.generators_of(owner._loader), torch.get_rng_state()
-        for generator, state in zip(generators, () if position is None else position["generators"], strict=False):
-            generator.set_state(state)
-        owner._at_start, owner._resume = [one.get_state() for one in generators], None
-        owner._taken = 0 if position is None else position["batches"]
-        owner._passes += 1
+        self._owner, resumed = owner, owner._resumed
+        if owner._reads_samples(owner._job()):
+            _same_generators(owner._loader, owner._job())  # type: ignore[arg-type]
+        default = torch.get_rng_state()
+        if resumed:
+            data.restore_generators(owner._loader, owner._at_start or ())
+        else:
+            owner._taken, owner._at_start = 0, [one.get_state() for one in data.generators_of(owner._loader)]
+        owner._resumed, owner._passes = False, owner._passes + 1
         self._batches = owner._begun(owner._taken)
-        if position is not None:
+        if resumed:
             # It continues where it is: the checkpoint has its state.
             torch.set_rng_state(default)
 

@@ -133,6 +133,9 @@ class Loop:
 
     def separate(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that share no parameter with an earlier one, for graphs that compute gradients."""
+        if len(self.optimizers) == 1:
+            # Each call asks.
+            return self.optimizers
         found, seen = [], set[int]()
         for optimizer in self.optimizers:
             own = set(map(id, parameters_of(optimizer)))
