@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def did_you_mean(name: str, names: Iterable[str], most: int = 3) -> str:
@@ -67,7 +67,13 @@ class SplitParameterError(ZeroGraphError):
 
 
 class RankMismatchError(ZeroGraphError):
-    """Ranks differ in their inputs, graph or configuration, or one of them failed before the step."""
+    """Ranks differ in their inputs, graph or configuration, or one of them failed before the step.
+
+    Attributes:
+        facts: what was compared, in words by name, of each rank; empty if a rank failed.
+    """
+
+    facts: Sequence[Mapping[str, str]] = ()
 
 
 class ReplicaError(RankMismatchError):

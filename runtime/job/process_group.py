@@ -371,7 +371,10 @@ def agree(
     if problems_by_rank:
         first = problems_by_rank[min(problems_by_rank)]
         raise RankMismatchError(f"{name_ranks(problems_by_rank)} failed before {doing}:\n  {first}\nNo rank went on.")
-    raise RankMismatchError(first_difference([named_facts for _, named_facts in reports], doing))
+    of_ranks = [named_facts for _, named_facts in reports]
+    mismatch = RankMismatchError(first_difference(of_ranks, doing))
+    mismatch.facts = of_ranks
+    raise mismatch
 
 
 def _gather_sizes(job: Job, sizes: Sequence[int]) -> list[list[int]]:

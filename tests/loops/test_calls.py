@@ -298,34 +298,44 @@ class WithPictures(nn.Module):
         return out if pictures is None else out + self.picture(pictures).square().mean()
 
 
-def pictures_on_one_rank(prepare: Prepare, rank: int | None) -> tuple[list[float], str]:
+def pictures_on_some_ranks(prepare: Prepare, rank: int | None, *, leaves_out: bool) -> list[float]:
     torch.manual_seed(0)
     model = WithPictures().double()
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, pictures = torch.randn(4, 4).double(), torch.randn(3, 5).double()
-    if rank is not None:
-        x, pictures = x[2 * rank :][:2], pictures[3 * rank :]
+    x = x if rank is None else x[2 * rank :][:2]
     losses = []
-    for _ in range(3):
-        loss = model(x, pictures=pictures)
+    for step in range(4):
+        # In turn one rank has all pictures.
+        part = pictures[len(pictures) * (rank is not None and rank != step % 2) :]
+        loss = model(x, **({} if leaves_out and not len(part) else {"pictures": part}))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    try:
-        model(x, **({"pictures": pictures} if rank == 0 else {}))
-    except zg.RankMismatchError as error:
-        return losses, str(error)
-    return losses, ""
+    return losses
 
 
-def pictures_of_two_ranks() -> tuple[list[float], str]:
-    return pictures_on_one_rank(prepare_at(2), dist.get_rank())
+def pictures_of_two_ranks(leaves_out: bool) -> list[float]:
+    return pictures_on_some_ranks(prepare_at(2), dist.get_rank(), leaves_out=leaves_out)
 
 
-def test_a_rank_without_rows_of_an_argument_passes_an_empty_tensor(pool: Pool) -> None:
-    expected, _ = pictures_on_one_rank(unprepared, None)
-    for losses, message in pool.run(2, pictures_of_two_ranks):
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_rank_without_rows_of_an_argument_passes_none(pool: Pool, leaves_out: bool) -> None:
+    expected = pictures_on_some_ranks(unprepared, None, leaves_out=False)
+    for losses in pool.run(2, pictures_of_two_ranks, leaves_out):
         torch.testing.assert_close(losses, expected)
+
+
+def one_row_on_one_rank() -> str:
+    model = WithPictures()
+    model, _ = prepare_at(2)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(zg.RankMismatchError) as error:
+        model(torch.randn(2, 4), **({"pictures": torch.randn(1, 5)} if dist.get_rank() == 0 else {}))
+    return str(error.value)
+
+
+def test_one_row_that_only_one_rank_passes_is_an_error_since_it_might_be_broadcast(pool: Pool) -> None:
+    for message in pool.run(2, one_row_on_one_rank):
         assert "first in the number of its tensors" in message
         assert "passes an empty tensor" in message

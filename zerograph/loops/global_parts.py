@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,15 +12,74 @@ from torch import Tensor, nn
 from zerograph import data
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
+from zerograph.errors import RankMismatchError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.sbp import split
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
 from zerograph.loops.rows import Texts, WholeBatch
+from zerograph.runtime.job.differences import DOING
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.tensor_hash import hash_bits
 
+# Keyword arguments of a call on a rank, for the other ranks.
+_ARGUMENTS = "its keyword arguments"
 
-def of_parts(values: Any, doing: str) -> Any:
+
+def of_call(args: Any, kwargs: dict[str, Any], doing: str) -> Any:
+    """Return the arguments of a call with global tensors in place of plain ones, as :func:`of_parts` does.
+
+    A rank that leaves a tensor out, or passes None, has no row of it: images of a batch, of which its part has none.
+
+    Raises:
+        RankMismatchError: ranks pass other numbers of tensors, or tensors of other shapes or dtypes.
+    """
+    try:
+        return of_parts((args, kwargs), doing, kwargs)
+    except RankMismatchError as error:
+        completed = _completed(kwargs, error.facts)
+        if completed is None:
+            raise
+    return of_parts((args, completed), doing)
+
+
+def _completed(kwargs: dict[str, Any], facts: Sequence[Mapping[str, str]]) -> dict[str, Any] | None:
+    """Return keyword arguments with an empty tensor for each one that only other ranks pass; None if there is none.
+
+    One row in all might be broadcast to a batch, and a tensor of one dimension might be weights of classes: a rank that
+    leaves out such a tensor has forgotten it.
+
+    Args:
+        kwargs: the arguments of this rank.
+        facts: what the ranks have compared, of each.
+    """
+    if any(one.get(DOING) != facts[0].get(DOING) or _ARGUMENTS not in one for one in facts):
+        return None
+    ranks = [ast.literal_eval(one[_ARGUMENTS]) for one in facts]
+    device = next((one.device for one in _plain_in(kwargs)), None)
+    # In one order on all ranks.
+    result = {name: kwargs.get(name) for rank in ranks for name in rank}
+    missing = [name for name in result if any(name not in rank for rank in ranks)]
+    for name in missing:
+        rows, descriptions = zip(*(rank[name] for rank in ranks if name in rank), strict=True)
+        shape, dtype, needs_gradient = descriptions[0]
+        if sum(rows) < 2 or len(shape) < 2 or any(one != descriptions[0] for one in descriptions):
+            return None
+        if result[name] is None:
+            result[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device, requires_grad=needs_gradient)
+    return {**result, **kwargs, **result} if missing else None
+
+
+def _described(kwargs: Mapping[str, Any]) -> str:
+    """Return the rows of each tensor, and its shape without rows, dtype and need of a gradient, to be parsed."""
+    parts = {
+        name: (len(one), ([0, *one.shape[1:]], str(one.dtype).removeprefix("torch."), one.requires_grad))
+        for name, one in kwargs.items()
+        if isinstance(one, Tensor) and not isinstance(one, GlobalTensor) and one.dim() and not is_replicated(one)
+    }
+    return repr(parts)
+
+
+def of_parts(values: Any, doing: str, kwargs: Mapping[str, Any] | None = None) -> Any:
     """Return the same values with global tensors in place of plain ones, of which each rank passes its rows.
 
     Tensors without dimensions, and those of :func:`zerograph.replicated`, are whole on every rank. If a rank has no
@@ -28,6 +88,7 @@ def of_parts(values: Any, doing: str) -> Any:
     Args:
         values: tensors in containers of any kind, or a :class:`.rows.WholeBatch`.
         doing: what the ranks are about to do, for messages.
+        kwargs: keyword arguments of a call, for the facts of the error.
 
     Raises:
         RankMismatchError: ranks pass other numbers of tensors, or tensors of other shapes or dtypes.
@@ -49,7 +110,8 @@ def of_parts(values: Any, doing: str) -> Any:
 
     def words() -> dict[str, str]:
         advice = "(a rank without rows of one passes an empty tensor: torch.empty(0, ...))"
-        return {"the number of its tensors": f"{len(facts)} {advice}", "its tensors": "; ".join(facts)}
+        named = {"the number of its tensors": f"{len(facts)} {advice}", "its tensors": "; ".join(facts)}
+        return named if kwargs is None else {**named, _ARGUMENTS: _described(kwargs)}
 
     sizes = agree(now.job, doing, digest(facts), words, None, own)
     rows = dict(zip(parts, zip(*sizes, strict=True), strict=True))

@@ -20,7 +20,7 @@ from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
-from zerograph.loops.global_parts import check_equal, of_parts, with_all_texts
+from zerograph.loops.global_parts import check_equal, of_call, of_parts, with_all_texts
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
@@ -90,9 +90,9 @@ class Loop:
         if self.has_loader:
             check_equal((args, kwargs), doing)
         else:
-            given = (args, kwargs)
-            args, kwargs = made = of_parts(given, doing)
-            if made is not given:
+            given = kwargs
+            args, kwargs = of_call(args, kwargs, doing)
+            if kwargs is not given:
                 # Later calls may take what this one returns.
                 world().rows_of_ranks, world().joins_rows = True, False
         if isinstance(function, nn.Module):

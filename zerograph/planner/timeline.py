@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, fx
 
@@ -50,16 +50,6 @@ class Event:
         """The duration."""
         return self.end - self.start
 
-    @property
-    def name(self) -> str:
-        """Return the collective's kind and tensor, or module and operator."""
-        boxing = boxing_of(self.node)
-        if boxing is not None and self.stream == "communication":
-            return f"{boxing.kind} of {boxing.tensor}"
-        what = str(self.node.target).removeprefix("aten.").removesuffix(".default")
-        module = origin(self.node).module
-        return f"{module}: {what}" if module else what
-
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
@@ -84,32 +74,6 @@ class Timeline:
     transfers: float
     updating: float
     phases: Mapping[Phase, float]
-
-    def chrome_trace(self) -> dict[str, Any]:
-        """Return the timeline as a trace for Perfetto or ``chrome://tracing``."""
-        lines = {"compute": 0, "communication": 1, "host": 2, "files": 3, "cpu": 4}
-        names = [
-            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": stream}}
-            for stream, number in lines.items()
-            if stream == "compute" or any(event.stream == stream for event in self.events)
-        ]
-        return {
-            "displayTimeUnit": "ms",
-            "traceEvents": names
-            + [
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": lines[event.stream],
-                    "name": event.name,
-                    "cat": origin(event.node).phase,
-                    "ts": event.start * 1e6,
-                    "dur": event.seconds * 1e6,
-                    "args": _arguments(event),
-                }
-                for event in self.events
-            ],
-        }
 
 
 def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
@@ -219,12 +183,3 @@ def _size(node: fx.Node) -> int:
     value = node.meta.get("val")
     moved = value if isinstance(value, Tensor) else node.all_input_nodes[-1].meta["val"]
     return nbytes(moved)
-
-
-def _arguments(event: Event) -> dict[str, Any]:
-    where = origin(event.node)
-    arguments = {"node": event.node.name, "module": where.module, "source": where.source, "phase": where.phase}
-    boxing = boxing_of(event.node)
-    if boxing is not None:
-        arguments |= {"tensor": str(boxing.tensor), "bytes sent": str(round(boxing.sent))}
-    return {key: value for key, value in arguments.items() if value}
