@@ -108,8 +108,8 @@ PAGES: Mapping[str, Generated] = dict(
             *("zerograph/loops/*.py", "zerograph/integrations/*.py", "benchmarks/front_doors/*.py"),
             command="python -m benchmarks.scripts",
         ),
-        _page("sequences", "zerograph/ir/attention.py", "passes/placement/attention.py"),
-        _page("thin", "zerograph/ir/blocks.py"),
+        _page("sequences", "zerograph/ops/attention.py", "passes/placement/attention.py"),
+        _page("thin", "zerograph/ops/blocks.py"),
         _page("update"),
         _page("wire"),
     )

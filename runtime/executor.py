@@ -21,9 +21,9 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta
-from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.pause import pause_of
 from zerograph.ir.step_graph import placeholders
+from zerograph.ops.offload import FETCH, TRANSFER
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.offload.threads import offloads, threads, update_threads

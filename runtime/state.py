@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.errors import InputError
-from zerograph.ir import blocks
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.coded_state import decode_entry, encode_entry
 from zerograph.ir.mesh import local_part, local_shape
@@ -25,6 +24,7 @@ from zerograph.ir.sbp import NdSbp, PartialSum
 from zerograph.ir.slots import Slot, from_rows, to_rows
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
+from zerograph.ops import blocks
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
 from zerograph.runtime.job.exchange import gather_whole, start_gather
 from zerograph.runtime.job.process_group import Job

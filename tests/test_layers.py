@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. Modules and packages of one line may import each other, but not in a cycle.
 LAYERS = (
     ("zerograph.errors", "zerograph._torch", "zerograph.base"),
-    ("zerograph.ir",),
+    ("zerograph.ir", "zerograph.ops"),
     ("zerograph.config",),
     ("zerograph.passes",),
     ("zerograph.runtime",),

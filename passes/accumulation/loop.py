@@ -18,9 +18,9 @@ from zerograph import _torch
 from zerograph.ir.alias import is_view
 from zerograph.ir.loop import Loop, Result, accumulate, collect
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta, origin, role
-from zerograph.ir.random import uniform
 from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
 from zerograph.ir.sbp import NdSbp, Signature, broadcast
+from zerograph.ops.random import uniform
 from zerograph.passes.accumulation.time_boxing import change_sbps, enter, leave, sbps
 from zerograph.passes.context import Context
 

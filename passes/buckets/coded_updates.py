@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerograph.ir.blocks import decode_roots, encode_roots, exact_root, root_parts
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.coded_state import SIGNED, new_values
 from zerograph.ir.metadata import meta
 from zerograph.ir.operator_parts import PARTS, is_number
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import StateSpec, UpdateProgram
+from zerograph.ops.blocks import decode_roots, encode_roots, exact_root, root_parts
 from zerograph.passes.buckets.owner_updates import owner_update_module
 from zerograph.passes.context import BucketUpdate
 

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 
 from zerograph.errors import PlacementError
-from zerograph.ir.blocks import Codec
 from zerograph.ir.metadata import Boxing, Coded, boxing_of, meta
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket
 from zerograph.ir.wire import Kind, format_of
+from zerograph.ops.blocks import Codec
 from zerograph.passes.communication.error_feedback import feed_back
 from zerograph.passes.communication.received_weights import receive
 from zerograph.passes.context import Context

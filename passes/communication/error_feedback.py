@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.ir import blocks
-from zerograph.ir.blocks import Codec
 from zerograph.ir.metadata import Boxing, Origin, Role, TensorRef, meta, origin
 from zerograph.ir.rewrite import emit, emit_like, fake, first_computed
 from zerograph.ir.sbp import NdSbp, PartialSum, broadcast, show
 from zerograph.ir.step_graph import found_infs, nbytes, placeholders
+from zerograph.ops import blocks
+from zerograph.ops.blocks import Codec
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 

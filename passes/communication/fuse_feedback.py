@@ -7,9 +7,9 @@ import operator
 import torch
 from torch import fx
 
-from zerograph.ir import blocks
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
+from zerograph.ops import blocks
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

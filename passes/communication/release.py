@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure, move_after
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket, source_bucket
+from zerograph.ops import blocks
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

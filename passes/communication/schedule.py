@@ -7,13 +7,13 @@ from collections import deque
 import torch
 from torch import fx
 
-from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket, placeholders, sent_forms, source_bucket
+from zerograph.ops import blocks
 from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
 

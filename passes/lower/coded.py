@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.ir import blocks
 from zerograph.ir.metadata import Coded, meta
 from zerograph.ir.rank_numbers import along
-from zerograph.ir.rows import exchange_rows
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.ops import blocks
+from zerograph.ops.rows import exchange_rows
 from zerograph.passes.communication.received_weights import received_input
 from zerograph.passes.lower.lowering import Lowering, c10d, split_dim
 

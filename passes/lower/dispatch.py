@@ -10,14 +10,14 @@ from torch import fx
 
 from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import Size
-from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS, PACK, ROUTES, UNPACK
 from zerograph.ir.mesh import global_shape
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
 from zerograph.ir.rank_numbers import along
 from zerograph.ir.rewrite import emit
-from zerograph.ir.rows import exchange_rows
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import nbytes
+from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS, PACK, ROUTES, UNPACK
+from zerograph.ops.rows import exchange_rows
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.lower.lowering import Lowering, c10d

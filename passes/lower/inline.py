@@ -10,10 +10,10 @@ from torch import Tensor, fx
 
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.random import uniform
 from zerograph.ir.rank_numbers import RankNumber, along
 from zerograph.ir.region import region_of
 from zerograph.ir.rewrite import copy_placement, emit
+from zerograph.ops.random import uniform
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

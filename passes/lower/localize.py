@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import errors
-from zerograph.ir.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ir.dims import Size
-from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS
 from zerograph.ir.evaluate import evaluate
-from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ir.memory import computed_bytes
 from zerograph.ir.mesh import index_along, local_shape, local_start, local_start_numbers
 from zerograph.ir.metadata import Boxing, meta, origin
-from zerograph.ir.random import uniform
 from zerograph.ir.region import local, region_of
 from zerograph.ir.rewrite import drop_unused, emit_like, fake
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.ir.sizes import sizes_of
+from zerograph.ops.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
+from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS
+from zerograph.ops.experts import EXPERT_WEIGHT_GRADIENT, FIRST
+from zerograph.ops.random import uniform
 from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import enter, leave, pack
 from zerograph.passes.buckets.coded_updates import CodedUpdate, update_module

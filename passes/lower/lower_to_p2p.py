@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.ir import blocks
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, along
 from zerograph.ir.rewrite import emit_like
+from zerograph.ops import blocks
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, RankNumber, along
 from zerograph.ir.rewrite import emit_like
-from zerograph.ir.rows import exchange_rows, gather_rows
 from zerograph.ir.sbp import Broadcast, Sbp, Split, broadcast
 from zerograph.ir.sizes import sizes_of
+from zerograph.ops.rows import exchange_rows, gather_rows
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

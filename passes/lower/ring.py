@@ -10,11 +10,17 @@ import torch
 from torch import fx
 
 from zerograph.ir.alias import WAIT
-from zerograph.ir.attention import FORWARD, POSITIONS
-from zerograph.ir.balanced_ring import (
+from zerograph.ir.mesh import global_shape
+from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
+from zerograph.ir.rank_numbers import along
+from zerograph.ir.rewrite import emit
+from zerograph.ir.sbp import NdSbp, Split
+from zerograph.ir.step_graph import nbytes
+from zerograph.ops.attention import FORWARD, POSITIONS
+from zerograph.ops.balanced_ring import (
     RANK as RANK_OF_BALANCED,
 )
-from zerograph.ir.balanced_ring import (
+from zerograph.ops.balanced_ring import (
     add_balanced,
     add_last_balanced,
     balanced_attention,
@@ -23,15 +29,9 @@ from zerograph.ir.balanced_ring import (
     own_rows,
     pack_queries,
 )
-from zerograph.ir.mesh import global_shape
-from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
-from zerograph.ir.rank_numbers import along
-from zerograph.ir.rewrite import emit
-from zerograph.ir.ring_attention import RANK as RANK_OF_RING
-from zerograph.ir.ring_attention import ring_attention, ring_attention_backward, sum_ring_gradients
-from zerograph.ir.rows import shift_either, shift_rows
-from zerograph.ir.sbp import NdSbp, Split
-from zerograph.ir.step_graph import nbytes
+from zerograph.ops.ring_attention import RANK as RANK_OF_RING
+from zerograph.ops.ring_attention import ring_attention, ring_attention_backward, sum_ring_gradients
+from zerograph.ops.rows import shift_either, shift_rows
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 

@@ -24,9 +24,9 @@ from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.memory import Memory, MemoryKind, Profile, Storage, profile, show_bytes
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.metadata import boxing_of, meta
-from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import sent_forms, stored_form
+from zerograph.ops.offload import FETCH, TRANSFER
 from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
 

@@ -25,10 +25,10 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.memory import profile
 from zerograph.ir.metadata import meta, origin, role
-from zerograph.ir.offload_operators import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.rewrite import emit, fake, positions
 from zerograph.ir.sbp import all_broadcast
 from zerograph.ir.step_graph import nbytes, placeholders
+from zerograph.ops.offload import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.passes.context import Context
 
 _WAITS = (WAIT, WAIT_TRANSFER)

@@ -14,8 +14,8 @@ from torch import fx
 from zerograph._torch import written_arguments
 from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.offload_operators import PACK
 from zerograph.ir.rewrite import emit, emit_like, positions
+from zerograph.ops.offload import PACK
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

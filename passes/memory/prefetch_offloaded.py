@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.metadata import origin
-from zerograph.ir.offload_operators import TRANSFER, WAIT_TRANSFER
 from zerograph.ir.rewrite import emit, emit_like
 from zerograph.ir.step_graph import placeholders, source_bucket
+from zerograph.ops.offload import TRANSFER, WAIT_TRANSFER
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, size_key
-from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.ir.dims import Size
-from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Signature, Split
 from zerograph.ir.sizes import hints
 from zerograph.ir.step_graph import placeholders
+from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD
+from zerograph.ops.flex_attention import flex_attention, flex_attention_backward
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 

@@ -13,9 +13,9 @@ from zerograph.ir.dims import Size
 from zerograph.ir.mesh import piece_count
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.rewrite import emit
-from zerograph.ir.rows import shift_offsets
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.ir.sizes import sizes_of
+from zerograph.ops.rows import shift_offsets
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten

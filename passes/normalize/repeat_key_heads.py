@@ -7,12 +7,12 @@ import operator
 
 from torch import fx
 
-from zerograph.ir.attention import BACKWARD, FORWARD, HEADS, repeat_heads, sum_heads
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.mesh import size_along
 from zerograph.ir.metadata import origin
 from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Split
+from zerograph.ops.attention import BACKWARD, FORWARD, HEADS, repeat_heads, sum_heads
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from torch import fx
 
 from zerograph.errors import ConfigError
-from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD, HEADS, POSITIONS
-from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import Signature, Split, broadcast, wire_bytes
+from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD, HEADS, POSITIONS
+from zerograph.ops.flex_attention import flex_attention, flex_attention_backward
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.placement.problem import PlacementProblem

@@ -1,7 +1,7 @@
 """Experts along a mesh dimension that splits them: ranks multiply by their own, and gather or exchange tokens.
 
 Tokens are gathered before the experts, and results reduce-scattered after them; or both are exchanged by all-to-all,
-see ``ir/dispatch.py``, where that sends fewer bytes. In a loop over micro-batches the operators of ``ir/dispatch.py``
+see ``ops/dispatch.py``, where that sends fewer bytes. In a loop over micro-batches the operators of ``ops/dispatch.py``
 gather and reduce inside.
 """
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS, capacity
-from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED
 from zerograph.ir.sbp import Signature, Split, broadcast
+from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS, capacity
+from zerograph.ops.experts import EXPERT_MM, EXPERT_MM_SUMMED
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.placement.problem import PlacementProblem

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD, POSITIONS
-from zerograph.ir.flex_attention import flex_attention, scores_of
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta, value
 from zerograph.ir.sizes import largest
+from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD, POSITIONS
+from zerograph.ops.flex_attention import flex_attention, scores_of
 from zerograph.passes import rules
 
 aten = torch.ops.aten

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS
-from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
+from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS
+from zerograph.ops.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
 from zerograph.passes.rules.registry import Operands, rule
 
 

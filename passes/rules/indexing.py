@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.ir.rows import shift_offsets
+from zerograph.ops.rows import shift_offsets
 from zerograph.passes.rules.registry import Operands, added, dim_names, rule, together, whole
 
 aten = torch.ops.aten

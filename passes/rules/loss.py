@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ops.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
 from zerograph.passes.rules.registry import Operands, rule, whole
 
 aten = torch.ops.aten

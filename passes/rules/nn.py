@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD, repeat_heads, sum_heads
-from zerograph.ir.flex_attention import BATCH, HEADS
-from zerograph.ir.flex_attention import flex_attention as FLEX
-from zerograph.ir.flex_attention import flex_attention_backward as FLEX_BACKWARD
+from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD, repeat_heads, sum_heads
+from zerograph.ops.flex_attention import BATCH, HEADS
+from zerograph.ops.flex_attention import flex_attention as FLEX
+from zerograph.ops.flex_attention import flex_attention_backward as FLEX_BACKWARD
 from zerograph.passes.rules.registry import Operands, rule
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ rule(aten.native_group_norm_backward.default, _group_norm_backward, linear=(0,))
 
 
 # Scaled dot product attention: batch, heads and queries can be split, keys and channels cannot. A causal mask of split
-# queries begins at their position; see zerograph/ir/attention.py.
+# queries begins at their position; see zerograph/ops/attention.py.
 def _for_cpu(operands: Operands) -> tuple[list[str], list[str]]:
     """Return the factors of query, key and value, and those of a mask if there is one.
 

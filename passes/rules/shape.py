@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerograph.ir.random import uniform
 from zerograph.ir.sizes import hints
+from zerograph.ops.random import uniform
 from zerograph.passes.rules.registry import Operands, dim_names, rule, together, whole
 
 aten = torch.ops.aten

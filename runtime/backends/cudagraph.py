@@ -21,8 +21,8 @@ from zerograph.errors import ConfigError
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.loop import loops
 from zerograph.ir.metadata import origin, role
-from zerograph.ir.offload_operators import PACK
 from zerograph.ir.step_graph import placeholders
+from zerograph.ops.offload import PACK
 from zerograph.runtime.backends.outline import outline
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

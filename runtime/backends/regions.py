@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import WAIT, is_view
-from zerograph.ir.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.ir.layers import layers_of
 from zerograph.ir.memory import profile
 from zerograph.ir.metadata import origin
+from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.runtime.backends.pieces import (
     FACTORIES,
     Cutter,

@@ -1,4 +1,4 @@
-"""Offloaded tensors: the kernels of the operators of ``zerograph.ir.offload_operators``.
+"""Offloaded tensors: the kernels of the operators of ``zerograph.ops.offload``.
 
 Tensors are in files (``files``), between which and memory threads move them (``transfers``) through whole pages
 (``buffers``), or in the memory of another device (``devices``).

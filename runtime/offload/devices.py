@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph.ir import offload_operators
+from zerograph.ops.offload import library
 from zerograph.runtime.offload.transfers import note_transfer
 
 # By the accelerator, and whether the copies go to it: the link carries both directions at a time.
@@ -75,4 +75,4 @@ def _stream(device: torch.device, to_accelerator: bool) -> Any:
     return _streams[key]
 
 
-offload_operators.library.impl("transfer", _transfer, "CompositeExplicitAutograd")
+library.impl("transfer", _transfer, "CompositeExplicitAutograd")

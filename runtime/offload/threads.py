@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from zerograph.ir.offload_operators import TRANSFER
+from zerograph.ops.offload import TRANSFER
 from zerograph.runtime.job.launchers import number_of
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerograph.errors import OffloadError
-from zerograph.ir import offload_operators
+from zerograph.ops.offload import library
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
 from zerograph.runtime.offload.files import Extent, StateFile, extent_of, renew
 
@@ -206,4 +206,4 @@ def _write_back(handle: Tensor, value: Tensor) -> None:
 
 
 for _name, _run in (("fetch", _fetch), ("write_back", _write_back), ("wait_transfer", _wait_transfer)):
-    offload_operators.library.impl(_name, _run, "CompositeExplicitAutograd")
+    library.impl(_name, _run, "CompositeExplicitAutograd")

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.ir import blocks
-from zerograph.ir.blocks import Codec
+from zerograph.ops import blocks
+from zerograph.ops.blocks import Codec
 from zerograph.runtime.wire.direct import DirectExchange, SpanningGroup
 
 

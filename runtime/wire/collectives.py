@@ -18,10 +18,10 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
-from zerograph.ir import blocks
-from zerograph.ir.blocks import Code, Codec
 from zerograph.ir.hosts import SMALL_SUM
-from zerograph.ir.rows import library as rows_library
+from zerograph.ops import blocks
+from zerograph.ops.blocks import Code, Codec
+from zerograph.ops.rows import library as rows_library
 from zerograph.runtime.wire import across_hosts, direct
 from zerograph.runtime.wire.direct import DirectExchange, HostGroup
 from zerograph.runtime.wire.peer import INLINE
@@ -118,7 +118,7 @@ def _shift_rows(x: Tensor, ranks: int, group_name: str) -> Tensor:
 
 
 def _shift_either(near: Tensor, far: Tensor, distance: int, ranks: int, group_name: str) -> Tensor:
-    """Start to send one of two tensors to the rank at a distance; see :mod:`zerograph.ir.rows`."""
+    """Start to send one of two tensors to the rank at a distance; see :mod:`zerograph.ops.rows`."""
     rank, sent, received = _torch.process_group(group_name).rank(), [0] * ranks, [0] * ranks
     own, arriving = near if rank + distance < ranks else far, near if rank >= distance else far
     sent[(rank + distance) % ranks] = own.numel()

@@ -16,8 +16,8 @@ import zerograph as zg
 from zerograph._torch import fake_mode, size_env
 from zerograph.artifact.file import file_content, read_file, write_file
 from zerograph.ir.dims import Dim, SizeGuard
-from zerograph.ir.flex_attention import modification
 from zerograph.ir.sizes import Sizes
+from zerograph.ops.flex_attention import modification
 
 
 class Step(zg.ZeroGraph):

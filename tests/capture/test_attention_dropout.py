@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.harness import LossStep
 from tests.pool import Pool
 from zerograph.capture.modes import FunctionMode
-from zerograph.ir.random import uniform
+from zerograph.ops.random import uniform
 
 P = 0.25
 

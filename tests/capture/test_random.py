@@ -19,8 +19,8 @@ from tests.harness import needs_compiler
 from tests.models import Block, Gpt, TrainStep, batches, part
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh, local_part, local_shape, local_start
-from zerograph.ir.random import uniform
 from zerograph.ir.sbp import Split, broadcast
+from zerograph.ops.random import uniform
 
 CPU = torch.device("cpu")
 

@@ -39,10 +39,10 @@ from tests.models import part
 from tests.peak_memory import most_allocated
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
-from zerograph.ir import dispatch, experts
 from zerograph.ir.memory import temporary_bytes
 from zerograph.ir.mesh import line
 from zerograph.ir.step_graph import nbytes
+from zerograph.ops import dispatch, experts
 
 SIZES = {
     "vocab_size": 61,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.harness import deviation
-from zerograph.ir import balanced_ring
-from zerograph.ir.attention import BACKWARD, FORWARD
-from zerograph.ir.balanced_ring import (
+from zerograph.ops import balanced_ring
+from zerograph.ops.attention import BACKWARD, FORWARD
+from zerograph.ops.balanced_ring import (
     add_balanced,
     add_last_balanced,
     balanced_attention,
@@ -20,7 +20,7 @@ from zerograph.ir.balanced_ring import (
     merge_balanced,
     pack_queries,
 )
-from zerograph.ir.ring_attention import ring_attention, ring_attention_backward
+from zerograph.ops.ring_attention import ring_attention, ring_attention_backward
 
 
 def masks(name: str, queries: int, keys: int) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerograph.ir.pause import GRADIENT_OF
-from zerograph.ir.random import uniform
+from zerograph.ops.random import uniform
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tests.passes.samples import Sample, ints, s, x
-from zerograph.ir.attention import repeat_heads, sum_heads
-from zerograph.ir.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
-from zerograph.ir.dispatch import COMBINE, DISPATCH, GATHER_IDS
-from zerograph.ir.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
-from zerograph.ir.flex_attention import flex_attention, flex_attention_backward
-from zerograph.ir.rows import shift_offsets
+from zerograph.ops.attention import repeat_heads, sum_heads
+from zerograph.ops.ctc_loss import CTC_LOSS, CTC_LOSS_BACKWARD
+from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS
+from zerograph.ops.experts import EXPERT_MM, EXPERT_MM_SUMMED, EXPERT_WEIGHT_GRADIENT
+from zerograph.ops.flex_attention import flex_attention, flex_attention_backward
+from zerograph.ops.rows import shift_offsets
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from torch import fx
 from tests.models import TrainStep, batches, make
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
-from zerograph.ir.offload_operators import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.step_graph import nbytes
+from zerograph.ops.offload import FETCH, WAIT_TRANSFER, WRITE_BACK
 
 
 def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:

@@ -21,8 +21,8 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.memory import profile, temporary_bytes
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import origin, role
-from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER
 from zerograph.ir.step_graph import nbytes, placeholders
+from zerograph.ops.offload import FETCH, TRANSFER, WAIT_TRANSFER
 from zerograph.passes.memory import offload_activations
 
 aten = torch.ops.aten

@@ -21,15 +21,15 @@ from tests.passes.test_rules import SAMPLES, _floating, graph_of, joined, pieces
 from zerograph._torch import fake_mode, graph_module, pytree, raw_sizes, size_env
 from zerograph.capture.decompositions import symbolic_table, table
 from zerograph.ir.dims import Dim
-from zerograph.ir.dispatch import COMBINE, DISPATCH
-from zerograph.ir.experts import FIRST
 from zerograph.ir.mesh import line
 from zerograph.ir.metadata import Role, meta
-from zerograph.ir.random import uniform
-from zerograph.ir.rows import exchange_rows, gather_rows
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.ir.sizes import Sizes
 from zerograph.ir.zero import OFF
+from zerograph.ops.dispatch import COMBINE, DISPATCH
+from zerograph.ops.experts import FIRST
+from zerograph.ops.random import uniform
+from zerograph.ops.rows import exchange_rows, gather_rows
 from zerograph.passes import rules
 from zerograph.passes.context import BatchLayout, Context
 from zerograph.passes.lower import localize as lowering

@@ -13,11 +13,11 @@ import zerograph as zg
 from tests.harness import LossStep, prepare, sum_of_squares
 from tests.models import TrainStep, adamw, batches, make
 from zerograph.inspection.step import Prepared
-from zerograph.ir import blocks
-from zerograph.ir.blocks import Codec
 from zerograph.ir.mesh import Mesh, line
 from zerograph.ir.metadata import Coded, boxing_of, meta
 from zerograph.ir.wire import wire
+from zerograph.ops import blocks
+from zerograph.ops.blocks import Codec
 from zerograph.passes.context import Context
 
 RANKS = 2

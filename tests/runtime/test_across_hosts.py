@@ -13,10 +13,10 @@ from torch import Tensor
 from tests.harness import deviation, joined, plain_run
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
-from zerograph.ir import blocks
 from zerograph.ir import hosts as hosts_of_ranks
 from zerograph.ir.mesh import line
 from zerograph.ir.wire import wire
+from zerograph.ops import blocks
 from zerograph.planner.front import calibrate
 from zerograph.runtime.job.process_group import join
 from zerograph.runtime.wire import collectives, direct, selection

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from zerograph.ir.offload_operators import TRANSFER, WAIT_TRANSFER
+from zerograph.ops.offload import TRANSFER, WAIT_TRANSFER
 from zerograph.runtime.backends import inductor
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.offload import threads

@@ -13,13 +13,13 @@ from zerograph import _torch
 from zerograph.artifact import operators
 from zerograph.artifact.values import Reader, Writer
 from zerograph.errors import ArtifactError
-from zerograph.ir import flex_attention
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import NodeMeta, boxing_of, meta
 from zerograph.ir.rank_numbers import RankNumber
 from zerograph.ir.region import Region, region_of
 from zerograph.ir.region import local as local_operator
+from zerograph.ops import flex_attention
 
 # The loop is a part of its node.
 _KEYS = (*tuple(key for key in NodeMeta.__annotations__ if key not in ("loop", "compiled")), "global")

@@ -13,7 +13,7 @@ import torch
 from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.errors import ArtifactError
-from zerograph.ir import flex_attention
+from zerograph.ops import flex_attention
 
 # Operators of torch, and those of zerograph. Operators of other libraries are code of the user.
 _NAMESPACES = ("aten", "prims", "_c10d_functional", "zerograph")

@@ -19,7 +19,6 @@ from zerograph import _torch
 from zerograph._torch import CachingFakeMode, FakeTensor, OpOverload, pytree
 from zerograph.artifact import operators
 from zerograph.errors import ArtifactError
-from zerograph.ir.blocks import Codec
 from zerograph.ir.dims import Dim, SizeGuard, SizeInput
 from zerograph.ir.loop import Result
 from zerograph.ir.metadata import Boxing, Coded, Origin, Role, TensorRef
@@ -28,6 +27,7 @@ from zerograph.ir.region import GlobalSpec
 from zerograph.ir.sbp import Broadcast, PartialSum, Signature, Split
 from zerograph.ir.sizes import Sizes
 from zerograph.ir.update_program import StateSpec
+from zerograph.ops.blocks import Codec
 
 _CLASSES: dict[str, type] = {
     cls.__name__: cls

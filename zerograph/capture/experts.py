@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from zerograph.ir.dispatch import combine, dispatch, gather_ids
-from zerograph.ir.experts import expert_mm
+from zerograph.ops.dispatch import combine, dispatch, gather_ids
+from zerograph.ops.experts import expert_mm
 
 # Number of groups that ranks split the experts into, by ``id`` of the module.
 _groups: ContextVar[Mapping[int, int]] = ContextVar("expert_groups", default=MappingProxyType({}))

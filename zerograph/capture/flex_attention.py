@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch
 from zerograph.capture.random_operators import refuse
-from zerograph.ir.flex_attention import (
+from zerograph.ir.step_graph import placeholders
+from zerograph.ops.flex_attention import (
     BATCH,
     HEADS,
     OTHER,
@@ -29,7 +30,6 @@ from zerograph.ir.flex_attention import (
     flex_attention_backward,
     modification_text,
 )
-from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
 

@@ -1,4 +1,4 @@
-"""Rewrite random operators during capture: every random number of a step comes from ``zerograph.ir.random``."""
+"""Rewrite random operators during capture: every random number of a step comes from ``zerograph.ops.random``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import origin
-from zerograph.ir.random import uniform
+from zerograph.ops.random import uniform
 
 aten = torch.ops.aten
 

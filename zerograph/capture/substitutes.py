@@ -25,7 +25,7 @@ from zerograph.capture.flex_attention import captured_flex_attention
 from zerograph.capture.selected import Selected, is_mask_of, selected
 from zerograph.capture.untraced import untraced_masks
 from zerograph.errors import CaptureError
-from zerograph.ir.ctc_loss import ctc_loss
+from zerograph.ops.ctc_loss import ctc_loss
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.mesh import index_along, local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
-from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.sbp import NdSbp, Split, show
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import nbytes
+from zerograph.ops.offload import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 
 aten = torch.ops.aten
 

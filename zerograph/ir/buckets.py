@@ -78,7 +78,7 @@ class Bucket:
         one_by_one: the update is not elementwise and runs for each parameter.
         compute_dtype: dtype of the copy that the step computes with; None for ``dtype``.
         storage: where the bucket is stored between steps.
-        block: slots and shards begin at multiples of it, in elements; see :mod:`zerograph.ir.blocks`.
+        block: slots and shards begin at multiples of it, in elements; see :mod:`zerograph.ops.blocks`.
     """
 
     name: str

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph.ir import blocks
-from zerograph.ir.blocks import Codec
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import UpdateProgram
+from zerograph.ops import blocks
+from zerograph.ops.blocks import Codec
 
 aten = torch.ops.aten
 

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.base.sizes import show_bytes as show_bytes
-from zerograph.ir import blocks
 from zerograph.ir.alias import WAIT, shared_arguments
-from zerograph.ir.experts import EXPERT_WEIGHT_GRADIENT, FIRST
-from zerograph.ir.flex_attention import flex_attention, scores_of
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
-from zerograph.ir.offload_operators import FETCH, TRANSFER
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.sizes import graph_sizes, largest
 from zerograph.ir.step_graph import nbytes
+from zerograph.ops import blocks
+from zerograph.ops.experts import EXPERT_WEIGHT_GRADIENT, FIRST
+from zerograph.ops.flex_attention import flex_attention, scores_of
+from zerograph.ops.offload import FETCH, TRANSFER
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

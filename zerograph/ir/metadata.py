@@ -14,12 +14,12 @@ from typing import Any, Literal, TypedDict, cast
 import torch
 from torch import fx
 
-from zerograph.ir.blocks import Codec
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.rank_numbers import RankArguments
 from zerograph.ir.sbp import NdSbp, Signature, boxing_kind, wire_bytes
+from zerograph.ops.blocks import Codec
 
 Phase = Literal["forward", "backward", "update"]
 RoleKind = Literal[

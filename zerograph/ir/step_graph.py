@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from zerograph.ir import blocks
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Role, RoleKind, boxing_of, meta, origin, role
 from zerograph.ir.sizes import elements
+from zerograph.ops import blocks
 
 
 def restore_origins(graph: fx.Graph) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph.ir.blocks import Codec
+from zerograph.ops.blocks import Codec
 
 Path = tuple[Any, ...]
 """Keys from a parameter group to one of its numbers: ``("lr",)``, ``("betas", 0)``."""

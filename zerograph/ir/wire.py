@@ -10,7 +10,7 @@ import torch
 
 from zerograph.base.options import is_one_of, is_whole_number
 from zerograph.errors import ConfigError
-from zerograph.ir.blocks import Code, Codec
+from zerograph.ops.blocks import Code, Codec
 
 Kind = Literal["gather", "reduce"]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.flex_attention import flex_attention_backward
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.ir.sizes import elements
+from zerograph.ops.flex_attention import flex_attention_backward
 from zerograph.passes.recompute.cost import flops
 from zerograph.planner.machine import Machine
 

@@ -18,8 +18,8 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Phase, boxing_of, origin
-from zerograph.ir.offload_operators import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.ir.step_graph import nbytes
+from zerograph.ops.offload import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.planner import costs
 from zerograph.planner.machine import Machine
 

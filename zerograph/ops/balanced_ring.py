@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerograph.ir.attention import BACKWARD, FORWARD, POSITIONS, define, merged
-from zerograph.ir.ring_attention import empty_heads
+from zerograph.ops.attention import BACKWARD, FORWARD, POSITIONS, define, merged
+from zerograph.ops.ring_attention import empty_heads
 
 
 class _Step(NamedTuple):

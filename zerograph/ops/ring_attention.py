@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerograph.ir.attention import BACKWARD, FORWARD, HEADS, POSITIONS, define, merged
+from zerograph.ops.attention import BACKWARD, FORWARD, HEADS, POSITIONS, define, merged
 
 
 class _Place(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from zerograph.ir.alias import WAIT
-from zerograph.ir.attention import define
-from zerograph.ir.rows import exchange_rows
+from zerograph.ops.attention import define
+from zerograph.ops.rows import exchange_rows
 
 
 def capacity(tokens: int, choices: int, experts: int, ranks: int, factor: float) -> int:

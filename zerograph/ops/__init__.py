@@ -1,0 +1,1 @@
+"""The operators of zerograph itself: their mathematics, as torch has it, and their shapes."""
