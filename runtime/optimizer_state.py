@@ -88,6 +88,10 @@ class StoredState(MutableMapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         return self._entries()[key]
 
+    def copy(self) -> dict[Any, Any]:
+        """Return the state as a dictionary."""
+        return dict(self)
+
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter, or the default."""
         return self._entries(reads=True).get(key, default)

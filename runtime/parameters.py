@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,8 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.base import source
-from zerograph.errors import SplitParameterError, ZeroGraphWarning
+from zerograph.base.source import warn_user
+from zerograph.errors import SplitParameterError
 
 
 class GradientReader(Protocol):
@@ -201,11 +200,9 @@ def _stays(func: Any, args: Any, kwargs: Any) -> bool:
         return True
     if moved.device.type in (sample.device.type, "meta") or moved.dtype is not sample.dtype:
         return False
-    warnings.warn(
+    warn_user(
         f"a split parameter cannot move to {moved.device}: it stays on {sample.device}, where the graph keeps it\n"
-        "step.full_parameters() and step.state_dict() give its values. Move the model before the graph is called.",
-        ZeroGraphWarning,
-        stacklevel=source.levels_to_user(),
+        "step.full_parameters() and step.state_dict() give its values. Move the model before the graph is called."
     )
     return True
 

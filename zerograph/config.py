@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,8 +26,8 @@ from zerograph.base.options import (
     whole_numbers,
 )
 from zerograph.base.sizes import in_bytes
-from zerograph.base.source import levels_to_user
-from zerograph.errors import ConfigError, UnknownOptionError, ZeroGraphWarning, did_you_mean
+from zerograph.base.source import warn_user
+from zerograph.errors import ConfigError, UnknownOptionError, did_you_mean
 from zerograph.ir.coded_state import SIGNED
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.offload import Offload, complaint, offload_to
@@ -498,11 +497,7 @@ def option_name(name: Any) -> str:
     """
     new = RENAMED.get(name)
     if new is not None:
-        warnings.warn(
-            f"the option {name!r} is called {new!r} now; the old name goes in 0.3",
-            ZeroGraphWarning,
-            stacklevel=levels_to_user(),
-        )
+        warn_user(f"the option {name!r} is called {new!r} now; the old name goes in 0.3")
         return new
     if name not in _CHECKS:
         raise ConfigError(_unknown(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
@@ -16,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
 from zerograph.artifact.file import write_file
+from zerograph.base.source import warn_user
 from zerograph.capture.wrappers import inner_optimizer
 from zerograph.compiler.artifacts import artifact_content, read_artifact
 from zerograph.compiler.batch import Batch, arrange_outputs
@@ -27,7 +27,7 @@ from zerograph.compiler.preparation import Target
 from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.steps import Steps
 from zerograph.config import Config
-from zerograph.errors import CaptureError, ConfigError, InputError, ZeroGraphWarning
+from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.inspection import Prepared, logs
 from zerograph.inspection import trace as tracing
 from zerograph.inspection.environment import EnvironmentObserver
@@ -142,7 +142,7 @@ class ZeroGraph(Inspected):
         self._compiler.updates.expect_changes(len(self._optimizers) - 1, lr_scheduler)
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             self._request = replace(self._request, reads_metric=True)
-        guard(optimizer, building)
+        guard(optimizer, self, building)
 
     def set_zero_mode(self, mode: Mode, stage: Stage = DEFAULT_STAGE) -> None:
         """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 or 3.
@@ -419,12 +419,10 @@ class ZeroGraph(Inspected):
     def _count_skipped(self) -> None:
         self.steps_skipped += 1
         if self.steps_skipped == 1:
-            warnings.warn(
+            warn_user(
                 f"{self._doing()} was skipped: its loss or a gradient is not finite, and nothing was changed\n"
                 "step.steps_skipped counts such steps from here on, without a further warning. "
-                "config.on_nonfinite = 'raise' names the operator that computes the first such number.",
-                ZeroGraphWarning,
-                stacklevel=3,
+                "config.on_nonfinite = 'raise' names the operator that computes the first such number."
             )
 
     def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch
 from torch import fx
 
 from zerograph import _torch
-from zerograph.base.source import levels_to_user
-from zerograph.errors import ZeroGraphWarning
+from zerograph.base.source import warn_user
 from zerograph.passes.buckets.coded_updates import CodedUpdate
 from zerograph.runtime.backends.compile_cache import share
 
@@ -56,11 +54,9 @@ def compile_update(module: CodedUpdate) -> Callable[..., Any] | None:
     try:
         return _torch.inductor(lambda _, *arguments: kernel(*arguments), [rows, *numbers, *blocks], environment)
     except Exception as error:
-        warnings.warn(
+        warn_user(
             f"Inductor could not compile the update of coded optimizer state; its operators run one by one, with "
             f"equal results: {type(error).__name__}: {str(error)[:300]}\n"
-            "Check the C++ compiler, or name another one in the variable CXX.",
-            ZeroGraphWarning,
-            stacklevel=levels_to_user(),
+            "Check the C++ compiler, or name another one in the variable CXX."
         )
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem
 from typing import Any
@@ -13,8 +12,8 @@ from typing import Any
 from torch import SymInt, Tensor, fx
 
 from zerograph import _torch
-from zerograph.base.source import levels_to_user
-from zerograph.errors import CaptureError, ZeroGraphWarning
+from zerograph.base.source import warn_user
+from zerograph.errors import CaptureError
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
@@ -111,11 +110,9 @@ def _compile(piece: Piece) -> Function:
                 f"the backend 'inductor' could not compile the step: {reason}\n"
                 "config.backend = 'eager' runs the same graph without compiling it."
             ) from error
-        warnings.warn(
+        warn_user(
             f"Inductor could not compile a piece of the step for all sizes; it runs operator by operator: {reason}\n"
-            "config.dynamic_shapes = False compiles each size by itself, for ranks with equally many rows.",
-            ZeroGraphWarning,
-            stacklevel=levels_to_user(),
+            "config.dynamic_shapes = False compiles each size by itself, for ranks with equally many rows."
         )
         return _operators(module)
     if environment is None:
@@ -157,11 +154,9 @@ def _guarded(
             return compiled(inputs)
         if not warned and not is_empty(*sizes):
             warned = True
-            warnings.warn(
+            warn_user(
                 f"code that Inductor compiled for {' and '.join(conditions)} does not serve ({names}) = {sizes}: for "
-                f"such sizes its operators run one by one\nThe piece is {piece.where()}",
-                ZeroGraphWarning,
-                stacklevel=levels_to_user(),
+                f"such sizes its operators run one by one\nThe piece is {piece.where()}"
             )
         return operators(inputs)
 

@@ -18,15 +18,14 @@ import os
 import platform
 import time
 import uuid
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from zerograph.base import source
-from zerograph.errors import CheckpointError, ZeroGraphWarning
+from zerograph.base.source import warn_user
+from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 NAME = ".saving.lock"
@@ -203,11 +202,7 @@ def _lock_file(path: Path) -> FolderLock | None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        warnings.warn(
-            f"the file system of {path.parent} has no locks ({error.strerror}): let no two jobs save into it",
-            ZeroGraphWarning,
-            stacklevel=source.levels_to_user(),
-        )
+        warn_user(f"the file system of {path.parent} has no locks ({error.strerror}): let no two jobs save into it")
         return FolderLock(path, None)
     if descriptor is None:
         return None

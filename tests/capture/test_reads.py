@@ -33,6 +33,8 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "equal": lambda loss: torch.equal(loss, loss + 1),
     "allclose": lambda loss: torch.allclose(loss, loss + 1),
     "contains": lambda loss: 3 in loss.expand(2),
+    "tensor": lambda loss: torch.tensor([1.0, loss.detach()]),
+    "as_tensor": lambda loss: torch.as_tensor([loss.detach()]),
 }
 
 

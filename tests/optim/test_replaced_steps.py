@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -115,3 +116,23 @@ def test_a_decorated_step_of_a_class_and_a_schedulers_count_run(run: Any, make: 
     run(own, make(own))
     with zg.full_parameters(own) if run is by_loop else torch.no_grad():
         torch.testing.assert_close(dict(own.named_parameters()), dict(plain.named_parameters()))
+
+
+def reversed_sgd(params: list[Tensor], d_p_list: list[Tensor], *_: Any, lr: float, **__: Any) -> None:
+    for parameter, gradient in zip(params, d_p_list, strict=True):
+        parameter.add_(gradient, alpha=lr)
+
+
+@pytest.mark.parametrize("run", [by_graph, by_loop])
+def test_a_function_of_torch_optim_that_was_replaced_meanwhile_is_the_one_that_runs(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_replaced in (False, True):
+        if is_replaced:
+            monkeypatch.setattr(sys.modules["torch.optim.sgd"], "sgd", reversed_sgd)
+        results = []
+        for one in (plainly, run):
+            net = model()
+            one(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            results.append(net.state_dict()["weight"])
+        torch.testing.assert_close(results[1], results[0])

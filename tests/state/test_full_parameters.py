@@ -21,7 +21,7 @@ class Step(zg.ZeroGraph):
         self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.add_optimizer(self.optimizer)
-        self.config.enable_zero(stage=stage)
+        self.config.enable_zero(stage > 0, stage=stage or 1)
 
     def build(self, x: Tensor) -> Tensor:
         loss: Tensor = self.model(x).square().mean()
@@ -48,7 +48,7 @@ def change_alone(stage: int, rank: int) -> None:
     step(part())
 
 
-@pytest.mark.parametrize(("stage", "rank"), [(3, 0), (2, 1)])
+@pytest.mark.parametrize(("stage", "rank"), [(3, 0), (2, 1), (0, 1)])
 def test_a_change_on_one_rank_is_an_error_and_nothing_of_it_is_kept(pool: Pool, stage: int, rank: int) -> None:
     pool.run(2, change_alone, stage, rank)
 

@@ -8,6 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import zerograph as zg
 from tests.models import TrainStep, batches, make, part, train_plainly
@@ -248,3 +253,37 @@ def test_a_state_that_is_wrong_on_one_rank_is_refused_on_all(
     assert [kind for kind, _, _ in everybody] == [first, second]
     assert words in everybody[0][1]
     assert all(unchanged for _, _, unchanged in everybody)
+
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def by_torchs_functions(states: list[Any]) -> tuple[list[Any], Any, list[float]]:
+    """Return an optimizer's own state, torch's form of it, and the losses after another state was set in that form."""
+    model = make("mlp")
+    optimizer = OPTIMIZERS["adamw"](model)
+    step = TrainStep(model, optimizer, 3)
+    for x, y in batches("mlp", 2, 12):
+        step(part(x), part(y))
+    found = [optimizer.state_dict(), get_optimizer_state_dict(model, optimizer, options=FULL)]
+    step.load_state_dict({"modules": {"model": states[0]}})
+    set_optimizer_state_dict(model, optimizer, states[1], options=FULL)
+    losses = [float(step(part(x), part(y))) for x, y in batches("mlp", 5, 12)[3:]]
+    optimizer.load_state_dict(found[0])
+    return found, optimizer.state_dict(), losses
+
+
+def test_an_optimizer_of_a_graph_returns_and_loads_its_state_as_a_plain_one(pool: Pool) -> None:
+    model, optimizer = plainly("mlp", "adamw", 2)
+    wanted = [optimizer.state_dict(), get_optimizer_state_dict(model, optimizer, options=FULL)]
+    later, its = plainly("mlp", "adamw", 3)
+    states = [later.state_dict(), get_optimizer_state_dict(later, its, options=FULL)]
+    for found, again, losses in pool.run(2, by_torchs_functions, states):
+        same(found, wanted)
+        same(again, wanted[0])
+        torch.testing.assert_close(losses, [float(x) for x in losses_of_five()[3:]])
+
+
+def losses_of_five() -> list[Tensor]:
+    model = make("mlp")
+    return train_plainly(model, OPTIMIZERS["adamw"](model), batches("mlp", 5, 12))

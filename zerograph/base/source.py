@@ -8,10 +8,13 @@ import os
 import subprocess
 import sys
 import sysconfig
+import warnings
 from pathlib import Path
 from types import FrameType, TracebackType
 
 import torch
+
+from zerograph.errors import ZeroGraphWarning
 
 _PACKAGE = Path(__file__).parent.parent
 # The folders of zerograph's code. In a checkout passes/ and runtime/ are links, or lie beside the package.
@@ -112,12 +115,12 @@ def commit(folder: str | os.PathLike[str] = ".") -> str:
     return ended.stdout.strip() if ended.returncode == 0 else ""
 
 
-def levels_to_user() -> int:
-    """Return the ``stacklevel`` with which the caller's ``warnings.warn()`` points to the user's line."""
-    frame, count = sys._getframe(1), 1
+def warn_user(message: str) -> None:
+    """Show a warning at the user's line."""
+    frame, level = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
-        frame, count = frame.f_back, count + 1
-    return count
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, ZeroGraphWarning, stacklevel=level)
 
 
 def raising_line(traceback: TracebackType | None) -> tuple[str, str]:

@@ -200,9 +200,13 @@ class NoReads(TorchFunctionMode):
                 return truth
         if func in _READS and (func not in _TEXTS or _is_asked_by_user()):
             raise self._error(_READS[func])
+        is_list = func in _OF_NUMBERS and len(args) > 0 and isinstance(args[0], (list, tuple))
+        if is_list and any(isinstance(one, _torch.FakeTensor) for one in pytree.tree_leaves(args[0])):
+            raise self._error(f"torch.{func.__name__}() of a list of tensors, where torch.stack() reads none")
         return func(*args, **(kwargs or {}))
 
 
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
 # The text of a traced tensor, or what is made of its memory.
 _TEXTS = {Tensor.__repr__: "its text", Tensor.__format__: "its text"}
 _READS = {

@@ -7,7 +7,6 @@ former attributes back. A buffer that another tensor is assigned to gets the val
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
-from zerograph.errors import CaptureError, ZeroGraphWarning
+from zerograph.base.source import warn_user
+from zerograph.errors import CaptureError
 from zerograph.ir.rewrite import ancestors
 
 _CONTAINERS = (dict, list, set, deque)
@@ -215,9 +215,7 @@ def stored_tensor_read(path: str | None, tensor: Tensor) -> CaptureError:
 def warn_of_lost(stored: Mapping[str, Tensor]) -> None:
     """Warn that the tensors that ``build()`` stores in attributes are not there after the step."""
     if stored:
-        warnings.warn(
+        warn_user(
             f"build() stores tensors in {', '.join(stored)}: after the step they are not there\n"
-            "Return from build() what is to be read outside.",
-            ZeroGraphWarning,
-            stacklevel=2,
+            "Return from build() what is to be read outside."
         )

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph.base import source
-from zerograph.errors import ZeroGraphWarning
+from zerograph.base.source import warn_user
 from zerograph.ir.alias import is_view, is_view_or_copy
 
 aten = torch.ops.aten
@@ -159,12 +157,10 @@ def _warning_of_caches(plain: Any) -> Any:
             # Without an argument a model makes them itself, of one dimension, and they never restart.
             and (positions if positions._base is None else positions._base).dim() > 1
         ):
-            warnings.warn(
+            warn_user(
                 "transformers ignores position_ids that restart within a row while the model has a cache of keys and "
                 "values: documents packed into a row would attend to each other\n"
-                "Call the model with use_cache=False, or set model.config.use_cache = False.",
-                ZeroGraphWarning,
-                stacklevel=source.levels_to_user(),
+                "Call the model with use_cache=False, or set model.config.use_cache = False."
             )
         return plain(*args, **kwargs)
 

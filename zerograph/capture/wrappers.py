@@ -7,7 +7,6 @@ inside. A wrapper that has split the parameters, or that changes the update, is 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base import source
-from zerograph.errors import CaptureError, ConfigError, ZeroGraphWarning
+from zerograph.base.source import warn_user
+from zerograph.errors import CaptureError, ConfigError
 
 # By package and class, so that no library is imported.
 _REFUSED = (
@@ -118,7 +118,7 @@ def _batch_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, ZeroGraphWarning, stacklevel=source.levels_to_user())
+    warn_user(message)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch.distributed as dist
 
-from zerograph.base import source
-from zerograph.errors import ZeroGraphWarning
+from zerograph.base.source import warn_user
 from zerograph.runtime.job.launchers import number_of
 
 # The rank of a process that has not joined the job yet, if it is not in the environment.
@@ -32,7 +30,7 @@ def say(message: str) -> None:
     """Warn on rank 0."""
     rank = dist.get_rank() if dist.is_initialized() else _rank.get()
     if (number_of("RANK", 0) if rank is None else rank) == 0:
-        warnings.warn(f"zerograph: {message}", ZeroGraphWarning, stacklevel=source.levels_to_user())
+        warn_user(f"zerograph: {message}")
 
 
 def call_without_effect(call: str, reason: str) -> None:

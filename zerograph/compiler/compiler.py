@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import fx, nn
 from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
 from zerograph.base.recording import Recording
-from zerograph.base.source import levels_to_user
+from zerograph.base.source import warn_user
 from zerograph.capture import accelerator
 from zerograph.capture import trace as capturing
 from zerograph.capture.captured import Captured
@@ -51,7 +50,7 @@ from zerograph.compiler.step_key import StepKey, StepRequest
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.config import Config
-from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError, ZeroGraphWarning
+from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.mesh import Mesh, piece_count
@@ -479,7 +478,7 @@ class Compiler:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, ZeroGraphWarning, stacklevel=levels_to_user())
+            warn_user(message)
 
     def _apply(
         self, job: Job, members: Members, layout: Sequence[PlannedBucket], places: Mapping[str, Extents]

@@ -17,7 +17,6 @@ import os
 import stat
 import sys
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,13 +29,13 @@ from zerograph.base.cache import FOLDER, folder
 from zerograph.base.collection import collection_paused
 from zerograph.base.recording import Recording
 from zerograph.base.sizes import in_bytes
-from zerograph.base.source import levels_to_user
+from zerograph.base.source import warn_user
 from zerograph.compiler.artifacts import Artifact, artifact_content, read_artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import RewrittenStep
 from zerograph.compiler.dependencies import OF_LOOP, Dependencies
 from zerograph.compiler.members import Members
-from zerograph.errors import ArtifactError, CommunicationError, ConfigError, ZeroGraphWarning
+from zerograph.errors import ArtifactError, CommunicationError, ConfigError
 from zerograph.runtime.job.exchange import broadcast_number, broadcast_small, broadcast_when_ready
 from zerograph.runtime.job.process_group import Job, agree, digest
 
@@ -75,7 +74,7 @@ def _is_on() -> bool:
         return limit() > 0 and bool(folder("steps"))
     except (ConfigError, RuntimeError) as error:
         # The other ranks wait for an answer.
-        warnings.warn(f"{error}\nNo step is cached.", ZeroGraphWarning, stacklevel=levels_to_user())
+        warn_user(f"{error}\nNo step is cached.")
         return False
 
 

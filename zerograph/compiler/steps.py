@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zerograph.base.source import levels_to_user
+from zerograph.base.source import warn_user
 from zerograph.capture.named_values import NAMED_VALUES
 from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
@@ -34,7 +33,7 @@ from zerograph.compiler.members import (
 from zerograph.compiler.plain_inputs import check_whole, digests_of_whole
 from zerograph.compiler.preparation import check_target
 from zerograph.compiler.step_key import Call, Snapshot, StepKey, StepRequest, take_snapshot, texts_of_facts
-from zerograph.errors import CommunicationError, InputError, MemoryBudgetError, ZeroGraphWarning
+from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
 from zerograph.runtime.job.process_group import Job, agree, digest
@@ -342,12 +341,10 @@ class Steps:
         """Have each size compiled by itself, after a step with dynamic dimensions failed to compile on all ranks."""
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._dimensions.refuse(kind, reason)
-        warnings.warn(
+        warn_user(
             f"{doing} could not be compiled for inputs whose sizes differ between calls, so each size is "
             f"compiled by itself:\n  {reason}\nconfig.dynamic_shapes = False does so from the start, without this "
-            "warning.",
-            ZeroGraphWarning,
-            stacklevel=levels_to_user(),
+            "warning."
         )
 
     def _shape_mode(self, members: Members) -> Mode:
@@ -439,12 +436,10 @@ class Recompiles:
                 if before.get(name) != fact
             ]
             what = ", ".join(changed) or "the buckets of parameters, which another graph lays out in between"
-            warnings.warn(
+            warn_user(
                 f"{doing} is compiled for the {RECOMPILE_LIMIT}th time for inputs of one kind; since the last time "
                 f"this has changed: {what}\nPass a value that changes in every step as a tensor, or keep it in a "
-                "buffer. Keep a value that build() does not need in an object that is not a module.",
-                ZeroGraphWarning,
-                stacklevel=2,
+                "buffer. Keep a value that build() does not need in an object that is not a module."
             )
 
     def count_sizes(self, kind: Hashable, change: SizeChange | None, doing: str) -> None:
@@ -467,23 +462,19 @@ class Recompiles:
         else:
             return
         place = f"\n  {change.place}" if change.place else ""
-        warnings.warn(
+        warn_user(
             f"{problem}: {change.dims} cannot be symbolic, because {change.reason}{place}\n"
             "Use operators on whole tensors for a loop over a dimension, torch.where for a branch on a size, "
-            "x.shape[0] for len(x); or pad to few different sizes.",
-            ZeroGraphWarning,
-            stacklevel=levels_to_user(),
+            "x.shape[0] for len(x); or pad to few different sizes."
         )
 
 
 def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
     sizes = ", ".join(f"{name} = {sum(rows)}" for name, rows in batch.sizes.items())
-    warnings.warn(
+    warn_user(
         f"{doing} is compiled again: with inputs of these sizes ({sizes}) the step would exceed "
         "config.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
-        "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it.",
-        ZeroGraphWarning,
-        stacklevel=levels_to_user(),
+        "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it."
     )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zerograph.base import source
+from zerograph.base.source import warn_user
 from zerograph.config import Config
 from zerograph.eager.program import Compilation, Program, Spec
-from zerograph.errors import ZeroGraphWarning
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
@@ -106,7 +104,7 @@ class World:
     def warn(self, message: str) -> None:
         """Show a message once, on the first rank, at the user's line."""
         if message not in self._warned and self.job.rank == 0:
-            warnings.warn(message, ZeroGraphWarning, stacklevel=source.levels_to_user())
+            warn_user(message)
         self._warned.add(message)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph.base.source import levels_to_user
-from zerograph.errors import ZeroGraphWarning
+from zerograph.base.source import warn_user
 from zerograph.loops.loop import Loop
 from zerograph.runtime.state import gather_parts, store_of, stores_of
 
@@ -35,11 +33,7 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
             cut.append(path.name)
             continue
         if cut:
-            warnings.warn(
-                f"training goes on from {path}: {', '.join(cut)} is not complete, its save was cut off",
-                ZeroGraphWarning,
-                stacklevel=levels_to_user(),
-            )
+            warn_user(f"training goes on from {path}: {', '.join(cut)} is not complete, its save was cut off")
         return str(path)
     return None
 

@@ -10,6 +10,7 @@ parameters of that shape.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,12 +53,18 @@ _OF_TORCH = Programs()
 def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashable, Programs]:
     """Return the optimizer's part of a key, and the cache of its programs.
 
-    Optimizers of torch and of ``flow.optim`` compute with their groups alone, so all instances share a cache. A user's
-    class may store anything, so its programs are only for this instance, in the graph's cache ``own``.
+    Optimizers of torch and of ``flow.optim`` compute with their groups and the functions of their modules alone, so all
+    instances share a cache. A user's class may store anything, so its programs are only for this instance, in the
+    graph's cache ``own``.
     """
     kind: Any = type(optimizer)
     if kind.__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim.")):
-        return kind, _OF_TORCH
+        # They can be replaced.
+        modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__[:-1]}
+        return (
+            kind,
+            *(value for one in modules.values() for value in vars(one).values() if callable(value)),
+        ), _OF_TORCH
     return id(optimizer), own
 
 

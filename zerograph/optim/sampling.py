@@ -269,7 +269,7 @@ def _trace(
             return _torch.trace(step, arguments)
         except (_torch.DataDependentOutputException, _torch.GuardOnDataDependentSymNode):
             raise CaptureError(
-                f"{optimizer}.step() branches on a tensor's value\n"
+                f"{optimizer}.step() branches on a tensor's value, or on a number that it counts\n"
                 "An update is one graph for all values; use torch.where, or another optimizer."
             ) from None
 

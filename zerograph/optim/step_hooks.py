@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -51,29 +53,63 @@ class Guard:
         self.refuse()
 
 
-def guard(optimizer: torch.optim.Optimizer, building: Callable[[], bool]) -> None:
-    """Make the optimizer refuse ``step()`` and state dicts while a graph stores its state.
+class StateOwner(Protocol):
+    """A graph that stores the state of optimizers."""
+
+    _optimizers: list[torch.optim.Optimizer]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state. A collective."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a whole state. A collective."""
+
+
+def guard(optimizer: torch.optim.Optimizer, graph: StateOwner, building: Callable[[], bool]) -> None:
+    """Make the optimizer refuse ``step()``, and return and load whole states, while a graph stores its state.
 
     Args:
         optimizer: the optimizer.
+        graph: the graph.
         building: returns whether a ``build()`` is being traced.
     """
+    plain: Any = type(optimizer)
+    graphs = vars(optimizer).setdefault("_zerograph_graphs", [])
+    graphs.append(weakref.ref(graph))
 
-    def refuse(what: str) -> None:
+    def storing(method: str) -> StateOwner | None:
         if building():
             raise CaptureError(
-                f"build() calls {type(optimizer).__name__}.{what}: leave it out, the graph makes the update itself"
+                f"build() calls {plain.__name__}.{method}: leave it out, the graph makes the update itself"
             )
-        if holds_state_of(optimizer):
+        alive = (one for ref in reversed(graphs) if (one := ref()) is not None)
+        return next(alive, None) if holds_state_of(optimizer) else None
+
+    def refuse() -> None:
+        if storing("step()") is not None:
             raise SplitParameterError(
-                f"{type(optimizer).__name__}.{what}: the optimizer's state is stored in the graph now\n"
-                "Call the graph to update; save with its state_dict(), load a plain state with its "
-                'load_state_dict({"optimizers": [state]}).'
+                f"{plain.__name__}.step(): the optimizer's state is stored in the graph now\nCall the graph to update."
             )
 
-    optimizer.register_step_pre_hook(Guard(lambda: refuse("step()")))
-    optimizer.register_state_dict_pre_hook(lambda *_: refuse("state_dict()"))
-    optimizer.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()"))
+    def state_dict() -> dict[str, Any]:
+        if (graph := storing("state_dict()")) is None:
+            return dict(plain.state_dict(optimizer))
+        state: dict[str, Any] = graph.state_dict()["optimizers"][graph._optimizers.index(optimizer)]
+        return state
+
+    # The parameter has torch's name.
+    def load_state_dict(state_dict: dict[str, Any]) -> None:
+        if (graph := storing("load_state_dict()")) is None:
+            plain.load_state_dict(optimizer, state_dict)
+        else:
+            states = [state_dict] if len(graph._optimizers) == 1 else graph.state_dict()["optimizers"]
+            states[graph._optimizers.index(optimizer)] = state_dict
+            graph.load_state_dict({"optimizers": states})
+
+    optimizer.register_step_pre_hook(Guard(refuse))
+    for method in (state_dict, load_state_dict):
+        # A loop has its own.
+        vars(optimizer).setdefault(method.__name__, method)
 
 
 def refuse_hooks_before(optimizers: Iterable[torch.optim.Optimizer]) -> None:

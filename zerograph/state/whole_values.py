@@ -37,10 +37,7 @@ class WholeValues:
         self._job, self._members, self._stores, self._modifier_rank = job, members, stores, modifier_rank
         if modifier_rank is not None and not 0 <= modifier_rank < job.size:
             raise ConfigError(f"full_parameters(modifier_rank={modifier_rank}): the job has ranks 0 to {job.size - 1}")
-        # Where nothing is split no rank takes part of a value, and a block needs no other rank.
-        self._compares = job.size > 1 and (
-            modifier_rank is not None or any(not store.layout.is_whole for store in stores)
-        )
+        self._compares = job.size > 1
         self._states = [state for store in stores if (state := guarded_state(store.optimizer)) is not None]
         self._states = list({id(state): state for state in self._states}.values())
         self._buffers: dict[str, Tensor] = {}

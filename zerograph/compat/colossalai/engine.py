@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from zerograph.base import source
+from zerograph.base.source import warn_user
 from zerograph.config import Config
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
-from zerograph.errors import CaptureError, ConfigError, InputError, ZeroGraphWarning
+from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.graph import ZeroGraph
 from zerograph.loops.containers import map_tensors
 from zerograph.loops.loop import Loop
@@ -164,11 +163,9 @@ class Engine:
         warning says so.
         """
         if self._steps and rank() == 0:
-            warnings.warn(
+            warn_user(
                 f"state_dict() after {self._steps} of the {self.gradient_accumulation} calls that make one update is "
-                "the state of the last update, without these calls",
-                ZeroGraphWarning,
-                stacklevel=source.levels_to_user(),
+                "the state of the last update, without these calls"
             )
         self._loop.hide()
         return self.graph.state_dict()

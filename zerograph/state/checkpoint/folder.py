@@ -8,13 +8,12 @@ import json
 import re
 import shutil
 import uuid
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zerograph.base import source
-from zerograph.errors import CheckpointError, ZeroGraphWarning
+from zerograph.base.source import warn_user
+from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import Owner, owner_of, this_process
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
@@ -220,11 +219,9 @@ def latest(folder: Folder) -> Folder:
             Reader(checkpoint.path, index.read(checkpoint.path)).check_files()
         except CheckpointError:
             continue
-        warnings.warn(
+        warn_user(
             f"{reason}: the newest whole checkpoint is loaded instead, {checkpoint.path.name} with "
-            f"{checkpoint.steps} steps done",
-            ZeroGraphWarning,
-            stacklevel=source.levels_to_user(),
+            f"{checkpoint.steps} steps done"
         )
         return checkpoint.path
     raise CheckpointError(f"{reason}, and no other checkpoint in {folder} is whole")

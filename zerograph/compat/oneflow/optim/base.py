@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, ClassVar
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
-from zerograph.base.source import running_line
+from zerograph.base.source import running_line, warn_user
 from zerograph.compat.notices import call_without_effect
-from zerograph.errors import CaptureError, ConfigError, ZeroGraphWarning
+from zerograph.errors import CaptureError, ConfigError
 from zerograph.graph import building
 
 _NORM, _TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
@@ -67,11 +66,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         for group in self.param_groups:
             if group.get(_NORM) is None or group.get(_TYPE) is None:
-                warnings.warn(
-                    f"clip_grad() clips groups that have {_NORM} and {_TYPE}: give both to {type(self).__name__}",
-                    ZeroGraphWarning,
-                    stacklevel=2,
-                )
+                warn_user(f"clip_grad() clips groups that have {_NORM} and {_TYPE}: give both to {type(self).__name__}")
             else:
                 norm, kind = float(group[_NORM]), float(group[_TYPE])
                 nn.utils.clip_grad_norm_(group["params"], norm, kind, error_if_nonfinite=error_if_nonfinite)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 
 from zerograph.base.options import is_whole_number
+from zerograph.base.source import warn_user
 from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
-from zerograph.errors import ConfigError, ZeroGraphWarning, did_you_mean
+from zerograph.errors import ConfigError, did_you_mean
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.runtime.job.process_group import world_size
 
@@ -77,11 +77,9 @@ class GraphConfig(Config):
         if self._by_switches:
             self._follow_switches()
             if nccl.one_without_the_other():
-                warnings.warn(
+                warn_user(
                     "flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True) means ZeRO stage 3 only together with "
-                    "enable_use_compute_stream(True): this graph gets stage 1",
-                    ZeroGraphWarning,
-                    stacklevel=4,
+                    "enable_use_compute_stream(True): this graph gets stage 1"
                 )
 
     def _follow_switches(self) -> None:
