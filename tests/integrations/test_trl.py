@@ -11,7 +11,7 @@ import torch
 from tests.integrations.frameworks import on_ranks
 from tests.integrations.test_transformers import assert_equal
 from tests.integrations.trainers import llama, logged, tokenizer, word_texts
-from tests.pool import Pool
+from tests.pool import Pool, RanksError
 
 pytest.importorskip("trl", reason="needs trl: pip install trl")
 pytest.importorskip("datasets", reason="needs datasets: pip install datasets")
@@ -107,6 +107,102 @@ def test_the_reference_may_be_the_model_without_its_adapters(pool: Pool, tmp_pat
         assert_equal(logs, expected)
 
 
+def reward(prompts: list[str], completions: list[str], weight: list[float], **kwargs: Any) -> list[float]:
+    """Reward distinct words, and more where a completion repeats one of its prompt."""
+    return [
+        factor * len(set(text.split())) + len(set(text.split()) & set(prompt.split()))
+        for prompt, text, factor in zip(prompts, completions, weight, strict=True)
+    ]
+
+
+def generate_and_train(
+    kind: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any], differing: float = 0.0
+) -> tuple[list[dict[str, float]], list[Any], dict[str, torch.Tensor]]:
+    """Train in fp64 on sampled texts; return the logs, the texts with their rewards, and the parameters.
+
+    Args:
+        differing: how much more a rank rewards than the one before.
+    """
+    import datasets
+    import trl
+    from transformers import AutoModelForCausalLM
+
+    import zerograph as zg
+    from zerograph.integrations.transformers import ZeroTrainerMixin
+
+    datasets.disable_progress_bars()
+    texts: list[Any] = []
+
+    def noted(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        rewards = [one + differing * zg.rank() for one in reward(prompts, completions, **columns)]
+        texts.append((prompts, completions, rewards))
+        return rewards
+
+    config = getattr(trl, f"{kind}Config")(
+        output_dir=str(folder),
+        per_device_train_batch_size=8 // ranks,
+        per_device_eval_batch_size=8 // ranks,
+        num_generations=4,
+        max_completion_length=6,
+        learning_rate=5e-2,
+        logging_steps=1,
+        max_steps=6,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        bf16=False,
+        **{"gradient_checkpointing": False} | options,
+    )
+    rows = [{"prompt": text, "weight": 1.0 + 0.1 * n} for n, text in zip(range(12), word_texts(1), strict=False)]
+    data = datasets.Dataset.from_list(rows)
+    plain = getattr(trl, f"{kind}Trainer")
+    trainer = (plain if zero is None else type(plain.__name__, (ZeroTrainerMixin, plain), {}))(
+        # A reference model is loaded from where the model was.
+        model=AutoModelForCausalLM.from_pretrained(folder.parent / "model", dtype=torch.float64),
+        reward_funcs=noted,
+        args=config,
+        train_dataset=data,
+        eval_dataset=data.select(range(2)),
+        processing_class=tokenizer(),
+        **({} if zero is None else {"zero": zero}),
+    )
+    trainer.train()
+    return logged(trainer), texts, dict(trainer.model.state_dict())
+
+
+def run_generating(*args: Any) -> Any:
+    torch.set_num_threads(1)
+    return on_ranks(generate_and_train, *args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "options"),
+    [
+        ("GRPO", 2, {}),
+        # Two micro-batches of each generated batch, twice, with a reference model.
+        ("GRPO", 3, {"steps_per_generation": 2, "num_iterations": 2, "beta": 0.1, "eval_strategy": "epoch"}),
+        ("RLOO", 3, {"gradient_accumulation_steps": 2, "pad_to_multiple_of": 8}),
+    ],
+)
+def test_two_ranks_generate_and_learn_what_one_process_does(
+    pool: Pool, tmp_path: Path, kind: str, stage: int, options: dict[str, Any]
+) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    logs, texts, parameters = run_generating(kind, tmp_path / "plain", 1, None, options)
+    for seen in pool.run(2, run_generating, kind, tmp_path / "zero", 2, stage, options):
+        assert_equal(seen[0], logs)
+        assert seen[1] == texts
+        # TRL computes log-probabilities in fp32.
+        torch.testing.assert_close(seen[2], parameters, rtol=0, atol=1e-6)
+
+
+def test_rewards_that_differ_between_the_ranks_are_an_error(pool: Pool, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(RanksError, match=r"RankMismatchError: .*generated texts and their rewards"):
+        pool.run(2, run_generating, "GRPO", tmp_path / "zero", 2, 2, {}, 0.1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -121,19 +217,19 @@ def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dic
         run("DPO", tmp_path, 1, 3, options)
 
 
-def test_a_trainer_that_generates_is_named(tmp_path: Path) -> None:
+def test_a_trainer_that_is_not_supported_is_named(tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
     from zerograph.errors import ConfigError
     from zerograph.integrations.unsupported import refuse_unsupported
 
-    class GRPOTrainer:
+    class OnlineDPOTrainer:
         pass
 
-    class Mine(GRPOTrainer):
+    class Mine(OnlineDPOTrainer):
         pass
 
     arguments = TrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"GRPOTrainer: .*zg\.prepare"):
+    with pytest.raises(ConfigError, match=r"OnlineDPOTrainer: .*zg\.prepare"):
         refuse_unsupported(Mine, arguments)
     refuse_unsupported(object, arguments)

@@ -23,6 +23,7 @@ from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.eager import RowsOfRank, whole
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.rows import global_loader
+from zerograph.loops import noise
 from zerograph.loops.calls import PURE_HOOKS
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
@@ -34,7 +35,14 @@ try:
     from accelerate.data_loader import prepare_data_loader
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import DistributedType, convert_to_fp32, send_to_device, synchronize_rng_states
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import (
+        DistributedType,
+        broadcast_object_list,
+        convert_to_fp32,
+        send_to_device,
+        synchronize_rng_states,
+    )
 except ImportError as error:
     raise ImportError(
         "zerograph.integrations.accelerate needs accelerate: pip install 'zerograph[accelerate]'"
@@ -285,6 +293,13 @@ class Accelerator(accelerate.Accelerator):
         for number, loop in enumerate(self._loops()):
             loop.graph(*loop.optimizers).load(Path(input_dir) / f"{STATE}{number or ''}")
 
+    def draw_as_first(self) -> None:
+        """Give all processes the states of the random generators of the first. A collective."""
+        if self.num_processes > 1:
+            noise.restore(broadcast_object_list([noise.states()])[0])
+            if self.device.type == "cuda":
+                synchronize_rng_states(["cuda"])
+
     def _prepared(self, one: Any, place: bool | None) -> Any:
         if isinstance(one, DataLoader):
             return self.prepare_data_loader(one, device_placement=place)
@@ -337,6 +352,21 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Show one process to all that ask Accelerate: its ``gather`` returns values as they are, whole on every rank."""
+    shown = {"num_processes": 1, "process_index": 0, "distributed_type": DistributedType.NO}
+    states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
+    before = [{name: state[name] for name in shown} for state in states]
+    try:
+        for state in states:
+            state.update(shown)
+        yield
+    finally:
+        for state, values in zip(states, before, strict=True):
+            state.update(values)
 
 
 def _are_tensors(values: Any) -> bool:

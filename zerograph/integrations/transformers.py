@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.integrations import state
-from zerograph.integrations.accelerate import STATE, Accelerator
+from zerograph.integrations.accelerate import STATE, Accelerator, one_process
 from zerograph.integrations.eager import whole
 from zerograph.integrations.options import Zero, config_of
-from zerograph.integrations.unsupported import refuse_unsupported
+from zerograph.integrations.unsupported import GENERATING, refuse_unsupported
+from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare
 
@@ -51,10 +52,16 @@ class ZeroTrainerMixin(_Mixed):
     def __init__(self, *args: Any, zero: Zero = None, **kwargs: Any) -> None:
         self._zero = config_of(zero)
         self._accelerator_arguments: dict[str, Any] = {}
+        self._generates = any(kind.__name__ in GENERATING for kind in type(self).__mro__)
         super().__init__(*args, **kwargs)
         # On the instance, so that methods of subclasses are inside.
         name = "training_step"
         setattr(self, name, functools.partial(self._step_with_value, getattr(self, name)))
+        if self._generates:
+            for name in ("training_step", "prediction_step"):
+                setattr(self, name, one_process()(getattr(self, name)))
+            # TRL seeds each process in another way.
+            self.accelerator.draw_as_first()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator: zerograph's."""
@@ -80,6 +87,15 @@ class ZeroTrainerMixin(_Mixed):
     def _step_with_value(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a training step; its loss is whole, since the trainer reads it several times."""
         return whole(step(*args, **kwargs))
+
+    def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._generates:
+            return super()._prepare_inputs(*args, **kwargs)
+        # Generated texts are plain tensors, which every rank has.
+        self._loop.splits_rows = True
+        inputs = super()._prepare_inputs(*args, **kwargs)
+        check_equal(inputs, "a batch of generated texts and their rewards")
+        return inputs
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.accelerator.companions = self._companions()

@@ -57,6 +57,8 @@ def _arguments(args: Any) -> list[tuple[str, Any, str]]:
                 ("padding_free", "the rows of a batch are split between the ranks: pad them"),
                 ("precompute_ref_log_probs", "the reference model is part of the step, sharded at stage 3"),
                 ("sync_ref_model", "the reference model is sharded and stays as it is"),
+                ("use_vllm", "the model's own generate() is called"),
+                ("use_transformers_continuous_batching", "the model's own generate() is called"),
             )
         ),
         (
@@ -67,6 +69,11 @@ def _arguments(args: Any) -> list[tuple[str, Any, str]]:
     ]
 
 
-# Trainers that do more than compute a loss of a batch.
-_TRAINERS = ("GRPOTrainer", "RLOOTrainer", "KTOTrainer", "DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer")
-_OTHER_TRAINER = "SFTTrainer, DPOTrainer and RewardTrainer are supported; write other loops with zg.prepare()"
+# Trainers that generate what they compute a loss of.
+GENERATING = ("GRPOTrainer", "RLOOTrainer")
+# Trainers that do more.
+_TRAINERS = ("KTOTrainer", "DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer")
+_OTHER_TRAINER = (
+    "SFTTrainer, DPOTrainer, RewardTrainer, GRPOTrainer and RLOOTrainer are supported; write other loops with "
+    "zg.prepare()"
+)

@@ -16,7 +16,7 @@ from zerograph.errors import RankMismatchError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.sbp import split
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
-from zerograph.loops.rows import Texts, WholeBatch
+from zerograph.loops.rows import Texts, WholeBatch, bounds
 from zerograph.runtime.job.differences import DOING
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.tensor_hash import hash_bits
@@ -131,6 +131,28 @@ def with_all_texts(values: Any) -> Any:
     ranks = [ast.literal_eval(one) for one in lines]
     whole = {id(text): sum(parts, type(text.values)()) for text, *parts in zip(texts, *ranks, strict=True)}
     return mapped(values, lambda one: whole[id(one)] if isinstance(one, Texts) else INSIDE)
+
+
+def split_rows(values: Any) -> Any:
+    """Return the same values with global tensors in place of plain ones, which every rank has: each keeps its rows.
+
+    They stay whole where they need a gradient, and where they have other numbers of rows than each other, or fewer than
+    there are ranks.
+    """
+    job, tensors = world().job, [one for one in found_in(values, Tensor) if one.dim()]
+    counts = {len(one) for one in tensors}
+    if job.size == 1 or len(counts) != 1 or min(counts) < job.size:
+        return values
+    if any(one.requires_grad or isinstance(one, (GlobalTensor, nn.Parameter)) for one in tensors):
+        return values
+    (count,) = counts
+    rows = [bounds(count, rank, job.size) for rank in range(job.size)]
+    sizes = [part.stop - part.start for part in rows]
+
+    def own(tensor: Tensor) -> Tensor:
+        return GlobalTensor.of_part(tensor[rows[job.rank]], (split(0),), sizes) if tensor.dim() else tensor
+
+    return map_tensors(values, own)
 
 
 def check_equal(values: Any, doing: str) -> None:

@@ -20,7 +20,7 @@ from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
-from zerograph.loops.global_parts import check_equal, of_call, of_parts, with_all_texts
+from zerograph.loops.global_parts import check_equal, of_call, of_parts, split_rows, with_all_texts
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
@@ -44,6 +44,7 @@ class Loop:
         busy: state dicts are those of the plain modules now.
         calls: the calls of the modules.
         has_loader: a loader is prepared, so a plain tensor is the whole tensor; else it is this rank's rows.
+        splits_rows: ranks share the rows of whole tensors that are passed to a module.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Loop:
                 "A loop runs call by call, on one line of all ranks. Write the step as build() of a zg.ZeroGraph."
             )
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
-        self.busy, self.has_loader = False, False
+        self.busy, self.has_loader, self.splits_rows = False, False, False
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._edits: dict[Hashable, Edit] = {}
@@ -89,6 +90,8 @@ class Loop:
             return self.run_eagerly(function, args, kwargs)
         if self.has_loader:
             check_equal((args, kwargs), doing)
+            if self.splits_rows:
+                args, kwargs = split_rows((args, kwargs))
         else:
             given = kwargs
             args, kwargs = of_call(args, kwargs, doing)
