@@ -150,6 +150,11 @@ def changed_shape() -> None:
         distributed(whole(), (4, 4)).resize_(2, 3)
 
 
+def kernel() -> None:
+    with pytest.raises(zg.errors.InputError, match="to_local"):
+        distributed(whole(), (4, 4)).data_ptr()
+
+
 def wrong_sbp() -> None:
     with pytest.raises(zg.errors.PlacementError, match="has no dimension"):
         zg.global_tensor(torch.zeros(2, 3), zg.sbp.split(2))
@@ -178,7 +183,7 @@ def other_seeds() -> None:
         torch.rand_like(distributed(whole(), (4, 4)))
 
 
-ERRORS = [pickling, changed_shape, wrong_sbp, other_parts, wrong_shapes, plain_parts, other_seeds]
+ERRORS = [pickling, changed_shape, kernel, wrong_sbp, other_parts, wrong_shapes, plain_parts, other_seeds]
 
 
 @pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)

@@ -203,6 +203,13 @@ class GlobalTensor(Tensor):
         copy.requires_grad_(self.requires_grad)
         return copy
 
+    def data_ptr(self) -> NoReturn:
+        """Raise: torch would return a null pointer, which a kernel of Triton, for instance, would read."""
+        raise InputError(
+            "a zg.GlobalTensor has no memory of its own that a kernel could read: each rank has a part\n"
+            "Give the kernel x.to_local() or x.full_tensor()."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InputError(
             "a zg.GlobalTensor cannot be pickled: each rank has a part\n"

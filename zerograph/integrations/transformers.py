@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -57,6 +58,8 @@ class ZeroTrainerMixin(_Mixed):
         # On the instance, so that methods of subclasses are inside.
         name = "training_step"
         setattr(self, name, functools.partial(self._step_with_value, getattr(self, name)))
+        if self.accelerator.num_processes > 1:
+            _compute_by_operators()
         if self._generates:
             for name in ("training_step", "prediction_step"):
                 setattr(self, name, one_process()(getattr(self, name)))
@@ -198,6 +201,12 @@ class Trainer(ZeroTrainerMixin, transformers.Trainer):
 
 class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):
     """As ``transformers.Seq2SeqTrainer``, with ZeRO. With ``predict_with_generate`` parameters are gathered for it."""
+
+
+def _compute_by_operators() -> None:
+    """Let TRL's fused head of language models call torch's operators: no kernel of Triton reads a global tensor."""
+    if (fused := sys.modules.get("trl.kernels.chunked_logprob")) is not None:
+        vars(fused).update(_TRITON_AVAILABLE=False, _MM_OUT_DTYPE=False)
 
 
 def _in_adapter(name: str, value: Tensor) -> bool:
