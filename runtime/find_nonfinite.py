@@ -23,6 +23,7 @@ from zerograph.ir.finite_check import has_fractions
 from zerograph.ir.loop import Loop, accumulate, collect, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, origin, role
 from zerograph.ir.rewrite import ancestors
+from zerograph.ops.tree_sum import accumulate_in_tree
 
 aten = torch.ops.aten
 
@@ -151,14 +152,14 @@ class _Run:
         else:
             assert callable(node.target)
             self.values[node] = node.target(*args, **kwargs)
-        if node.target in (accumulate, collect):
-            # The tensor that it writes is the loop's result from here on. Only a sum depends on the earlier value.
-            result = node.args[0]
-            assert isinstance(result, fx.Node)
+        if node.target in (accumulate, accumulate_in_tree, collect):
+            # The tensors that it writes are the loop's results from here on. Only a sum depends on earlier values.
+            results = node.all_input_nodes[: 2 if node.target is accumulate_in_tree else 1]
             first_write = self.micro_batch == 0 and node.target is accumulate
-            self.causes.pop(result, None)
-            summands = [argument for argument in node.all_input_nodes if argument is not result]
-            self._note_cause(result, number, self._causes_of(summands) if first_write else causes, producer=node)
+            summands = [argument for argument in node.all_input_nodes if argument not in results]
+            for result in results:
+                self.causes.pop(result, None)
+                self._note_cause(result, number, self._causes_of(summands) if first_write else causes, producer=node)
         elif any(user.target is WAIT for user in node.users):
             # A collective has no value before it has been waited for.
             if causes:

@@ -14,6 +14,7 @@ from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket, placeholders, sent_forms, source_bucket
 from zerograph.ops import blocks
+from zerograph.ops.tree_sum import accumulate_in_tree
 from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
 
@@ -44,7 +45,7 @@ def schedule(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if context.policy.split and context.policy.reduce_early:
         _bound_gradient_buckets(graph)
     start_after_pause(graph)
-    for target in (accumulate, collect):
+    for target in (accumulate, accumulate_in_tree, collect):
         for node in graph.find_nodes(op="call_function", target=target):
             # A micro-batch's result is freed as soon as it is added, or copied.
             _move_after_inputs(node, node.all_input_nodes)

@@ -14,6 +14,7 @@ from zerograph.ir.loop import accumulate, collect, loop_of
 from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.mesh import local_shape
 from zerograph.ir.metadata import meta
+from zerograph.ops.tree_sum import accumulate_in_tree
 from zerograph.passes.context import Context
 
 
@@ -79,7 +80,7 @@ class NodeTable:
                 for operand, placeholder in loop_inputs(user):
                     if operand is node:
                         readers |= dict.fromkeys(self.readers(placeholder))
-            elif user.target in (accumulate, collect) and user.args[1] is node:
+            elif user.target in (accumulate, accumulate_in_tree, collect) and node in user.args[1:3]:
                 readers |= dict.fromkeys([user, *self._loop_results(user)])
             else:
                 readers[user] = None

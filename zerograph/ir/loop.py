@@ -2,7 +2,7 @@
 
 The size of the graph does not depend on the number of micro-batches: the node's module runs the body once for each. The
 body writes its results into tensors of the loop with two operators. ``accumulate`` adds to a sum, which the first
-micro-batch initialises. ``collect`` concatenates.
+micro-batch initialises. ``collect`` concatenates. Sums in a fixed tree are those of :mod:`zerograph.ops.tree_sum`.
 
 Sizes that differ between calls are inputs of the body. The loop computes those that also differ between micro-batches.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph.ir.dims import Size, SizeInput
+from zerograph.ops.tree_sum import levels
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
 _library.define(
@@ -59,6 +60,8 @@ class Result:
         device: its device.
         along: the dimension of the concatenation; None for a sum.
         gradient: the bucket whose gradient it is; None for any other result.
+        in_tree: the sum is that of :mod:`zerograph.ops.tree_sum`. Its partial sums are inputs of the body, after the
+            results.
     """
 
     shape: tuple[Size, ...]
@@ -66,6 +69,7 @@ class Result:
     device: torch.device
     along: int | None
     gradient: str | None = None
+    in_tree: bool = False
 
 
 class Loop(nn.Module):
@@ -112,12 +116,12 @@ class Loop(nn.Module):
         run = self._function or self.body.forward
         for number in range(self.micro_batches):
             run(*self.inputs(operands, results, micro_batch.fill_(number), number))
-        return results
+        return results[: len(self.results)]
 
     def make_results(self, operands: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Return empty tensors for the results."""
+        """Return empty tensors for the results, then for the partial sums of those that are added in a tree."""
         sizes = iter(operands[len(self.cuts) + len(self.sizes) :])
-        return tuple(
+        results = tuple(
             torch.empty(
                 [size if isinstance(size, int) else next(sizes) for size in result.shape],
                 dtype=result.dtype,
@@ -125,6 +129,13 @@ class Loop(nn.Module):
             )
             for result in self.results
         )
+        waiting = levels(self.micro_batches)
+        partial = (
+            total.new_empty((waiting, *total.shape))
+            for result, total in zip(self.results, results, strict=True)
+            if result.in_tree
+        )
+        return (*results, *partial)
 
     def inputs(self, operands: Sequence[Any], results: Sequence[Tensor], micro_batch: Tensor, number: int) -> list[Any]:
         """Return the inputs of the body in the micro-batch of this number, which ``micro_batch`` holds too."""

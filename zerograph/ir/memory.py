@@ -33,6 +33,7 @@ from zerograph.ops import blocks
 from zerograph.ops.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ops.flex_attention import flex_attention, scores_of
 from zerograph.ops.offload import FETCH, TRANSFER
+from zerograph.ops.tree_sum import levels
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -161,7 +162,8 @@ class Profile:
         node = self.nodes[at]
         if at in self.bodies:
             own, node = self.bodies[at].own()
-            kinds.update(own)
+            # The rest are partial sums of results.
+            kinds.update(own + Counter({"gradients": self.temporary[at] - own.total()}))
         else:
             kinds["temporary"] += self.temporary[at]
         stored = [storage for node in self.nodes if node.op in ("placeholder", "get_attr") for storage in self.of[node]]
@@ -256,7 +258,11 @@ class _Walk:
             temporary = temporary_bytes(node)
             if (loop := loop_of(node)) is not None:
                 self.bodies[position] = body = profile(loop.body.graph, host=self.host)
-                temporary = sum(body.own()[0].values())
+                temporary = sum(body.own()[0].values()) + levels(loop.micro_batches) * sum(
+                    nbytes(value)
+                    for result, value in zip(loop.results, node.meta["val"], strict=True)
+                    if result.in_tree
+                )
             elif self.host:
                 # Temporary memory is on the accelerator; that of an update on the CPU is negligible.
                 temporary = 0
