@@ -68,6 +68,7 @@ class BatchLayout:
         early_outputs: number of outputs, the first ones, that a loop reads before backward.
         attention: the form of attention where ranks split the sequence; see ``config.context_parallel_method``.
         expert_capacity: capacity of an exchange of tokens for experts; see ``config.expert_capacity``.
+        slices: ``config.virtual_ranks``: number of micro-batches of all ranks, over which sums are added in one tree.
         outputs: the SBP in which each output is returned, None for the one in which it is computed. None for all: as
             a user of graphs receives them, never partial, and split only along what splits the batch.
     """
@@ -79,6 +80,7 @@ class BatchLayout:
     early_outputs: int = 0
     attention: str = "auto"
     expert_capacity: float | None = None
+    slices: int | None = None
     outputs: tuple[NdSbp | None, ...] | None = None
 
 
@@ -206,6 +208,15 @@ class Context:
         """Index of the mesh dimension that is time, or None."""
         return self.mesh.dims - 1 if self.has_time else None
 
+    def along_slices(self) -> Context:
+        """Return the context as if one rank computed all slices of ``config.virtual_ranks``, if there are any.
+
+        What depends on it is the same for each number of ranks.
+        """
+        if self.batch.slices is None:
+            return self
+        return replace(self, mesh=replace(self.mesh, shape=(*(1 for _ in range(self.rank_dims)), self.batch.slices)))
+
     def with_time_dim(self) -> Context:
         """Return the context with a further, innermost mesh dimension for time: one place per micro-batch.
 
@@ -213,7 +224,7 @@ class Context:
         accumulates, from S to B collects, from B to S takes a micro-batch. None of these sends anything. The first two
         are complete only after the last micro-batch.
         """
-        if self.batch.micro_batches == 1:
+        if self.batch.micro_batches == 1 and self.batch.slices is None:
             return self
         mesh = Mesh((*self.mesh.shape, self.batch.micro_batches), (*self.mesh.position, 0), (*self.mesh.groups, TIME))
         inputs = tuple(

@@ -25,7 +25,8 @@ from zerograph.passes.placement.boxing import boxing
 
 def hoist_batch_statistics(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Compute batch statistics that every micro-batch needs once, before the first micro-batch."""
-    if not context.has_time:
+    if not context.has_time or context.batch.slices is not None:
+        # Slices wait for sums over all of them, which are added in a tree.
         return module
     graph = module.graph
     in_loop, batch_only = _loop_nodes(graph, context), batch_only_nodes(graph)

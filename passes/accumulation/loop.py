@@ -3,6 +3,10 @@
 Nodes that are equal in all micro-batches and that the body reads stand before the loop; nodes that follow from a sum
 over the micro-batches stand after it. The body recomputes views, which costs nothing and keeps the aliases visible. If
 the stage frees gathered parameters between their uses, the body also recomputes all that is computed from a bucket.
+
+Where micro-batches are the slices of ``config.virtual_ranks``, sums are added in a tree. A micro-batch may then need a
+sum over all of them, such as the statistics of batch norm: loops follow each other, and a loop reads sums of those
+before it. A rank with one slice has no loop.
 """
 
 from __future__ import annotations
@@ -15,12 +19,13 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph.ir.alias import is_view
-from zerograph.ir.loop import Loop, Result, accumulate, collect
+from zerograph.ir.alias import is_view, viewed
+from zerograph.ir.loop import Loop, Result, accumulate, collect, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta, origin, role
 from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
-from zerograph.ir.sbp import NdSbp, Signature, broadcast
+from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ops.random import uniform
+from zerograph.ops.tree_sum import accumulate_in_tree, levels
 from zerograph.passes.accumulation.time_boxing import change_sbps, enter, leave, sbps
 from zerograph.passes.context import Context
 
@@ -33,12 +38,25 @@ def loop(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not context.has_time:
         return module
     graph = module.graph
-    in_loop = _loop_nodes(graph)
-    if in_loop:
-        _cut(module, in_loop, context)
+    if context.batch.micro_batches == 1:
+        _remove_marks(graph)
+    elif in_loop := _loop_nodes(graph):
+        *earlier, last = _divide(graph, in_loop, context)
+        for number, nodes in enumerate(earlier):
+            _cut(module, nodes, context, f"earlier_{NAME}_{number}")
+        _cut(module, last, context, NAME)
     for node in graph.nodes:
         _drop_time(node)
     return module
+
+
+def _remove_marks(graph: fx.Graph) -> None:
+    """Replace the parts and results of the only micro-batch by the tensors themselves."""
+    for node in list(graph.nodes):
+        meta(node).pop("draw_dim", None)
+        if node.target in (enter, leave):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
 
 
 def _loop_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -53,10 +71,61 @@ def _loop_nodes(graph: fx.Graph) -> set[fx.Node]:
     return nodes
 
 
-def _cut(module: fx.GraphModule, in_loop: set[fx.Node], context: Context) -> None:
+def _divide(graph: fx.Graph, in_loop: set[fx.Node], context: Context) -> list[set[fx.Node]]:
+    """Divide the nodes of the micro-batches among loops that follow each other, each node as late as possible.
+
+    A tensor of one loop that a later one reads is stored for all micro-batches; views of it are computed again.
+    """
+    # For each node the number of loops after the one that computes it, or before which it is computed.
+    after: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        needed = (after[user] + (user in in_loop and node not in in_loop) for user in node.users)
+        after[node] = max(needed, default=0)
+        if not isinstance(node.meta.get("val"), Tensor):
+            # An operator's results are read in its loop.
+            after.update(dict.fromkeys(node.users, after[node]))
+    for node in graph.find_nodes(op="call_function", target=leave):
+        if after[node] and node.all_input_nodes[0].target is enter:
+            # All parts of a tensor that is there before the first loop.
+            node.replace_all_uses_with(node.all_input_nodes[0].all_input_nodes[0])
+            graph.erase_node(node)
+    for node in reversed([node for node in graph.nodes if node in in_loop and node.target is not enter]):
+        for number in sorted({after[user] for user in node.users if user in in_loop} - {after[node]}):
+            readers = [user for user in node.users if user in in_loop and after[user] == number]
+            with graph.inserting_before(node.next):
+                stored, again = ([], [graph.node_copy(node)]) if viewed(node) else _stored(node, context)
+            in_loop.update(stored, again)
+            after.update(dict.fromkeys(stored, after[node]) | dict.fromkeys(again, number))
+            for reader in readers:
+                reader.replace_input_with(node, again[-1])
+    count = 1 + max(after[node] for node in in_loop)
+    loops = [{node for node in in_loop if after[node] == number} for number in range(count)]
+    parts = {node for node in in_loop if node.target is enter}
+    return [loop - parts for loop in loops[:0:-1]] + [loops[0] | parts]
+
+
+def _stored(node: fx.Node, context: Context) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Emit nodes that store a tensor of all micro-batches, and nodes that take a part of it in its memory format."""
+    value, time = node.meta["val"], meta(node)["sbp"][-1]
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    stored = [emit_like(node, aten.permute.default, node, order)]
+    if not isinstance(time, Split):
+        stored.append(emit_like(node, aten.unsqueeze.default, stored[-1], 0))
+    along = order.index(time.dim) if isinstance(time, Split) else 0
+    whole = emit_like(node, leave, stored[-1], along, context.batch.micro_batches)
+    again = [emit_like(node, enter, whole, along, context.batch.micro_batches)]
+    if not isinstance(time, Split):
+        again.append(emit_like(node, aten.squeeze.dim, again[-1], 0))
+    if along:
+        again.append(emit_like(node, aten.clone.default, again[-1], memory_format=torch.contiguous_format))
+    again.append(emit_like(node, aten.permute.default, again[-1], [order.index(dim) for dim in range(value.dim())]))
+    return stored, again
+
+
+def _cut(module: fx.GraphModule, in_loop: set[fx.Node], context: Context, name: str) -> None:
     """Move the nodes of ``in_loop`` into the body of one loop node; place the others before or after it."""
     graph = module.graph
-    leaving = graph.find_nodes(op="call_function", target=leave)
+    leaving = [node for node in graph.find_nodes(op="call_function", target=leave) if node.args[0] in in_loop]
     body = _Body(graph, context, in_loop)
     inner = [node for node in graph.nodes if node in in_loop and node.target is not enter]
     for node in (*inner, *leaving):
@@ -66,16 +135,17 @@ def _cut(module: fx.GraphModule, in_loop: set[fx.Node], context: Context) -> Non
         body.copy(node)
     results = [body.add_result(node, buffer) for node, buffer in zip(leaving, body.results, strict=True)]
     run = Loop(body.finish(), context.batch.micro_batches, body.cuts, results)
-    module.add_submodule(NAME, run)
+    module.add_submodule(name, run)
     before = ancestors(body.operands).union(body.operands)
     # Nodes that need a result, and nodes that the loop does not need, stand after the loop.
-    after = {node for node in graph.nodes if _is_computed(node) and node not in before and node not in in_loop}
-    _insert_loop(graph, body, run, leaving)
+    elsewhere = {*before, *in_loop, *leaving}
+    after = {node for node in graph.nodes if _is_computed(node) and node not in elsewhere}
+    _insert_loop(graph, body, run, leaving, name)
     for node in list(graph.nodes):
         if node in after:
             graph.output_node().prepend(node)
     for node in reversed(list(graph.nodes)):
-        if node in in_loop or node.target is leave:
+        if node in in_loop or node in leaving:
             graph.erase_node(node)
     # Nodes that the body recomputes may have no other user. They stand after the loop by now.
     for node in reversed(list(graph.nodes)):
@@ -83,10 +153,10 @@ def _cut(module: fx.GraphModule, in_loop: set[fx.Node], context: Context) -> Non
             graph.erase_node(node)
 
 
-def _insert_loop(graph: fx.Graph, body: _Body, run: Loop, leaving: Sequence[fx.Node]) -> None:
+def _insert_loop(graph: fx.Graph, body: _Body, run: Loop, leaving: Sequence[fx.Node], name: str) -> None:
     """Insert the node of the loop before the output; its results replace the nodes that leave the loop."""
     with graph.inserting_before(graph.output_node()):
-        call = graph.call_module(NAME, tuple(body.operands))
+        call = graph.call_module(name, tuple(body.operands))
         values = tuple(buffer.meta["val"] for buffer in body.results)
         meta(call).update({"loop": run, "origin": Origin("backward"), "val": values})
         for index, (node, result) in enumerate(zip(leaving, run.results, strict=True)):
@@ -118,7 +188,7 @@ def _cast_for_readers(graph: fx.Graph, node: fx.Node, total: fx.Node, result: Re
 
 
 def _is_computed(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output") and node.target is not leave
+    return node.op not in ("placeholder", "output")
 
 
 @dataclass
@@ -134,6 +204,7 @@ class _Body:
         recomputed: nodes of the outer graph that are outside the loop, and that the body copies.
         graph: the graph of the body.
         results: placeholders for the tensors into which the body writes its results.
+        partial: placeholders for the partial sums of those that are added in a tree.
         micro_batch: placeholder for the number of the micro-batch.
     """
 
@@ -145,6 +216,7 @@ class _Body:
     recomputed: set[fx.Node] = field(default_factory=set)
     graph: fx.Graph = field(default_factory=fx.Graph)
     results: list[fx.Node] = field(default_factory=list)
+    partial: dict[fx.Node, fx.Node] = field(default_factory=dict)
     micro_batch: fx.Node = field(init=False)
     _visited: dict[fx.Node, None] = field(default_factory=dict)
     _copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -188,7 +260,16 @@ class _Body:
         self.results = [self.graph.placeholder(f"{NAME}_{index}") for index in range(len(leaving))]
         for placeholder, node in zip(self.results, leaving, strict=True):
             copy_placement(placeholder, node)
-            meta(placeholder).update({"role": Role("result", placeholder.name), "val": _result_value(self.outer, node)})
+            value = self._result_value(node)
+            meta(placeholder).update({"role": Role("result", placeholder.name), "val": value})
+        for placeholder, node in zip(self.results, leaving, strict=True):
+            if node.args[1] is None and self.context.batch.slices is not None:
+                self.partial[placeholder] = partial = self.graph.placeholder(f"{placeholder.name}_partial")
+                value = placeholder.meta["val"]
+                shape = (levels(self.context.batch.micro_batches), *value.shape)
+                copy_placement(partial, node)
+                new = fake(self.outer, shape, value.dtype, value.device)
+                meta(partial).update({"role": Role("result", partial.name), "val": new})
         self.micro_batch = self.graph.placeholder("micro_batch")
         meta(self.micro_batch).update(
             {
@@ -222,12 +303,15 @@ class _Body:
         assert isinstance(source, fx.Node)
         assert along is None or isinstance(along, int)
         part = self._copies[source]
-        if along is None:
+        if (partial := self.partial.get(buffer)) is not None:
+            count = self.context.batch.micro_batches
+            emit(self.graph, accumulate_in_tree, (buffer, partial, part, self.micro_batch, count), origin(node))
+        elif along is None:
             emit(self.graph, accumulate, (buffer, part, self.micro_batch), origin(node))
         else:
             emit(self.graph, collect, (buffer, part, self.micro_batch, along, *bounds[:1]), origin(node))
         value: Tensor = buffer.meta["val"]
-        return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node))
+        return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node), partial is not None)
 
     def finish(self) -> fx.GraphModule:
         """Close the graph of the body and return it as a module."""
@@ -235,6 +319,15 @@ class _Body:
         for node in self.graph.nodes:
             _drop_time(node)
         return _torch.graph_module(torch.nn.Module(), self.graph)
+
+    def _result_value(self, node: fx.Node) -> Tensor:
+        """Return a fake tensor of the result; low-precision gradients add up in fp32, as ``.grad`` under autocast."""
+        value: Tensor = node.meta["val"]
+        # Along a tree all sums have one dtype, those over ranks too.
+        wide = value.dtype.itemsize >= torch.float32.itemsize or self.context.batch.slices is not None
+        if _gradient_of(node) is None or wide:
+            return value
+        return fake(self.outer, tuple(value.shape), torch.float32, value.device)
 
     def _is_recomputed(self, node: fx.Node) -> bool:
         """Return whether the body computes the node again instead of reading it from outside."""
@@ -246,7 +339,10 @@ class _Body:
 
     def _comes_from_bucket(self, node: fx.Node) -> bool:
         if node not in self._from_buckets:
-            if node.op == "placeholder":
+            if loop_of(node) is not None:
+                # A loop reads the sums of an earlier one.
+                self._from_buckets[node] = False
+            elif node.op == "placeholder":
                 node_role = role(node)
                 self._from_buckets[node] = node_role is not None and node_role.kind == "bucket"
             else:
@@ -263,14 +359,6 @@ def _gradient_of(node: fx.Node) -> str | None:
     """Return the name of the bucket whose gradient a boxing node moves, or None."""
     boxing = boxing_of(node)
     return boxing.tensor.name if boxing is not None and boxing.tensor.kind == "gradient" else None
-
-
-def _result_value(graph: fx.Graph, node: fx.Node) -> Tensor:
-    """Return a fake tensor of the result; low-precision gradients add up in fp32, as ``.grad`` under autocast."""
-    value: Tensor = node.meta["val"]
-    if _gradient_of(node) is None or value.dtype.itemsize >= torch.float32.itemsize:
-        return value
-    return fake(graph, tuple(value.shape), torch.float32, value.device)
 
 
 def _drop_time(node: fx.Node) -> None:

@@ -256,10 +256,10 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
         lowering = Lowering(graph, node, context, change)
-        if change.ranks == 1 or change.source[change.dim] == change.target[change.dim]:
-            result = lowering.emit(aten.alias.default, source)
-        elif change.dim == context.time_dim:
+        if change.dim == context.time_dim and change.source[-1] != change.target[-1]:
             result = _lower_time(lowering, source, change)
+        elif change.ranks == 1 or change.source[change.dim] == change.target[change.dim]:
+            result = lowering.emit(aten.alias.default, source)
         else:
             before, after = change.source[change.dim], change.target[change.dim]
             split = [sbp.dim for sbp in (before, after) if isinstance(sbp, Split)]

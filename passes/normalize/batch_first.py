@@ -46,6 +46,7 @@ _Dims = tuple[int | None, ...]
 
 def batch_first(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Flatten what ranks split before the dimensions that it is flattened with, not after them."""
+    context = context.along_slices()
     if context.ranks > 1:
         inputs = {
             node: [sbp.dim if isinstance(sbp, Split) else None for sbp in context.batch.inputs[int(role.name)]]

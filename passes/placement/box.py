@@ -71,9 +71,9 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     current = source
     target: NdSbp = meta(node)["sbp"]
     # With reduce_early, the part of a split gradient that a micro-batch adds is reduce-scattered at once.
-    ranks_first = (
-        context.policy.split and context.policy.reduce_early and isinstance(target[context.policy.dims[0]], Split)
-    )
+    # Sums over slices are added in one tree, of which each rank computes a node by itself.
+    early = context.policy.split and context.policy.reduce_early and context.batch.slices is None
+    ranks_first = early and isinstance(target[context.policy.dims[0]], Split)
     for step in _route(source, target, context, ranks_first=ranks_first)[:-1]:
         with graph.inserting_before(node):
             current = emit(graph, boxing, (current, show(step)), origin(node), sbp=step)

@@ -35,8 +35,12 @@ from zerograph.passes.rules.discover import discover
 def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Give every tensor an SBP and every operator a signature per mesh dimension."""
     problems: list[PlacementProblem] = []
-    for _ in context.mesh.shape:
-        problems.append(_place_along(placement_problem(module.graph, context, problems), context))
+    along_slices = _place_along_slices(module.graph, context)
+    for _ in range(context.mesh.dims if along_slices is None else context.rank_dims):
+        problem = replace(placement_problem(module.graph, context, problems), along_slices=along_slices)
+        problems.append(_place_along(problem, context))
+    if along_slices is not None:
+        problems.append(along_slices)
     for node in module.graph.nodes:
         _record(node, problems)
     meta(module.graph.output_node())["needs"] = [
@@ -61,6 +65,17 @@ def needed(node: fx.Node) -> list[tuple[fx.Node, NdSbp]]:
     ]
 
 
+def _place_along_slices(graph: fx.Graph, context: Context) -> PlacementProblem | None:
+    """Place operators along all slices of ``config.virtual_ranks``, as if one rank computed them one after another.
+
+    What varies between slices is placed alike along ranks and micro-batches, so the same sums are partial in any case.
+    """
+    if context.batch.slices is None:
+        return None
+    alone = context.along_slices()
+    return _place_along(placement_problem(graph, alone, (), context.time_dim), alone)
+
+
 def _place_along(problem: PlacementProblem, context: Context) -> PlacementProblem:
     splits_parameters = any(_splits_parameters(bucket, problem) for bucket in context.buckets)
     if problem.batch_is_split and not problem.is_time and splits_parameters:
@@ -83,7 +98,7 @@ def _place_along(problem: PlacementProblem, context: Context) -> PlacementProble
             problem = other
     problem = _computed_split(problem, free)
     if problem.is_time:
-        _sink_below_loop(problem, free)
+        _sink_below_loop(problem, free, context)
     return problem
 
 
@@ -111,7 +126,7 @@ def _output_sbps(problem: PlacementProblem, context: Context) -> dict[TensorId, 
     return {tensor: other.sbp_of(tensor) for tensor in outputs}
 
 
-def _sink_below_loop(problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> None:
+def _sink_below_loop(problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]], context: Context) -> None:
     """Compute nodes once, on whole tensors, where an operand is complete only after the loop.
 
     Nodes that feed a gradient are left alone if they read parts of the batch: the backward pass would follow them.
@@ -130,7 +145,9 @@ def _sink_below_loop(problem: PlacementProblem, free: dict[fx.Node, tuple[Signat
         if any(_is_late(problem, tensor, need, late) for tensor, need in operands):
             late.add(node)
             reads_parts = any(isinstance(need, Split) for _, need in operands)
-            if node in free and not (node in trains and reads_parts):
+            # Slices may wait for sums over all of them.
+            stays = node in trains or context.batch.slices is not None
+            if node in free and not (stays and reads_parts):
                 problem.choose(node, rules.all_broadcast(node))
 
 
@@ -204,6 +221,8 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
     """Return the signatures that a node may have; without a rule, discovered ones or all broadcast."""
     if not rules.output_values(node):
         return (rules.all_broadcast(node),)
+    if (signature := _along_slices(node, problem)) is not None:
+        return (signature,)
     if (signature := along_time(node, problem)) is not None:
         return (signature,)
     signatures = problem.signatures(node)
@@ -221,6 +240,16 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
                 return signatures
         _report_missing_rule(node, problem, context)
     return (rules.all_broadcast(node),)
+
+
+def _along_slices(node: fx.Node, problem: PlacementProblem) -> Signature | None:
+    """Return the signature along slices of a node that varies between them, or reads what does; else None."""
+    slices = problem.along_slices
+    if slices is None:
+        return None
+    varies = slices.signature[node] != rules.all_broadcast(node)
+    reads = any(slices.sbp_of(tensor) != broadcast for tensor in problem.inputs(node))
+    return slices.signature[node] if varies or reads else None
 
 
 def _split_if_readers_do(node: fx.Node, problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> None:

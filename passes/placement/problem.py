@@ -47,6 +47,7 @@ class PlacementProblem:
         values: the tensors that each node yields, in the shape that the ranks along this dimension hold together.
         is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
         batch_only: along time, the nodes that can be computed from the whole batch before the first micro-batch.
+        along_slices: the solved problem along all slices of ``config.virtual_ranks``.
         wanted: SBP in which some outputs are returned; the others keep the one in which they are computed. None: as
             :meth:`output_sbp` says.
         output_sbps: SBP of graph outputs if no parameter were split along this dimension. Empty unless the user splits
@@ -65,6 +66,7 @@ class PlacementProblem:
     is_sequence: bool = False
     is_time: bool = False
     batch_only: frozenset[fx.Node] = frozenset()
+    along_slices: PlacementProblem | None = None
     wanted: Mapping[TensorId, Sbp] | None = None
     output_sbps: Mapping[TensorId, Sbp] = field(default_factory=dict)
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
@@ -215,13 +217,16 @@ class PlacementProblem:
         return sum(self.tensor_cost(tensor) for node in self.values for tensor in self.tensors_of(node))
 
 
-def placement_problem(graph: fx.Graph, context: Context, placed: Sequence[PlacementProblem]) -> PlacementProblem:
+def placement_problem(
+    graph: fx.Graph, context: Context, placed: Sequence[PlacementProblem], dim: int | None = None
+) -> PlacementProblem:
     """Return the problem along the next mesh dimension.
 
     Args:
         graph: the step graph, of global tensors.
         context: mesh and batch layout.
         placed: the solved problems of the earlier mesh dimensions.
+        dim: the mesh dimension, if it is not the one after these.
     """
     values = {}
     for node in graph.nodes:
@@ -232,7 +237,7 @@ def placement_problem(graph: fx.Graph, context: Context, placed: Sequence[Placem
         values[node] = tuple(
             _local_part(value, sbp, context.mesh) for value, sbp in zip(tensors, prefixes, strict=True)
         )
-    dim = len(placed)
+    dim = len(placed) if dim is None else dim
     splits = {sbp[dim] for sbp in context.batch.inputs if isinstance(sbp[dim], Split)}
     # Outside of graphs a tensor may be split along any dimension.
     batch_is_split, is_sequence = bool(splits), context.batch.outputs is None and bool(splits - {Split(0)})
