@@ -9,7 +9,7 @@
 ``accumulation``   split_micro_batches, hoist_batch_statistics, loop; time_boxing: boxing along the time dimension
 ``placement``      place (problem, solve, cost), shard_embeddings, box (boxing, route)
 ``recompute``      recompute_cheap, recompute (segments, min_cut, cost), reshard_after_forward, gather_keys_again
-``lower``          localize (with inline, coded), lower_to_p2p
+``lower``          localize (with inline, coded), add_in_tree, lower_to_p2p
 ``communication``  assign_wire_formats, coalesce, merge_exchanges, release, schedule
 ``memory``         offload_activations, reinplace, reuse_temporaries, prefetch_offloaded, offload, gather_in_place,
                    fit_memory_budget

@@ -32,6 +32,7 @@ from zerograph.passes.communication.pause_before_backward import pause_before_ba
 from zerograph.passes.communication.release import release
 from zerograph.passes.communication.schedule import schedule
 from zerograph.passes.context import Context
+from zerograph.passes.lower.add_in_tree import add_in_tree
 from zerograph.passes.lower.bind_sizes import bind_sizes
 from zerograph.passes.lower.localize import localize
 from zerograph.passes.lower.lower_to_p2p import lower_to_p2p
@@ -150,6 +151,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(merge_updates, "local", time=False, requires=("fuse",)),
     # copy step counts and rates to the accelerator in one transfer
     Pass(pack_scalars, "local", time=False),
+    # exchange pieces of partial sums, and add them in the tree of config.virtual_ranks
+    Pass(add_in_tree, "local", time=False, essential=True),
     # exchange pieces between ranks where that is faster than a collective
     Pass(lower_to_p2p, "local", time=False),
     # offload activations to the CPU between forward and backward where the copies overlap

@@ -244,6 +244,7 @@ STEPS: dict[str, tuple[Callable[[], PreparedStep], tuple[str, ...]]] = {
     ),
     "read early": (read_early, ("pause_before_backward",)),
     "peers": (between_peers, ("lower_to_p2p",)),
+    "slices": (lambda: step_of(mlp(4, 2), torch.ones(4, 4), stage=2, virtual_ranks=2), ("add_in_tree",)),
     "wire": (lambda: step_of(mlp(4, 4), torch.ones(4, 4), wire={"reduce": "int8"}), ("assign_wire_formats",)),
     "feedback": (
         lambda: step_of(mlp(4, 4), torch.ones(4, 4), wire={"reduce": zg.wire("int8", feedback=True)}),
