@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.gradient_edits import TOTAL_NORM, Edited, gradient_operands, is_edit, norm_terms
 from zerograph.ir.metadata import Origin, TensorRef, meta, origin
@@ -78,17 +79,21 @@ def _replay(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], buck
     return copies[node]
 
 
-def compute_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_dims: int) -> None:
+def compute_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh_dims: int, *, in_blocks: bool) -> None:
     """Replace each total norm by a sum over this rank's part of every bucket, and one boxing of a scalar.
 
     Args:
         graph: the step graph.
         gradients: the gradients of the buckets.
         mesh_dims: number of mesh dimensions.
+        in_blocks: add in an order that does not depend on the number of ranks.
+
+    Raises:
+        ConfigError: with ``in_blocks``, parameters have owners, whose number decides where they are in the bucket.
     """
     for norm in graph.find_nodes(op="call_function", target=TOTAL_NORM):
         with graph.inserting_before(norm):
-            total = _total_norm(graph, norm, gradients, mesh_dims)
+            total = _total_norm(graph, norm, gradients, mesh_dims, in_blocks=in_blocks)
         norm.replace_all_uses_with(total)
         graph.erase_node(norm)
 
@@ -100,8 +105,10 @@ def drop_unread_edits(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _total_norm(graph: fx.Graph, norm: fx.Node, gradients: Sequence[FlatGradient], mesh_dims: int) -> fx.Node:
-    emitter = _Norm(graph, norm, float(norm.args[1]), mesh_dims)  # type: ignore[arg-type]
+def _total_norm(
+    graph: fx.Graph, norm: fx.Node, gradients: Sequence[FlatGradient], mesh_dims: int, *, in_blocks: bool
+) -> fx.Node:
+    emitter = _Norm(graph, norm, float(norm.args[1]), mesh_dims, in_blocks)  # type: ignore[arg-type]
     single = Counter(norm_terms(norm))
     bucket_terms = []
     for gradient in gradients:
@@ -124,6 +131,7 @@ class _Norm:
     norm: fx.Node
     p: float
     mesh_dims: int
+    in_blocks: bool
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit(self.graph, target, args, origin(self.norm), **kwargs)
@@ -147,7 +155,7 @@ class _Norm:
         if bucket.sbp != bucket.split_sbp:
             term = self.box(term, bucket.split_sbp, TensorRef("gradient", bucket.name))
         if not math.isinf(self.p):
-            return self.summed(term)
+            return self.summed_in_blocks(term, bucket) if self.in_blocks else self.summed(term)
         rows = self.emit(aten.view.default, term, [*bucket.shape[:-1], bucket.ranks, bucket.padded // bucket.ranks])
         largest = self.in_norm_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
         if bucket.rows is None:
@@ -176,7 +184,26 @@ class _Norm:
             return self.in_norm_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, term), dims))
         return self.summed(term)
 
+    def summed_in_blocks(self, term: fx.Node, bucket: Bucket) -> fx.Node:
+        """Emit the sum over a bucket as every rank has it: of blocks at fixed places, then of their sums."""
+        if bucket.has_owners:
+            raise ConfigError(
+                "config.virtual_ranks: a norm of gradients adds up parameters that ranks own whole, in an order that "
+                f"depends on the number of ranks\n{bucket.slots[0].name} has an owner: use the mode "
+                "'distributed_split' and an elementwise optimizer, or do not clip."
+            )
+        shape = [bucket.padded // bucket.norm_block, bucket.norm_block]
+        blocks = self.emit(aten.view.default, self.powers(term), shape)
+        sums = self.emit(aten.sum.dim_IntList, blocks, [1], False, dtype=torch.float64)
+        whole = self.box(sums, all_broadcast(self.mesh_dims), TensorRef("value", "the gradients' norm"))
+        used = self.emit(aten.slice.Tensor, whole, 0, 0, -(-bucket.numel // bucket.norm_block))
+        return self.emit(aten.sum.dim_IntList, used, [0])
+
     def summed(self, term: fx.Node) -> fx.Node:
+        dims = list(range(term.meta["val"].dim()))
+        return self.emit(aten.sum.dim_IntList, self.powers(term), dims, False, dtype=torch.float64)
+
+    def powers(self, term: fx.Node) -> fx.Node:
         value = term.meta["val"]
         if value.dtype in (torch.float16, torch.bfloat16):
             term = self.emit(aten._to_copy.default, term, dtype=torch.float32)
@@ -188,7 +215,7 @@ class _Norm:
             term = self.emit(aten.abs.default, term)
             if self.p != 1:
                 term = self.emit(aten.pow.Tensor_Scalar, term, self.p)
-        return self.emit(aten.sum.dim_IntList, term, list(range(value.dim())), False, dtype=torch.float64)
+        return term
 
     def in_norm_dtype(self, value: fx.Node) -> fx.Node:
         dtype = self.norm.meta["val"].dtype
@@ -204,11 +231,10 @@ class _Norm:
                 TensorRef("value", "the largest gradient of each rank"),
             )
             return self.emit(aten.amax.default, largest, [0])
-        return self.box(
-            self.folded(aten.add.Tensor, shares),
-            all_broadcast(self.mesh_dims),
-            TensorRef("value", "the gradients' norm"),
-        )
+        total = self.folded(aten.add.Tensor, shares)
+        if self.in_blocks:
+            return total
+        return self.box(total, all_broadcast(self.mesh_dims), TensorRef("value", "the gradients' norm"))
 
     def root(self, shares: Sequence[fx.Node]) -> fx.Node:
         if math.isinf(self.p):

@@ -47,7 +47,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         else _flat_gradient(graph, bucket, flat[bucket.name], edited, context)
         for bucket in updated
     ]
-    compute_total_norms(graph, gradients, context.mesh.dims)
+    compute_total_norms(graph, gradients, context.mesh.dims, in_blocks=context.batch.slices is not None)
     # In the order of the reductions: updates run while the last gradient is still being reduced.
     order = positions(graph)
     for gradient in sorted(gradients, key=lambda gradient: order[gradient.reduced]):

@@ -134,6 +134,16 @@ class Bucket:
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     @property
+    def norm_block(self) -> int:
+        """Number of elements that a norm sums together with ``config.virtual_ranks``, whatever the shards."""
+        return norm_block(self.numel)
+
+    @property
+    def is_in_norm_blocks(self) -> bool:
+        """True if shards begin at multiples of ``norm_block``; parameters with owners are in no norm."""
+        return self.has_owners or self.padded % (self.ranks * self.norm_block) == 0
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the global tensor: (padded,) or (rows, padded)."""
         return (self.padded,) if self.rows is None else (self.rows, self.padded)
@@ -199,6 +209,7 @@ def plan_buckets(
     bucket_bytes: int | None,
     first_number: int = 0,
     block: int = 1,
+    in_norm_blocks: bool = False,
 ) -> tuple[Bucket, ...]:
     """Group parameters into buckets.
 
@@ -216,6 +227,7 @@ def plan_buckets(
             these own about the same, because padding would cost more than latency.
         first_number: number of the first bucket; names are ``bucket<number>``.
         block: parameters and shards begin at multiples of this power of two, in elements.
+        in_norm_blocks: shards begin at multiples of :func:`norm_block`.
     """
     default = default_bytes(sum(map(_bytes, parameters)))
     by_key: dict[Hashable, list[list[Parameter]]] = {}
@@ -243,8 +255,20 @@ def plan_buckets(
         whole = not split or _numel(members[0]) < min_split_numel
         dims = free_dims(zero_dims, members[0].sbp)
         taken = loads.setdefault(dims, [0] * size_along(mesh, dims))
-        buckets.append(_lay(f"bucket{first_number + len(buckets)}", members, mesh, dims, whole, taken, block))
+        name = f"bucket{first_number + len(buckets)}"
+        buckets.append(_lay(name, members, mesh, dims, whole, taken, block, in_norm_blocks=in_norm_blocks))
     return tuple(buckets)
+
+
+# The most sums of blocks of a bucket, which each rank receives for a norm.
+_NORM_BLOCKS = 4096
+# The fewest elements of a block: whole vectors of each dtype.
+_SMALLEST_NORM_BLOCK = 64
+
+
+def norm_block(numel: int) -> int:
+    """Return the number of elements in a block of a bucket of ``numel`` elements; see :attr:`Bucket.norm_block`."""
+    return max(_SMALLEST_NORM_BLOCK, 1 << (-(-numel // _NORM_BLOCKS) - 1).bit_length())
 
 
 def free_dims(zero_dims: tuple[int, ...], sbp: NdSbp) -> tuple[int, ...]:
@@ -331,6 +355,8 @@ def _lay(
     whole: bool,
     loads: list[int],
     block: int,
+    *,
+    in_norm_blocks: bool,
 ) -> Bucket:
     first = members[0]
     row_dims = dims_split([first.sbp])
@@ -343,6 +369,7 @@ def _lay(
     numel = sum(slot.numel for slot in slots)
     ranks = size_along(mesh, zero_dims)
     vector = _VECTOR_BYTES // first.dtype.itemsize if first.fused and ranks > 1 else 1
+    vector = norm_block(numel) if in_norm_blocks else vector
     # With blocks each rank of the mesh can sum whole blocks, whatever the dimensions that a reduction runs along.
     padded = _rounded_up(offset, ranks * vector if block == 1 else mesh.size * max(vector, block))
     sbp = [broadcast if dim_sbp == broadcast else Split(0) for dim_sbp in first.sbp]
