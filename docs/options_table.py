@@ -44,8 +44,9 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "Batches",
-        "[accumulation](mixed-precision-and-offload.md#accumulation), [any batch](any-batch.md)",
-        "gradient_accumulation_steps accumulation_outputs dynamic_shapes",
+        "[accumulation](mixed-precision-and-offload.md#accumulation), [any batch](any-batch.md), "
+        "[the same bits on any number of ranks](numbers.md#the-same-bits-on-any-number-of-ranks)",
+        "gradient_accumulation_steps accumulation_outputs dynamic_shapes virtual_ranks",
     ),
     (
         "Compilation",

@@ -50,6 +50,7 @@ class Batch:
         plain: for each tensor, True if it is a plain tensor, False if it is a DTensor.
         whole: for each tensor, True if it is a plain tensor that every rank holds whole: 0-d or replicated.
         micro_batches: number of micro-batches.
+        cut_by: the option that says so, in messages.
         marks: for each tensor the limits of its dimensions that the user marked as dynamic.
         sizes: the sizes of each dynamic dimension in this call: of rows for each part that mesh dimensions make, in
             row-major order, else one.
@@ -69,6 +70,7 @@ class Batch:
     plain: tuple[bool, ...]
     whole: tuple[bool, ...] = ()
     micro_batches: int = 1
+    cut_by: str = ""
     marks: tuple[Marks, ...] = ()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     variant: int = 0
@@ -163,6 +165,7 @@ def read_batch(
     micro_batches: int = 1,
     meta: torch.device | None = None,
     context_parallel: int = 1,
+    cut_by: str = "",
 ) -> Batch:
     """Read the arguments of a call.
 
@@ -177,6 +180,7 @@ def read_batch(
         micro_batches: number of micro-batches.
         meta: the device that tensors on the meta device stand for.
         context_parallel: number of ranks that take pieces of whole sequences.
+        cut_by: the option that says how many micro-batches there are, in messages.
 
     Raises:
         InputError: an argument is neither tensor nor constant, requires a gradient, cannot be cut into micro-batches,
@@ -199,7 +203,7 @@ def read_batch(
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
     plain_tensors = tuple(not is_dtensor(leaf) for _, leaf in inputs)
-    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches)
+    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches, cut_by)
     meshes = [leaf.device_mesh for _, leaf in inputs if is_dtensor(leaf)]
     return Batch(
         tuple(local for local, _, _ in read),
@@ -217,6 +221,7 @@ def read_batch(
         plain_tensors,
         tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
+        cut_by,
         tuple(_marks(leaf, name) for name, leaf in inputs),
         passed=() if length is None else tuple(leaf for _, leaf in inputs),
     )
@@ -291,11 +296,15 @@ def _is_constant(leaf: Any) -> bool:
 
 
 def _check_micro_batches(
-    tensors: Sequence[Tensor], names: Sequence[str], cut: Sequence[bool], plain: Sequence[bool], micro_batches: int
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    cut: Sequence[bool],
+    plain: Sequence[bool],
+    micro_batches: int,
+    option: str,
 ) -> None:
     if micro_batches == 1:
         return
-    option = f"config.gradient_accumulation_steps = {micro_batches}"
     if not any(cut):
         raise InputError(f"{option} cuts the batch along dimension 0, but no input is split along it: pass one that is")
     for tensor, name, is_cut, is_plain in zip(tensors, names, cut, plain, strict=True):

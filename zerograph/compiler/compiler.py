@@ -49,6 +49,7 @@ from zerograph.compiler.step_cache import StepSource
 from zerograph.compiler.step_key import StepKey, StepRequest
 from zerograph.compiler.storage import reserve_files
 from zerograph.compiler.updates import Updates
+from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
 from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError
 from zerograph.ir.annotate import annotation
@@ -200,7 +201,7 @@ class Compiler:
             update_seconds=update_seconds,
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
-            micro_batches=self.micro_batches(),
+            micro_batches=self.micro_batches(mesh),
             trains=bool(self.optimizers),
             request=request,
             warn=self._warn,
@@ -267,7 +268,9 @@ class Compiler:
             self._warn(message)
         check_inputs(batch, read_outside_regions(captured), comparison, self._warn)
         parts = piece_count(rows_on(self.config, mesh), mesh)
-        check_indices(captured, batch, parts, self.micro_batches(), comparison, self._warn)
+        # Slices are cut alike on any number of ranks.
+        cuts = self.config.virtual_ranks or self.micro_batches(mesh)
+        check_indices(captured, batch, parts, cuts, comparison, self._warn)
         if captured.gradients and not self.optimizers:
             raise CaptureError(
                 "build() calls backward(), but no optimizer is registered: nothing would use the gradients\n"
@@ -377,15 +380,28 @@ class Compiler:
 
     def _resolve_backend(self, members: Members) -> tuple[str, backends.Backend]:
         device = next((p.device for p in members.parameters.values()), torch.device("cpu"))
-        return backends.resolve(self.config.backend, device)
+        name, backend = backends.resolve(self.config.backend, device)
+        if self.config.virtual_ranks is not None:
+            check_target(self.config, backend, device)
+        return name, backend
 
     def runs_symbolic_sizes(self, members: Members) -> bool:
         """Return whether the backend runs symbolic sizes; CUDA graphs and a user's backend get static ones."""
         return self._resolve_backend(members)[1] in (backends.eager, backends.inductor)
 
-    def micro_batches(self) -> int:
-        """Return the number of micro-batches into which each rank's part of the batch is cut."""
+    def micro_batches(self, mesh: Mesh) -> int:
+        """Return the number of micro-batches into which each rank's part of the batch is cut.
+
+        Raises:
+            ConfigError: ``config.virtual_ranks`` does not fit the ranks, or another option.
+        """
+        if self.config.virtual_ranks is not None:
+            return slices_per_rank(self.config, mesh)
         return self.config.gradient_accumulation_steps if self.optimizers else 1
+
+    def _is_cut(self, mesh: Mesh) -> bool:
+        """Return whether a rank's part of the batch is cut, or would be on fewer ranks."""
+        return self.config.virtual_ranks is not None or self.micro_batches(mesh) > 1
 
     def _flags(self, request: StepRequest) -> tuple[bool, bool]:
         """Return whether the graph scales the loss, and whether it returns if losses and gradients are finite."""
@@ -403,11 +419,11 @@ class Compiler:
             key: selects the step; the capture depends on a part of it.
             artifact: has the captured graph, if it was loaded from a file.
         """
-        micro_batches, places = self.micro_batches(), key.request.differentiated
+        micro_batches, places = self.micro_batches(mesh), key.request.differentiated
         clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * micro_batches
         groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        options = (micro_batches > 1, self.config.amp_dtype, *self._flags(key.request), key.request.accumulated)
+        options = (self._is_cut(mesh), self.config.amp_dtype, *self._flags(key.request), key.request.accumulated)
         own = (key.of_capture(batch), clip, batch_norm_groups, groups, *options, places)
         cached = self._captures.get(own)
         # Only local regions depend on the number of parts.
@@ -444,7 +460,7 @@ class Compiler:
                 return list(specs)
             return [replace(spec, device=torch.device("cpu")) for spec in specs]
 
-        config, micro_batches = self.config, self.micro_batches()
+        config, micro_batches = self.config, self.micro_batches(mesh)
         parts, (scaled, checked) = mesh.size * micro_batches, self._flags(request)
         capture = capturing.Capture(
             self.build,
@@ -468,7 +484,7 @@ class Compiler:
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
         )
-        with in_groups(expert_groups(members, mesh, config, micro_batches), is_cut=micro_batches > 1):
+        with in_groups(expert_groups(members, mesh, config, micro_batches), is_cut=self._is_cut(mesh)):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         if self._named is not None:

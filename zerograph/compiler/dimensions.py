@@ -193,7 +193,10 @@ class _History:
     def needs_equal_rows(self, mode: Mode) -> str | None:
         """Return why all ranks and micro-batches must hold equally many rows; None if they need not."""
         if mode is False:
-            return "config.dynamic_shapes is False, or config.backend is a function, which gets a graph of one size"
+            return (
+                "config.dynamic_shapes is False, config.virtual_ranks is set, or config.backend is a function, which "
+                "gets a graph of one size"
+            )
         return self.refused and f"the step has equal parts only: {self.refused}"
 
     def note(self, batch: Batch, call: _Sizes, mode: Mode) -> None:
@@ -417,7 +420,7 @@ def _unequal(batch: Batch, everybody: Sequence[Sequence[int]], uneven: Collectio
     problem = (
         "ranks hold unequal numbers of rows"
         if len(set(counts)) > 1
-        else f"config.gradient_accumulation_steps = {batch.micro_batches} does not divide the number of rows"
+        else f"{batch.cut_by} does not divide the number of rows"
     )
     shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
     return (

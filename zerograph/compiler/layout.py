@@ -200,6 +200,7 @@ def _can_keep(
         and store.job.mesh == mesh
         and len(whole) == 1
         and store.layout.block % config.block == 0
+        and (config.virtual_ranks is None or store.layout.is_in_norm_blocks)
         and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
         and store.layout.storage.device == _memory(store.layout, config).device
         and _has_entries(store, first.program.state)
@@ -307,6 +308,7 @@ def _new_buckets(
         min_split_numel=config.shard_min_size,
         bucket_bytes=config.bucket_size,
         block=config.block,
+        in_norm_blocks=config.virtual_ranks is not None,
     )
     buckets = tuple(replace(bucket, storage=_memory(bucket, config)) for bucket in buckets)
     return [_planned(bucket, updates, [states[slot.name] for slot in bucket.slots]) for bucket in buckets]

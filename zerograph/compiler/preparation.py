@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from zerograph._torch import OpOverload
@@ -241,10 +242,12 @@ class Preparation:
                 early_outputs=self.request.early_outputs,
                 attention=config.context_parallel_method,
                 expert_capacity=config.expert_capacity,
+                slices=config.virtual_ranks,
             ),
             gradients=gradients,
             numerics=Numerics(
-                reduce_dtype=config.reduce_dtype,
+                # A sum of many slices in the narrow dtype of their computation would lose digits.
+                reduce_dtype=config.reduce_dtype or (None if config.virtual_ranks is None else torch.float32),
                 scaler=config.scaler if self.trains and updates else None,
                 checked=config.on_nonfinite != "ignore" and updates,
                 wire=config.wire,

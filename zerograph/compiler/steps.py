@@ -162,8 +162,14 @@ class Steps:
         grid: Any,
         meta: torch.device | None = None,
     ) -> Batch:
-        config, micro_batches = self._compiler.config, self._compiler.micro_batches()
-        return read_batch(*arguments, mesh, grid, batch_on(config, mesh), micro_batches, meta, config.context_parallel)
+        config, micro_batches = self._compiler.config, self._compiler.micro_batches(mesh)
+        option = (
+            f"config.gradient_accumulation_steps = {micro_batches}"
+            if config.virtual_ranks is None
+            else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
+        )
+        plain = batch_on(config, mesh)
+        return read_batch(*arguments, mesh, grid, plain, micro_batches, meta, config.context_parallel, option)
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
         """Return what a captured graph depends on besides its inputs.
@@ -348,8 +354,10 @@ class Steps:
         )
 
     def _shape_mode(self, members: Members) -> Mode:
-        """Return ``config.dynamic_shapes``; a backend that is a function gets static sizes only."""
-        return self._compiler.config.dynamic_shapes if self._compiler.runs_symbolic_sizes(members) else False
+        """Return ``config.dynamic_shapes``; a backend that is a function, and slices, get static sizes only."""
+        config = self._compiler.config
+        is_static = config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
+        return False if is_static else config.dynamic_shapes
 
     def _find(self, selection: Selection) -> CompiledStep | None:
         """Return the step for a selection whose sizes are resolved, if there is one."""
@@ -399,6 +407,11 @@ class Steps:
         """Return what a captured graph depends on besides its inputs, by name."""
         compiler = self._compiler
         facts = capture_facts(members, self._attributes(), compiler.optimizers, compiler.updates.constants)
+        if compiler.config.virtual_ranks is not None:
+            # Some kernels add in another order with another number of threads.
+            facts |= {
+                "the number of threads (torch.set_num_threads), with config.virtual_ranks": torch.get_num_threads()
+            }
         # Updates and edits of gradients run no code of the model.
         named = request is None or request.gradients not in ("accumulated", "edit")
         return facts | compiler.guards() | (compiler.named_values(members) if named else {})

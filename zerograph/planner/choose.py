@@ -15,6 +15,7 @@ import torch
 
 from zerograph.base.sizes import show_bytes
 from zerograph.compiler.members import Members
+from zerograph.compiler.virtual_ranks import slices_per_rank
 from zerograph.errors import ConfigError, MemoryBudgetError
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.planner.machine import Machine, default_headroom, machine
@@ -71,6 +72,8 @@ def _search(graph: Preparable, job: Job, members: Members, call: Call, transport
             "config.stage = 'auto' searches modes that split parameters; 'non_distributed' keeps them whole\n"
             "Choose config.enable_zero(True, stage='auto'), or a stage of your own."
         )
+    if graph.config.virtual_ranks is not None:
+        slices_per_rank(graph.config, job.mesh)
     device = next((parameter.device for parameter in members.parameters.values()), torch.device("cpu"))
     described, limit = _machine(device), graph.config.memory_bytes
     if limit is None and device.type == "cpu":

@@ -1,0 +1,285 @@
+"""With ``config.virtual_ranks`` the bits of a run do not depend on the number of ranks, at any stage.
+
+All that a run returns and leaves is compared: losses, norms, parameters, buffers and the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.harness import deviation, joined, plain_run, prepare
+from tests.models import MODELS, TrainStep, adamw, batches, make, part
+from tests.pool import Pool, RanksError
+from zerograph.ops.tree_sum import sum_in_tree
+from zerograph.runtime.tensor_hash import bytes_of
+
+STEPS, SIZE = 3, 24
+STAGES = (0, 1, 2, 3)
+Run = dict[str, Tensor]
+
+
+class Step(zg.ZeroGraph):
+    """Returns the loss and the norm of the gradients before it clips them."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+        self.add_optimizer(optimizer)
+
+    def build(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        loss = self.loss(self.model, *batch)
+        loss.backward()
+        return loss, torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+
+
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def masked_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Weights that are no whole numbers: their sum depends on the order, too."""
+    weights = (y.float() * 0.3 + 0.1).sqrt()
+    return (F.cross_entropy(model(x), y, reduction="none") * weights).sum() / weights.sum()
+
+
+def loss_of_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Each sample is compared with those of all slices."""
+    rows = F.normalize(model(x), dim=1)
+    return F.cross_entropy(rows @ rows.T * 5, torch.arange(len(x)))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(7, 9, batch_first=True), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(torch.stack([x, x.sin()], 1))[0].mean(1))
+
+
+def dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 15), nn.Dropout(0.3), nn.GELU(), nn.Linear(15, 3))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "perceptron": ("mlp", {}),
+    "GPT": ("gpt_tied_of_one_block", {}),
+    "GPT in bf16": ("gpt_of_one_block", {"amp_dtype": torch.bfloat16}),
+    "scaled fp16": ("mlp", {"amp_dtype": torch.float16, "grad_scaler": zg.GradScaler(2.0**20, growth_interval=2)}),
+    "dropout": ("mlp", {"model": dropout}),
+    "weighted mean": ("mlp", {"loss": masked_loss}),
+    "all pairs": ("mlp", {"loss": loss_of_pairs}),
+    "recurrent": ("mlp", {"model": Recurrent}),
+    "batch norm": ("conv", {}),
+    "batch norm of each slice": ("conv", {"batch_norm": "local"}),
+    "SGD": ("mlp", {"optimizer": sgd}),
+    "fused AdamW": ("mlp", {"optimizer": fused}),
+    "recomputation": ("gpt", {"activation_checkpointing": "blocks"}),
+    "small buckets": ("gpt_of_one_block", {"bucket_size": 2**12}),
+    "a parameter that stays whole": ("mlp", {"shard_min_size": 40}),
+}
+
+
+def new_step(data: str, slices: int, options: dict[str, Any]) -> Step:
+    options = dict(options)
+    torch.manual_seed(0)
+    model = options.pop("model", MODELS[data][0])()
+    step = Step(model, options.pop("optimizer", adamw)(model), options.pop("loss", mean_loss))
+    for name, value in ({"virtual_ranks": slices, "seed": 5} | options).items():
+        setattr(step.config, name, value)
+    return step
+
+
+def run_of(step: Step, data: str, first: int = 0, last: int = STEPS) -> Run:
+    results = [step(*map(part, batch)) for batch in batches(data, STEPS, SIZE)[first:last]]
+    state = step.state_dict()
+    run = {f"loss {n}": loss for n, (loss, _) in enumerate(results)}
+    run |= {f"norm {n}": norm for n, (_, norm) in enumerate(results)}
+    run |= state["modules"]["model"]
+    for number, entries in state["optimizers"][0]["state"].items():
+        run |= {f"{number} {name}": value for name, value in entries.items() if isinstance(value, Tensor)}
+    return run
+
+
+def trained(data: str, slices: int, stages: tuple[int, ...], options: dict[str, Any]) -> list[Run]:
+    step = new_step(data, slices, options)
+    initial, runs = step.state_dict(), []
+    for stage in stages:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
+        runs.append(run_of(step, data))
+    return runs
+
+
+def assert_equal(run: Run, wanted: Run, where: str) -> None:
+    assert run.keys() == wanted.keys()
+    # NaN is equal to NaN of the same bits.
+    different = [name for name, value in wanted.items() if not torch.equal(bytes_of(run[name]), bytes_of(value))]
+    assert not different, f"{where}: {different}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str) -> None:
+    data, options = CASES[name]
+    (wanted,) = pool.run(1, trained, data, 4, (0,), options)[0]
+    for ranks, stages in ((1, (3,)), (2, STAGES), (4, (0, 2, 3))):
+        for rank, runs in enumerate(pool.run(ranks, trained, data, 4, stages, options)):
+            for stage, run in zip(stages, runs, strict=True):
+                assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
+
+
+@pytest.mark.parametrize("slices", [3, pytest.param(12, marks=pytest.mark.long)])
+def test_three_ranks_have_the_bits_of_one(pool: Pool, slices: int) -> None:
+    (wanted,) = pool.run(1, trained, "mlp", slices, (0,), {})[0]
+    for run in pool.run(3, trained, "mlp", slices, (3,), {})[0]:
+        assert_equal(run, wanted, f"{slices} slices")
+
+
+@pytest.fixture
+def eight() -> Iterator[Pool]:
+    pool = Pool(size=8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GPT", "batch norm"])
+def test_eight_ranks_have_the_bits_of_one(eight: Pool, name: str) -> None:
+    data, options = CASES[name]
+    (wanted,) = eight.run(1, trained, data, 8, (0,), options)[0]
+    for ranks in (2, 4, 8):
+        for run in eight.run(ranks, trained, data, 8, (0, 3), options)[0]:
+            assert_equal(run, wanted, f"{ranks} ranks")
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_slices_compute_what_one_device_computes_on_the_whole_batch(pool: Pool, name: str) -> None:
+    plain = plain_run(name, 3, 8, torch.float64)
+    for losses, state in pool.run(2, in_fp64, name):
+        assert max(map(deviation, losses, plain.losses)) <= 1e-12
+        assert deviation(joined(state), joined(plain.state)) <= 1e-12
+
+
+def in_fp64(name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = make(name, torch.float64)
+    step = TrainStep(model, adamw(model), 2, virtual_ranks=4)
+    losses = [step(part(x), part(y)) for x, y in batches(name, 3, 8, torch.float64)]
+    return losses, step.state_dict()["modules"]["model"]
+
+
+def saved(folder: Path) -> Run:
+    step = new_step("mlp", 4, {})
+    step.set_zero_mode("distributed_split", stage=3)
+    run_of(step, "mlp", 0, 2)
+    step.save(folder)
+    return run_of(step, "mlp", 2, 3)
+
+
+def gone_on(folder: Path, stage: int) -> Run:
+    step = new_step("mlp", 4, {})
+    step.set_zero_mode("distributed_split", stage=stage)
+    step.load(folder)
+    return run_of(step, "mlp", 2, 3)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_the_same_bits_on_one_and_on_four(pool: Pool, tmp_path: Path) -> None:
+    wanted = pool.run(2, saved, tmp_path / "saved")[0]
+    for ranks, stage in ((1, 2), (4, 3)):
+        assert_equal(pool.run(ranks, gone_on, tmp_path / "saved", stage)[0], wanted, f"{ranks} ranks")
+
+
+def graph_of(ranks: int, **options: Any) -> str:
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), 2, virtual_ranks=4, **options)
+    return prepare(step, *batches("mlp", 1, 8)[0], ranks=ranks).text("lower_to_p2p")
+
+
+def test_a_rank_with_one_slice_has_no_loop() -> None:
+    assert "accumulate_in_tree" in graph_of(2)
+    assert "accumulate" not in graph_of(4)
+
+
+def test_slices_that_wait_for_statistics_of_all_divide_the_loop() -> None:
+    model = make("conv")
+    step = TrainStep(model, adamw(model), 2, virtual_ranks=4)
+    text = prepare(step, *batches("conv", 1, 8)[0], ranks=2).text("loop")
+    # A loss needs the count of labels. Of each norm forward needs a mean, then a variance, and backward two sums.
+    assert graph_of(2).count("= loop over") == 2
+    assert text.count("= loop over") == 7
+
+
+def test_no_library_adds_partial_sums() -> None:
+    text = graph_of(4)
+    assert "all_reduce" not in text
+    assert "reduce_scatter" not in text
+
+
+def test_a_sum_in_a_tree_adds_pairs() -> None:
+    parts = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    pairs = (parts[0] + parts[1]) + (parts[2] + parts[3])
+    assert torch.equal(sum_in_tree(parts), pairs + ((parts[4] + parts[5]) + parts[6]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "message"),
+    [
+        (3, {}, "on 3 ranks: every rank must have .*\nRun on 1, 2, 4 ranks"),
+        (1, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        (1, {"accumulation_outputs": "packed"}, "accumulation_outputs"),
+        (1, {"wire": "int8"}, "wire"),
+        (1, {"optimizer_state": "int8"}, "optimizer_state"),
+        (1, {"memory_budget": "1GiB"}, "memory_budget without bucket_size"),
+        (1, {"backend": "inductor"}, "config.backend = 'eager'"),
+        (2, {"context_parallel": 2}, "context_parallel"),
+        (2, {"mode": "non_distributed", "clip_grad_norm": 1.0}, "has an owner"),
+    ],
+)
+def test_what_would_depend_on_the_number_of_ranks_is_refused(ranks: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(zg.ConfigError, match=message):
+        graph_of(ranks, **options)
+
+
+def test_a_loop_refuses_virtual_ranks() -> None:
+    model = make("mlp")
+    with pytest.raises(zg.ConfigError, match="takes no virtual_ranks"):
+        zg.prepare(model, adamw(model), config=zg.Config(virtual_ranks=2))
+
+
+def with_threads(rows: list[int], threads: list[int]) -> None:
+    torch.set_num_threads(threads[zg.rank()])
+    try:
+        model = make("mlp")
+        step = TrainStep(model, adamw(model), virtual_ranks=4)
+        x, y = batches("mlp", 1, 8)[0]
+        step(x[: rows[zg.rank()]], y[: rows[zg.rank()]])
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "threads", "message"),
+    [
+        ([4, 4], [1, 2], "number of threads"),
+        ([3, 3], [1, 1], "virtual_ranks = 4 .* does not divide the number of rows"),
+        ([4, 2], [1, 1], "unequal numbers of rows"),
+    ],
+)
+def test_ranks_that_differ_are_refused(pool: Pool, rows: list[int], threads: list[int], message: str) -> None:
+    with pytest.raises(RanksError, match=message):
+        pool.run(2, with_threads, rows, threads)

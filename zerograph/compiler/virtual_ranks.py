@@ -1,0 +1,84 @@
+"""The requirements of ``config.virtual_ranks``: the number of ranks, and options that go together with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from zerograph.config import Config
+from zerograph.errors import ConfigError
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.sbp import Split
+from zerograph.runtime.backends import backends
+
+
+def slices_per_rank(config: Config, mesh: Mesh) -> int:
+    """Return the number of slices of ``config.virtual_ranks`` that each rank computes.
+
+    Raises:
+        ConfigError: not every rank has whole slices of one tree of sums, or another option makes numbers depend on the
+            number of ranks.
+    """
+    slices = config.virtual_ranks
+    assert slices is not None
+    for is_set, option, advice in (
+        (
+            mesh.dims > 1 or config.input_sbp not in (None, (Split(0),)) or config.shard_dims not in (None, 0, (0,)),
+            "a placement, input_sbp or shard_dims that split more than the rows of the batch",
+            "Tensor and sequence parallel ranks add in an order of their own: leave these out.",
+        ),
+        (
+            max(config.context_parallel, config.expert_parallel) > 1,
+            "context_parallel or expert_parallel",
+            "Ranks that split sequences or experts add in an order of their own: set both to 1.",
+        ),
+        (
+            config.gradient_accumulation_steps > 1 or config.accumulation_outputs != "whole",
+            "gradient_accumulation_steps or accumulation_outputs",
+            "The slices are the micro-batches: leave both at their defaults.",
+        ),
+        (
+            config.wire != "exact" or config.optimizer_state != "exact",
+            "wire or optimizer_state",
+            "Each rank would code its own part: set both to 'exact'.",
+        ),
+        (
+            config.stage == "auto" or (config.memory_budget is not None and config.bucket_size is None),
+            "stage = 'auto', or a memory_budget without bucket_size",
+            "Each number of ranks would get other buckets, over which norms are added: set a stage and bucket_size.",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(f"config.virtual_ranks = {slices} does not go together with {option}\n{advice}")
+    share, rest = divmod(slices, mesh.size)
+    if rest or not _is_node(share, mesh.size):
+        possible = [ranks for ranks in _divisors(slices) if _is_node(slices // ranks, ranks)]
+        raise ConfigError(
+            f"config.virtual_ranks = {slices} on {mesh.size} ranks: every rank must have 1, 2, 4, 8, ... slices, or "
+            f"one rank all\nRun on {', '.join(map(str, possible))} ranks, or choose another number of slices."
+        )
+    return share
+
+
+def check_target(config: Config, backend: backends.Backend, device: torch.device) -> None:
+    """Check that a step of ``config.virtual_ranks`` runs where its numbers are known not to depend on the ranks.
+
+    Raises:
+        ConfigError: it is compiled by another backend than the eager one, or computes on an accelerator.
+    """
+    if backend is not backends.eager or device.type not in ("cpu", "meta"):
+        raise ConfigError(
+            f"config.virtual_ranks = {config.virtual_ranks}: what a compiler makes of a part of the step, and kernels "
+            "of accelerators, may add in another order on another number of ranks\nUse config.backend = 'eager' and a "
+            "model on the CPU."
+        )
+
+
+def _is_node(share: int, ranks: int) -> bool:
+    """Return whether the slices of a rank are a node of the tree of sums."""
+    return ranks == 1 or share & (share - 1) == 0
+
+
+def _divisors(number: int) -> Iterable[int]:
+    return (one for one in range(1, number + 1) if number % one == 0)
