@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import zerograph
-from zerograph.cli import calibrate, compile, diff, env, export, inspect, launch, plan
+from zerograph.cli import calibrate, compare, compile, diff, env, export, inspect, launch, plan
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -33,6 +33,7 @@ def _zerograph(
 app.command()(plan.plan)
 app.command()(inspect.inspect)
 app.command()(diff.diff)
+app.command()(compare.compare)
 app.command()(compile.compile)
 app.command()(calibrate.calibrate)
 app.command()(export.export)

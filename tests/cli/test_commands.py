@@ -138,6 +138,19 @@ def packed(page: Path) -> list[dict[str, Any]]:
     return [json.loads(gzip.decompress(base64.b64decode(one))) for one in data[1].split()]
 
 
+def test_compare_names_the_first_step_and_tensor_that_differ(tmp_path: Path) -> None:
+    logs = [tmp_path / name for name in ("one", "other", "short", "none")]
+    for log, lines in zip(logs, ([[1, 2], [3, 4], [5, 6]], [[1, 2], [3, 5], [0, 0]], [[1, 2]]), strict=False):
+        log.write_text("".join(json.dumps({"loss": loss, "weight": weight}) + "\n" for loss, weight in lines))
+    one, other, short, none = map(str, logs)
+    assert run("compare", one, one).exit_code == 0
+    for pair, answer in (((one, other), "line 2: weight\n  4\n  5\n"), ((one, short), f"line 1, where {short} ends")):
+        found = run("compare", *pair)
+        assert found.exit_code == 1
+        assert answer in found.stdout
+    assert run("compare", one, none).exit_code == 2
+
+
 def test_diff_of_dumps_compares_pass_by_pass(tmp_path: Path) -> None:
     for name, line in (("one", "a"), ("other", "b")):
         (tmp_path / name).mkdir()

@@ -118,6 +118,14 @@ class Stateful:
             },
         }
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return a text for the bits of each tensor of the training state, by name. A collective, as ``state_dict()``.
+
+        Texts are equal for equal bits, whatever the number of ranks and the stage; those of large tensors are hashes.
+        ``zerograph compare`` finds the first difference of two runs that wrote them in each step.
+        """
+        return loaded_facts(self.state_dict())
+
     @one_thread("load_state_dict()")
     @interruptible("loading a state")
     def load_state_dict(self, state: dict[str, Any]) -> None:
