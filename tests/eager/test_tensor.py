@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -155,6 +156,13 @@ def kernel() -> None:
         distributed(whole(), (4, 4)).data_ptr()
 
 
+def collective() -> None:
+    x = distributed(whole(), (4, 4))
+    for call in (dist.all_reduce, lambda one: dist.broadcast(one, 0)):
+        with pytest.raises(zg.errors.InputError, match="same values on all ranks"):
+            call(x)
+
+
 def wrong_sbp() -> None:
     with pytest.raises(zg.errors.PlacementError, match="has no dimension"):
         zg.global_tensor(torch.zeros(2, 3), zg.sbp.split(2))
@@ -183,7 +191,7 @@ def other_seeds() -> None:
         torch.rand_like(distributed(whole(), (4, 4)))
 
 
-ERRORS = [pickling, changed_shape, kernel, wrong_sbp, other_parts, wrong_shapes, plain_parts, other_seeds]
+ERRORS = [pickling, changed_shape, kernel, collective, wrong_sbp, other_parts, wrong_shapes, plain_parts, other_seeds]
 
 
 @pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)

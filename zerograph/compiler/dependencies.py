@@ -23,7 +23,7 @@ from zerograph.passes.rules.registry import user_rules
 OF_LOOP = "the part of the loop"
 _FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
 # Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
-_OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step")
+_OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step", "state_dict", "load_state_dict", "_zerograph_graphs")
 
 
 @dataclass(frozen=True, eq=False)

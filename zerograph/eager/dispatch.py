@@ -58,7 +58,7 @@ def _operator(operator: OpOverload) -> Operator:
     written = tuple(i for i, one in enumerate(arguments) if one.alias_info is not None and one.alias_info.is_write)
     results = _torch.returns(operator)
     returned = written[0] if written and len(results) == 1 and results[0].alias_info is not None else None
-    special = _SPECIAL.get(operator)
+    special = _collective if operator.namespace in ("c10d", "_c10d_functional") else _SPECIAL.get(operator)
     if special is None and _torch.is_composite(operator):
         special = functools.partial(_decomposed, operator)
     if special is None and (without := _torch.overload_without_out(operator)) is not None:
@@ -506,6 +506,14 @@ _BY_SHAPE = {
 
 def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
     return kind(x.local, x.spec)
+
+
+def _collective(*_: Any, **__: Any) -> NoReturn:
+    raise InputError(
+        "torch.distributed is called with a zg.GlobalTensor, which has the same values on all ranks\n"
+        "Leave the call out, and count one process where its result is divided by the number of ranks. For an exchange "
+        "of what each rank has, pass x.to_local()."
+    )
 
 
 def _decomposed(operator: OpOverload, kind: type[GlobalTensor], *args: Any, **kwargs: Any) -> Any:
