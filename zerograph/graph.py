@@ -34,6 +34,7 @@ from zerograph.inspection.environment import EnvironmentObserver
 from zerograph.inspection.inspected import Inspected
 from zerograph.inspection.trace import Trace
 from zerograph.ir import finite_check
+from zerograph.ir.buckets import VECTOR_BYTES
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.ir.zero import DEFAULT_STAGE, Mode, Stage
@@ -188,7 +189,11 @@ class ZeroGraph(Inspected):
     def _run_inputs(self, step: CompiledStep, executor: Executor, batch: Batch) -> tuple[Any, ...]:
         """Return the arguments of an executor's run."""
         seed = self._seed_of_step() if executor.draws else 0
-        return batch.tensors, step.number_values(), seed, self._doing(), step.size_values(batch)
+        tensors = batch.tensors
+        if self.config.virtual_ranks is not None:
+            # Products of tensors that begin in the middle of a vector may round otherwise.
+            tensors = tuple(x if x.data_ptr() % VECTOR_BYTES == 0 else x.clone() for x in tensors)
+        return tensors, step.number_values(), seed, self._doing(), step.size_values(batch)
 
     def _finish(self, step: CompiledStep, batch: Batch, inputs: tuple[Any, ...], values: list[Tensor]) -> Any:
         """Count a run, and return what ``build()`` returned.

@@ -116,8 +116,6 @@ def _stored(node: fx.Node, context: Context) -> tuple[list[fx.Node], list[fx.Nod
     again = [emit_like(node, enter, whole, along, context.batch.micro_batches)]
     if not isinstance(time, Split):
         again.append(emit_like(node, aten.squeeze.dim, again[-1], 0))
-    if along:
-        again.append(emit_like(node, aten.clone.default, again[-1], memory_format=torch.contiguous_format))
     again.append(emit_like(node, aten.permute.default, again[-1], [order.index(dim) for dim in range(value.dim())]))
     return stored, again
 
@@ -282,6 +280,11 @@ class _Body:
             if _takes_part(source):
                 _, along, _, start, size = source.args
                 part = emit(self.graph, aten.narrow.default, (whole, along, start, size), origin(source), like=source)
+                self._copies[source] = part
+            elif source.target is enter and self.context.batch.slices is not None:
+                # Products of a part that begins at another address may round otherwise.
+                layout = torch.contiguous_format
+                part = emit(self.graph, aten.clone.default, (whole,), origin(source), like=source, memory_format=layout)
                 self._copies[source] = part
 
     def copy(self, node: fx.Node) -> None:

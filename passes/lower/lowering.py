@@ -119,6 +119,9 @@ class Lowering:
         part = self.emit(target, *(arg.at(position) if isinstance(arg, RankNumber) else arg for arg in args))
         meta(part)["boxing"] = self.change
         meta(part)["rank_arguments"] = rank_arguments
+        if self.context.batch.slices is not None and self.change.tensor.kind == "value":
+            # Products of a part that begins in the middle of a vector may round otherwise.
+            return self.emit(aten.clone.default, part, memory_format=torch.contiguous_format)
         return self.contiguous(part)
 
 

@@ -70,6 +70,11 @@ def dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 15), nn.Dropout(0.3), nn.GELU(), nn.Linear(15, 3))
 
 
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Each parameter is whole on one rank, whose number decides where it is in its bucket."""
+    return torch.optim.Muon(model.parameters(), lr=1e-2)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -176,6 +181,28 @@ def in_fp64(name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     step = TrainStep(model, adamw(model), 2, virtual_ranks=4)
     losses = [step(part(x), part(y)) for x, y in batches(name, 3, 8, torch.float64)]
     return losses, step.state_dict()["modules"]["model"]
+
+
+def with_rows_at(shift: int, optimizer: Callable[..., torch.optim.Optimizer], stage: int) -> Run:
+    """Train on rows that begin so many elements after the beginning of their memory."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(129, 63, bias=False), nn.GELU(), nn.Linear(63, 3, bias=False))
+    step = TrainStep(model, optimizer(model), stage, virtual_ranks=4)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(12, 129, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+    rows = torch.empty(shift + part(x).numel())[shift:].view_as(part(x)).copy_(part(x))
+    losses = {f"loss {n}": text_of(step(rows, part(y))) for n in range(STEPS)}
+    return losses | step.fingerprint()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, muon])
+def test_bits_do_not_depend_on_where_rows_are_in_memory(
+    pool: Pool, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """A product of three rows by 129 columns rounds otherwise where a row begins in the middle of a vector."""
+    wanted = pool.run(1, with_rows_at, 0, optimizer, 0)[0]
+    for ranks, shift, stage in ((1, 5, 2), (2, 3, 3), (4, 0, 1)):
+        assert_equal(pool.run(ranks, with_rows_at, shift, optimizer, stage)[0], wanted, f"{ranks} ranks")
 
 
 def saved(folder: Path) -> Run:

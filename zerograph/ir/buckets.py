@@ -140,8 +140,10 @@ class Bucket:
 
     @property
     def is_in_norm_blocks(self) -> bool:
-        """True if shards begin at multiples of ``norm_block``; parameters with owners are in no norm."""
-        return self.has_owners or self.padded % (self.ranks * self.norm_block) == 0
+        """True if shards begin at multiples of ``norm_block``, or parameters with owners at multiples of vectors."""
+        if self.has_owners:
+            return self.block % _SMALLEST_NORM_BLOCK == 0
+        return self.padded % (self.ranks * self.norm_block) == 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -196,7 +198,7 @@ class Parameter:
 
 
 # The longest vectors of CPUs, in bytes. A fused kernel rounds the elements after the last whole vector otherwise.
-_VECTOR_BYTES = 64
+VECTOR_BYTES = 64
 
 
 def plan_buckets(
@@ -332,7 +334,7 @@ def state_layout(
     slots = [
         Slot(slot.name, shape, 0, torch.Size(shape).numel()) for slot, shape in zip(bucket.slots, shapes, strict=True)
     ]
-    laid, padded = _laid_by_owner(slots, bucket.owners, bucket.ranks)
+    laid, padded = _laid_by_owner(slots, bucket.owners, bucket.ranks, bucket.block, bucket.block)
     numel = sum(slot.numel for slot in slots)
     return replace(
         bucket,
@@ -368,7 +370,7 @@ def _lay(
         offset += _rounded_up(numel, block)
     numel = sum(slot.numel for slot in slots)
     ranks = size_along(mesh, zero_dims)
-    vector = _VECTOR_BYTES // first.dtype.itemsize if first.fused and ranks > 1 else 1
+    vector = VECTOR_BYTES // first.dtype.itemsize if first.fused and ranks > 1 else 1
     vector = norm_block(numel) if in_norm_blocks else vector
     # With blocks each rank of the mesh can sum whole blocks, whatever the dimensions that a reduction runs along.
     padded = _rounded_up(offset, ranks * vector if block == 1 else mesh.size * max(vector, block))
@@ -379,6 +381,9 @@ def _lay(
     kind = (first.dtype, first.device, tuple(sbp), first.key)
     if first.has_owner:
         owners = _owners([slot.numel for slot in slots], ranks, loads)
+        if in_norm_blocks:
+            # A parameter then begins at an address of the same alignment on each number of ranks.
+            block, vector = max(block, _SMALLEST_NORM_BLOCK), _SMALLEST_NORM_BLOCK
         multiple = vector if block == 1 else mesh.size // ranks * max(vector, block)
         laid, padded = _laid_by_owner(slots, owners, ranks, multiple, block)
         form = (first.one_by_one, first.compute_dtype)
