@@ -12,7 +12,7 @@ import pytest
 from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
-    "zerograph": 1220,
+    "zerograph": 1225,
     "zerograph/_torch": 1260,
     "zerograph/artifact": 1150,
     "zerograph/base": 520,
@@ -20,21 +20,21 @@ BUDGET = {
     "zerograph/cli": 1055,
     "zerograph/compat": 3235,
     "zerograph/compiler": 4335,
-    "zerograph/eager": 860,
+    "zerograph/eager": 865,
     "zerograph/inspection": 2520,
     "zerograph/integrations": 825,
-    "zerograph/ir": 2945,
+    "zerograph/ir": 2955,
     "zerograph/loops": 1775,
     "zerograph/ops": 1290,
     "zerograph/optim": 1035,
     "zerograph/planner": 2050,
     "zerograph/state": 3190,
-    "passes": 8350,
+    "passes": 8355,
     "runtime": 5995,
     "benchmarks": 6170,
-    "tests": 38_810,
+    "tests": 38_870,
 }
-PACKAGE = 47_235
+PACKAGE = 47_265
 
 
 @pytest.fixture(scope="module")

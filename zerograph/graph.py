@@ -205,7 +205,8 @@ class ZeroGraph(Inspected):
         # A flag may be NaN or infinite, which counts as set.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
         if flags.get(finite_check.NOT_FINITE.name):
-            if self.config.on_nonfinite == "raise":
+            # Also where clip_grad_norm_(error_if_nonfinite=True) checks its norm.
+            if self.config.on_nonfinite != "skip":
                 raise nonfinite_error(step, batch.names, *inputs)
             self._count_skipped()
         skips = {name: skip for name, skip in flags.items() if name.startswith(FOUND_INF)}

@@ -407,10 +407,53 @@ def test_the_option_clips_as_the_call_does() -> None:
         zg.Config(clip_grad_norm=0.0)
 
 
-def reads_the_norm(model: nn.Module, _: Any, x: Tensor, y: Tensor) -> Loss:
-    loss = loss_only(model, _, x, y)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
-    return loss
+def needs_a_finite_norm(model: nn.Module, _: Any, x: Tensor, y: Tensor) -> Loss:
+    loss = loss_of(model, x, y)
+    loss.backward()
+    return loss, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, error_if_nonfinite=True)
+
+
+def steps_with_a_finite_norm(option: str) -> dict[str, Tensor]:
+    """Run two steps, and between them one whose gradients of rank 0 are infinite."""
+    model = model_of(torch.float64)
+    step = Step(needs_a_finite_norm, model, [optimizer_of(model)], 3)
+    step.config.on_nonfinite = option
+    for number, (x, y) in enumerate(data(torch.float64, 3)):
+        if number == 1:
+            before = step.fingerprint()
+            with pytest.raises(zg.NonFiniteError, match="a loss or gradient of step 2 is not finite"):
+                step(part(x * float("inf") if zg.rank() == 0 else x), part(y))
+            assert step.fingerprint() == before
+        else:
+            step(part(x), part(y))
+    state: dict[str, Tensor] = step.state_dict()["modules"]["model"]
+    return state
+
+
+@pytest.mark.parametrize("option", ["ignore", "raise"])
+def test_a_norm_that_must_be_finite_is_looked_at_before_state_changes(pool: Pool, option: str) -> None:
+    model = model_of(torch.float64)
+    optimizer = optimizer_of(model)
+    for x, y in data(torch.float64, 3)[::2]:
+        optimizer.zero_grad()
+        needs_a_finite_norm(model, None, x, y)
+        optimizer.step()
+    for state in pool.run(2, steps_with_a_finite_norm, option):
+        torch.testing.assert_close(state, dict(model.state_dict()))
+
+
+def scales_its_loss(model: nn.Module) -> Step:
+    step = Step(needs_a_finite_norm, model, [optimizer_of(model)], 2)
+    step.config.grad_scaler = zg.GradScaler()
+    return step
+
+
+def test_with_a_scaled_loss_it_is_refused() -> None:
+    (x, y), *_ = data(torch.float64)
+    with pytest.raises(
+        zg.CaptureError, match=r"error_if_nonfinite=True.*\n.*test_gradients.py.*\n.*config.on_nonfinite"
+    ):
+        scales_its_loss(model_of(torch.float64))(x, y)
 
 
 KEPT: list[nn.Parameter] = [nn.Parameter(torch.ones(3))]
@@ -439,7 +482,6 @@ def rounds_on_the_way_back(model: Any, _: Any, x: Tensor, y: Tensor) -> Loss:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (reads_the_norm, ["error_if_nonfinite=True", "test_gradients.py", "config.on_nonfinite"]),
         (clips_what_it_kept, ["no gradient", "KEPT, 1.0", "self.model.parameters()"]),
         (assigns_data, [".data", "model.first.bias.data * 2", "copy_"]),
         (rounds_on_the_way_back, ["model.first.bias in place", "p.copy_(old)"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -263,6 +264,7 @@ class _Trace:
         returned: its leaves; the class ``Tensor`` stands for a tensor.
         gradients: names of the parameters that have a gradient.
         checks: roles of the outputs after the gradients: overflow flags and residues.
+        norms: norms that ``build()`` requires to be finite.
         regions: local regions that ``build()`` called.
         attributes: tensors of the trace that ``build()`` left in attributes, by path.
         backward_calls: number of calls of ``backward()``.
@@ -272,6 +274,7 @@ class _Trace:
     returned: list[Any] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     checks: list[Role] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
     regions: list[Region] = field(default_factory=list)
     attributes: dict[str, Tensor] = field(default_factory=dict)
     backward_calls: int = 1
@@ -394,9 +397,11 @@ class _Tracer:
         gradients = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}
         trace.gradients = list(gradients)
         checks = [(found_inf_role(overflow.optimizer), overflow.flag) for overflow in backward.overflows]
+        losses, updating = trace.norms, list[Tensor]()
         if capture.checked:
             scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.dim()]
-            losses, updating = [*backward.roots, *scalars], backward.checked_gradients(gradients)
+            losses, updating = [*losses, *backward.roots, *scalars], backward.checked_gradients(gradients)
+        if losses or updating:
             checks += finite_check.residues(losses, updating, backward.overflows)
         trace.checks = [role for role, _ in checks]
         return [
@@ -413,7 +418,7 @@ class _Tracer:
         with (
             self._replaced(state),
             _swapped_groups(capture.groups, state),
-            _torch.replaced_total_norm(total_norm),
+            _torch.replaced_total_norm(functools.partial(total_norm, checked=None if capture.scaled else trace.norms)),
             FunctionMode(),
             module_paths(capture.root) as path,
             Recorder(path),

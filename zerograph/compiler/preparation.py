@@ -23,10 +23,12 @@ from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.config import Config
 from zerograph.errors import ArtifactError, PlacementError
+from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.hosts import HostLayout
 from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import meta
+from zerograph.ir.step_graph import output_with_role
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import (
     BackendTraits,
@@ -249,7 +251,7 @@ class Preparation:
                 # A sum of many slices in the narrow dtype of their computation would lose digits.
                 reduce_dtype=config.reduce_dtype or (None if config.virtual_ranks is None else torch.float32),
                 scaler=config.scaler if self.trains and updates else None,
-                checked=config.on_nonfinite != "ignore" and updates,
+                checked=updates and output_with_role(self.captured.graph.graph, "check", NOT_FINITE.name) is not None,
                 wire=config.wire,
             ),
             memory=MemoryOptions(

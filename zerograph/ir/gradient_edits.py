@@ -308,14 +308,22 @@ def _call(node: fx.Node, texts: Mapping[fx.Node, str]) -> str:
     return f"{node.target}({args}, {kwargs})"
 
 
-def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) -> Tensor | None:
+def total_norm(
+    tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool, checked: list[Tensor] | None
+) -> Tensor | None:
     """Return the total norm as the operator that ``flatten`` expands, in place of ``torch.nn.utils.get_total_norm``.
+
+    Args:
+        tensors: the gradients.
+        p: the order of the norm.
+        error_if_nonfinite: the norm must be finite.
+        checked: takes a norm that must be finite; None if the step cannot check it.
 
     Returns:
         The norm, 0-d; None for orders that torch computes itself.
 
     Raises:
-        CaptureError: there are no gradients, or ``error_if_nonfinite`` is set.
+        CaptureError: there are no gradients, or the norm must be finite and cannot be checked.
     """
     line, code = source.running_line()
     if not tensors:
@@ -324,10 +332,14 @@ def total_norm(tensors: Sequence[Tensor], p: float, error_if_nonfinite: bool) ->
             "Call backward() before, and pass parameters of the graph's modules as build() sees them "
             "(self.model.parameters(); a list that was made outside build() holds others)."
         )
-    if error_if_nonfinite:
-        raise CaptureError(
-            f"error_if_nonfinite=True reads the norm while the step is being traced\n  {line}   {code}\n"
-            'Leave it out, and set config.on_nonfinite = "raise": an error before any state changes.'
-        )
     # Torch has special cases for other orders.
-    return TOTAL_NORM(list(tensors), p) if p > 0 else None
+    norm = TOTAL_NORM(list(tensors), p) if p > 0 else None
+    if error_if_nonfinite:
+        if norm is None or checked is None:
+            raise CaptureError(
+                f"error_if_nonfinite=True with a scaled loss, or a norm of order {p}, reads the norm while the step is "
+                f"being traced\n  {line}   {code}\n"
+                'Leave it out, and set config.on_nonfinite = "raise": an error before any state changes.'
+            )
+        checked.append(norm)
+    return norm
