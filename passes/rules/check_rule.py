@@ -32,10 +32,10 @@ def check_rule(operator: Any, *examples: Any, ranks: int = 2, **options: Any) ->
         CaptureError: the rule does not fit the shapes.
     """
     overload = next((one for one in _torch.overloads(operator) if _takes(one, examples, options)), None)
-    if overload is None or ranks < 2:
-        raise ConfigError(
-            f"check_rule() takes an operator, its arguments and 2 or more ranks, not {operator!r:.60} and {ranks}"
-        )
+    if overload is None:
+        raise ConfigError(f"check_rule() takes an operator and its arguments, not {operator!r:.60}")
+    if ranks < 2:
+        raise ConfigError(f"check_rule(ranks={ranks}) cuts nothing into pieces: give 2 or more")
     if rule_of(overload) is None:
         raise ConfigError(f"{overload} has no rule: register one by zg.register_rule()")
     node = _node(overload, examples, options)

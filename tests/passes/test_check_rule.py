@@ -68,6 +68,11 @@ def test_what_cannot_be_checked_is_an_error(operator: object, arguments: tuple[T
         zg.check_rule(operator, *arguments)
 
 
+def test_one_rank_cuts_nothing() -> None:
+    with pytest.raises(zg.ConfigError, match=r"ranks=1.*give 2 or more"):
+        zg.check_rule(torch.ops.aten.mm.default, X, SCALE, ranks=1)
+
+
 @pytest.mark.parametrize("name", ["mm", "addmm"])
 def test_built_in_rules_pass(name: str) -> None:
     bias = (torch.randn(8),) if name == "addmm" else ()

@@ -88,7 +88,8 @@ def guard(optimizer: torch.optim.Optimizer, graph: StateOwner, building: Callabl
     def refuse() -> None:
         if storing("step()") is not None:
             raise SplitParameterError(
-                f"{plain.__name__}.step(): the optimizer's state is stored in the graph now\nCall the graph to update."
+                f"{plain.__name__}.step(): the optimizer's state is stored in the graph now\n"
+                "Call the graph to update. The state is in state_dict(), of the graph and of the optimizer."
             )
 
     def state_dict() -> dict[str, Any]:
