@@ -339,3 +339,50 @@ def test_one_row_that_only_one_rank_passes_is_an_error_since_it_might_be_broadca
     for message in pool.run(2, one_row_on_one_rank):
         assert "first in the number of its tensors" in message
         assert "passes an empty tensor" in message
+
+
+def test_an_update_does_not_depend_on_what_a_module_keeps() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model.kept = []  # type: ignore[assignment]
+    model, optimizer = prepare_at(2)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings(record=True) as messages:
+        warnings.simplefilter("always")
+        for number in range(10):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.kept.append(number)
+    assert not [one for one in messages if str(one.message).startswith("step ")]
+
+
+def a_function_of_calls() -> tuple[set[str], float, float]:
+    torch.manual_seed(0)
+    model, kinds = nn.Linear(4, 3), set()
+
+    def loss_of(x: Tensor, *, reads: bool) -> Tensor:
+        loss = model(x).square().mean()
+        kinds.add(type(model.weight).__name__)
+        return loss + model.weight.sum() if reads else loss
+
+    model, optimizer, function = prepare_at(3)(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
+    for reads in (False, False, False, True):
+        loss = function(torch.ones(1, 4), reads=reads)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return kinds, loss.item(), model.state_dict()["weight"].sum().item()
+
+
+def test_a_prepared_function_that_calls_modules_gathers_nothing_else(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for reads in (False, False, False, True):
+        loss = model(torch.ones(1, 4)).square().mean() + (model.weight.sum() if reads else 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    for kinds, last, total in pool.run(2, a_function_of_calls):
+        assert "SplitParameter" in kinds
+        assert (last, total) == pytest.approx((loss.item(), model.weight.sum().item()))

@@ -412,9 +412,10 @@ class Steps:
             facts |= {
                 "the number of threads (torch.set_num_threads), with config.virtual_ranks": torch.get_num_threads()
             }
-        # Updates and edits of gradients run no code of the model.
-        named = request is None or request.gradients not in ("accumulated", "edit")
-        return facts | compiler.guards() | (compiler.named_values(members) if named else {})
+        if request is not None and request.gradients in ("accumulated", "edit"):
+            # Updates and edits of gradients run no code of the model.
+            return facts | {"modules": ()} | compiler.guards()
+        return facts | compiler.guards() | compiler.named_values(members)
 
 
 class Recompiles:

@@ -104,7 +104,9 @@ class Loop:
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
-        self._show()
+        if isinstance(function, nn.Module):
+            # A function may call modules only, as Lightning's training_step. What it reads itself is made whole then.
+            self._show()
         run = function
         if "_zerograph_prepared" in vars(type(function)):
             run = type(function).__bases__[0].__call__.__get__(function)
