@@ -5,6 +5,7 @@ All that a run returns and leaves is compared: losses, norms, parameters, buffer
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import zerograph as zg
 from tests.harness import deviation, joined, plain_run, prepare
 from tests.models import MODELS, TrainStep, adamw, batches, make, part
 from tests.pool import Pool, RanksError
+from tests.scripts import run_script
 from zerograph.ops.tree_sum import sum_in_tree
 from zerograph.runtime.optimizer_state import text_of
 
@@ -305,3 +307,11 @@ def with_threads(rows: list[int], threads: list[int]) -> None:
 def test_ranks_that_differ_are_refused(pool: Pool, rows: list[int], threads: list[int], message: str) -> None:
     with pytest.raises(RanksError, match=message):
         pool.run(2, with_threads, rows, threads)
+
+
+def test_the_example_prints_one_hash(pool: Pool) -> None:
+    script = Path(__file__).parents[2] / "examples" / "same_bits.py"
+    printed = {ranks: run_script(pool, ranks, script)[0][0] for ranks in (1, 2, 4)}
+    hashes = {re.findall(r"hash (\w+)", text)[0] for text in printed.values()}
+    assert len(hashes) == 1
+    assert "4 rank(s)" in printed[4]
