@@ -326,6 +326,8 @@ def capture_facts(
     attributes: Mapping[str, Any],
     optimizers: Optimizers,
     constants: Callable[[int, int], Mapping[str, Any]],
+    *,
+    runs_modules: bool = True,
 ) -> dict[str, Any]:
     """Return what a captured graph depends on besides its inputs, by name. Equal facts mean the same graph.
 
@@ -334,6 +336,7 @@ def capture_facts(
         attributes: the graph's public attributes.
         optimizers: those of the graph.
         constants: returns the hyperparameters that are constants in the graph, of an optimizer and a group by number.
+        runs_modules: the graph depends on what the modules hold besides tensors.
     """
     names, hooks = members.names(), gradient_hooks(members.parameters.values())
     with without_torch_function():
@@ -347,7 +350,7 @@ def capture_facts(
         "parameters": parameters,
         "buffers": tuple((name, b.shape, b.dtype, b.device) for name, b in members.buffers.items()),
         "tied weights": tuple(members.aliases.items()),
-        "modules": members.module_facts,
+        "modules": members.module_facts if runs_modules else (),
         "attributes of the graph": attribute_guards(attributes),
         "optimizers": tuple(
             (

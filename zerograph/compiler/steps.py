@@ -406,16 +406,16 @@ class Steps:
     def _facts(self, members: Members, request: StepRequest | None = None) -> dict[str, Any]:
         """Return what a captured graph depends on besides its inputs, by name."""
         compiler = self._compiler
-        facts = capture_facts(members, self._attributes(), compiler.optimizers, compiler.updates.constants)
+        # Updates and edits of gradients run no code of the model.
+        runs = request is None or request.gradients not in ("accumulated", "edit")
+        constants = compiler.updates.constants
+        facts = capture_facts(members, self._attributes(), compiler.optimizers, constants, runs_modules=runs)
         if compiler.config.virtual_ranks is not None:
             # Some kernels add in another order with another number of threads.
             facts |= {
                 "the number of threads (torch.set_num_threads), with config.virtual_ranks": torch.get_num_threads()
             }
-        if request is not None and request.gradients in ("accumulated", "edit"):
-            # Updates and edits of gradients run no code of the model.
-            return facts | {"modules": ()} | compiler.guards()
-        return facts | compiler.guards() | compiler.named_values(members)
+        return facts | compiler.guards() | (compiler.named_values(members) if runs else {})
 
 
 class Recompiles:
