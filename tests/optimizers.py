@@ -93,6 +93,53 @@ class Shampoo(Optimizer):
             param.sub_(group["lr"] * update)
 
 
+class Assigning(Optimizer):
+    """Assigns its state instead of changing it in place, and swaps two entries."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param, state in _each(self):
+            if not state:
+                state["step"], state["mean"], state["last"] = 0, torch.zeros_like(param), param.grad
+            state["step"] = state["step"] + 1
+            state["mean"] = 0.9 * state["mean"] + param.grad
+            param.sub_(group["lr"] * (state["mean"] + state["last"]) / state["step"])
+            state["mean"], state["last"] = param.grad.sign() * state["last"], state["mean"]
+
+
+class Branching(Optimizer):
+    """Branches on its step count and on values; turns matrices by a factorization in every second step, as SOAP."""
+
+    def __init__(self, params: Any, lr: float, turns: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        self.turns = turns
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param, state in _each(self):
+            state["step"] = state.get("step", 0) + 1
+            update = param.grad
+            if "mean" not in state:
+                state["mean"] = torch.zeros_like(param)
+            if state["step"] > 2:
+                update = update + state["mean"]
+                if state["step"] % 2 == 0 and group["lr"] > 0:
+                    state["mean"] = update / 2
+                    update = update.sign()
+            if self.turns and param.dim() == 2:
+                if "basis" not in state:
+                    state["basis"] = torch.eye(param.shape[0], dtype=param.dtype)
+                if state["step"] % 2 == 1:
+                    state["basis"] = torch.linalg.qr(update @ state["basis"] + 3 * torch.eye(7, dtype=param.dtype))[0]
+                update = state["basis"] @ update
+                if update.norm() > 1:
+                    update /= update.norm()
+            param.sub_(group["lr"] * update)
+
+
 class GlobalNorm(Optimizer):
     """Normalises by the norm of all gradients together: no parameter can be updated for itself."""
 

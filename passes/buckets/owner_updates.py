@@ -5,11 +5,11 @@ The graph of global tensors has one node for the whole bucket. ``localize`` repl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
@@ -46,7 +46,7 @@ def owner_update_module(bucket: Bucket, update: BucketUpdate, rank: int, *, guar
         rank: the owner's position along ZeRO's mesh dimension.
         guarded: whether the update can be skipped.
     """
-    root = torch.nn.Module()
+    root = nn.Module()
     graph = fx.Graph()
     flat, gradient = graph.placeholder("flat"), graph.placeholder("gradient")
     numbers = {name: graph.placeholder(f"number_{index}") for index, name in enumerate(update.numbers)}
@@ -87,12 +87,75 @@ def _part(graph: fx.Graph, flat: fx.Node, slot: Slot, offset: int, shape: Sequen
     return graph.call_function(aten.view.default, (part, list(shape)))
 
 
-def in_place_module(program: UpdateProgram, *, first: bool, guarded: bool = False) -> fx.GraphModule:
+def in_place_module(program: UpdateProgram, *, first: bool, guarded: bool = False) -> nn.Module:
     """Return the program as a module that writes its results in place and returns nothing.
 
-    Its inputs are param, grad, every number, the condition if ``guarded``, and every state.
+    Its inputs are param, grad, every number, the condition if ``guarded``, and every state. Of two values that a
+    condition selects, only that one is computed, where the CPU knows the condition.
     """
     source = program.first if first and program.first is not None else program.graph
+    return _in_place(source, program, guarded, {})
+
+
+class Branch(nn.Module):
+    """Run one of two updates, by a condition on 0-d inputs."""
+
+    def __init__(self, condition: fx.GraphModule, yes: nn.Module, no: nn.Module) -> None:
+        super().__init__()
+        self.condition, self.yes, self.no = condition, yes, no
+
+    def forward(self, *inputs: Tensor) -> None:
+        """Update the parameter and its state."""
+        (self.yes if self.condition(*inputs) else self.no)(*inputs)
+
+
+def _in_place(
+    source: fx.GraphModule, program: UpdateProgram, guarded: bool, chosen: Mapping[fx.Node, int]
+) -> nn.Module:
+    """Return a module for the update where conditions are known: by condition, the position of the selected value."""
+    ends = [node for node in source.graph.nodes if node.op == "output" or node.target is aten.copy_.default]
+    needed = _needed(ends, chosen)
+    selections = [node for node in needed if node.target is aten.where.self and node.args[0] not in chosen]
+    conditions = {node.args[0] for node in selections if _is_known(node.args[0])}
+    condition = next((node for node in source.graph.nodes if node in conditions), None)
+    if condition is None:
+        return _module(source, program, guarded, needed, chosen, None)
+    asked = _module(source, program, guarded, _needed([condition], chosen), chosen, condition)
+    yes, no = (_in_place(source, program, guarded, {**chosen, condition: position}) for position in (1, 2))
+    return Branch(asked, yes, no)
+
+
+def _needed(ends: Iterable[fx.Node], chosen: Mapping[fx.Node, int]) -> set[fx.Node]:
+    nodes, needed = list(ends), set[fx.Node]()
+    while nodes:
+        node = nodes.pop()
+        if node not in needed:
+            needed.add(node)
+            nodes += _read(node, chosen)
+    return needed
+
+
+def _read(node: fx.Node, chosen: Mapping[fx.Node, int]) -> list[Any]:
+    is_chosen = node.target is aten.where.self and node.args[0] in chosen
+    return [node.args[chosen[node.args[0]]]] if is_chosen else node.all_input_nodes  # type: ignore[index]
+
+
+def _is_known(condition: Any) -> bool:
+    """Return True for a truth that is computed on the CPU from 0-d inputs alone."""
+    value = condition.meta.get("val")
+    is_scalar = isinstance(value, Tensor) and not value.dim() and value.device.type == "cpu"
+    return is_scalar and all(map(_is_known, condition.all_input_nodes))
+
+
+def _module(
+    source: fx.GraphModule,
+    program: UpdateProgram,
+    guarded: bool,
+    needed: Collection[fx.Node],
+    chosen: Mapping[fx.Node, int],
+    result: fx.Node | None,
+) -> fx.GraphModule:
+    """Return a module of the needed nodes that writes the results in place, or returns this one."""
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name) for name in ("param", "grad")}
     inputs |= {name: graph.placeholder(f"number_{index}") for index, name in enumerate(program.numbers)}
@@ -105,6 +168,8 @@ def in_place_module(program: UpdateProgram, *, first: bool, guarded: bool = Fals
     for node in source.graph.nodes:
         if node.op == "placeholder":
             copies[node] = inputs[meta(node)["update_input"]]
+        elif node not in needed:
+            continue
         elif node.op == "output":
             returned = node.args[0]
             for name, new in zip(program.state, returned if isinstance(returned, (list, tuple)) else (), strict=False):
@@ -112,9 +177,11 @@ def in_place_module(program: UpdateProgram, *, first: bool, guarded: bool = Fals
         elif node.target is aten.copy_.default:
             target, value = (copies[argument] for argument in node.all_input_nodes)
             _write(graph, target, value, overflow)
+        elif (read := _read(node, chosen)) != node.all_input_nodes:
+            copies[node] = copies[read[0]]
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(())
+    graph.output(() if result is None else copies[result])
     return fx.GraphModule(source, graph)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 import zerograph as zg
 from tests.models import Batch, TrainStep, part, train_plainly
-from tests.optimizers import Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
+from tests.optimizers import Assigning, Branching, Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
 from zerograph.optim import trace_update
 
@@ -69,13 +69,16 @@ SINGLE: dict[str, Any] = {
     "lamb": lambda m: Lamb(groups(m, decay=0.0), lr=0.01, decay=0.1),
     "lars": lambda m: Lars(m.parameters(), lr=0.1),
     "shampoo": lambda m: Shampoo(m.parameters(), lr=0.1),
+    "assigning": lambda m: Assigning(m.parameters(), lr=0.05),
+    "branching": lambda m: Branching(m.parameters(), lr=0.05, turns=False),
+    "turning": lambda m: Branching(groups(m, lr=0.01), lr=0.05, turns=True),
 }
 OPTIMIZERS: dict[str, Any] = {
     **{name: lambda m, make=make: [make(m)] for name, make in SINGLE.items()},
     "muon": lambda m: [torch.optim.Muon(matrices(m), lr=0.02), torch.optim.AdamW(vectors(m), lr=0.01)],
 }
 # Whole parameters dealt out to ranks, at every stage.
-DEALT = ("muon", "adafactor", "lamb", "shampoo")
+DEALT = ("muon", "adafactor", "lamb", "shampoo", "turning")
 
 
 class Step(TrainStep):
@@ -141,7 +144,12 @@ def check(name: str, losses: Tensor, state: dict[str, Any]) -> None:
     for found, plain in zip(state["optimizers"], optimizers, strict=True):
         held, wanted_held = found["state"], plain.state_dict()["state"]
         assert held.keys() == wanted_held.keys()
-        for number, one in wanted_held.items():
+        for number, entries in wanted_held.items():
+            # A number that counts steps is a 0-d tensor of ours.
+            one = {
+                entry: value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+                for entry, value in entries.items()
+            }
             torch.testing.assert_close(held[number], one, rtol=1e-10 * scale, atol=1e-12 * scale)
 
 

@@ -20,12 +20,11 @@ from torch import Tensor, fx
 
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
-from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.metadata import meta
-from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path, StateSpec, UpdateProgram
 from zerograph.optim import hyperparameters
 from zerograph.optim.beginning import beginning
+from zerograph.optim.branches import functional
 from zerograph.optim.hyperparameters import Lift, Watched
 from zerograph.optim.memory import FACTORIES, root_of
 from zerograph.optim.proofs import mixing, refuse_random
@@ -155,15 +154,15 @@ def trace_update(
     for program in programs:
         if (program.optimizer, program.key, program.state, program.fused is not None) == (name, key, specs, fused):
             return program
-    functional = _functional(steady)
+    later = functional(steady)
     return UpdateProgram(
         optimizer=name,
         key=key,
-        graph=functional,
-        first=None if same else _functional(first),
+        graph=later,
+        first=None if same else functional(first),
         fused=_fused(Sample(optimizer, group, shape_traced, dtype, device, fused=True), specs) if fused else None,
         state=specs,
-        operators=sum(node.op == "call_function" for node in functional.graph.nodes),
+        operators=sum(node.op == "call_function" for node in later.graph.nodes),
         mixes=mixes,
         any_shape=mixes is None and not sample.asks_sizes,
         shapes=shapes,
@@ -223,27 +222,6 @@ def _move_scalars(graph: fx.GraphModule, sample: Sample) -> None:
                 if argument.meta["val"].dim() == 0:
                     copy = graph.graph.call_function(aten._to_copy.default, (argument,), options)
                     node.replace_input_with(argument, copy)
-
-
-def _functional(graph: fx.GraphModule) -> fx.GraphModule:
-    nodes = placeholders(graph.graph)
-    functional = without_mutation(graph)
-    for old, new in zip(nodes, placeholders(functional.graph), strict=True):
-        meta(new)["update_input"] = meta(old)["update_input"]
-    for node in functional.graph.find_nodes(op="get_attr"):
-        constant = getattr(functional, str(node.target))
-        if isinstance(constant, Tensor) and constant.dim() == 0:
-            with functional.graph.inserting_before(node):
-                options: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device}
-                full = functional.graph.call_function(aten.full.default, ([], constant.item()), options)
-            full.meta.update(node.meta)
-            node.replace_all_uses_with(full)
-            functional.graph.erase_node(node)
-    # There is no autograd here: a detached tensor is the tensor itself, and may be written in place.
-    for node in functional.graph.find_nodes(op="call_function", target=aten.detach.default):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        functional.graph.erase_node(node)
-    return functional
 
 
 def key_of(graph: fx.GraphModule, returned_state: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
+from zerograph.optim.branches import Answers, Trace, over_branches
 from zerograph.optim.memory import FACTORIES
 from zerograph.optim.tensor_values import ValuesAsTensors
 
@@ -122,7 +123,9 @@ class Sample:
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
     ) -> tuple[fx.GraphModule, dict[str, Tensor]]:
-        """Trace one ``step()``, with mutation, and return it with the optimizer's state tensors after it.
+        """Trace one ``step()``, and return it with the optimizer's state tensors after it.
+
+        The graph has mutation, unless the update branches on values.
 
         The inputs are ``lr``, then the parameter, its gradient and its state, for each parameter. Their
         ``update_input`` is ``param``, ``grad`` or a name of state, with a number appended after the first parameter.
@@ -134,8 +137,24 @@ class Sample:
             parameters: number of parameters.
         """
         after: dict[str, Tensor] = {}
+        kept = self._kept
+
+        def traced(answers: Answers) -> Trace:
+            found, self._kept = dict[str, Tensor](), kept
+            trace = self._traced(state, parameters, answers, found)
+            if _forms(found) != _forms(after or found):
+                raise CaptureError(f"{type(self._optimizer).__name__} has other state in some branches of its step()")
+            after.update(found)
+            return trace
+
+        return over_branches(type(self._optimizer).__name__, traced), after
+
+    def _traced(
+        self, state: Mapping[str, StateTensor] | None, parameters: int, answers: Answers, after: dict[str, Tensor]
+    ) -> Trace:
+        """Trace one ``step()`` with these answers to its questions for the truth of tensors; fill ``after``."""
         names = ["param", "grad", *(state or ())]
-        mode = ValuesAsTensors()
+        mode = ValuesAsTensors(answers)
 
         def step(lr: Tensor, *values: Tensor) -> list[Tensor]:
             values, counts = values[: parameters * len(names)], values[parameters * len(names) :]
@@ -165,7 +184,11 @@ class Sample:
             entries = twin.state.get(leaves[0], {})
             after.update({key: value for key, value in entries.items() if isinstance(value, Tensor)})
             self._kept = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
-            return list(after.values()) if state is None else []
+            if state is None:
+                return [*after.values(), *mode.asked]
+            for leaf, before in zip(leaves, each, strict=True):
+                _write_back(type(twin).__name__, before, twin.state[leaf])
+            return mode.asked
 
         with _torch.fake_mode(), _torch.compiling(), torch.no_grad():
             lr = torch.empty((), dtype=torch.float64)
@@ -184,7 +207,7 @@ class Sample:
         _shape_from_param(traced, self.shape)
         _widen_scalars(traced)
         _allow_rate_zero(traced.graph)
-        return traced, after
+        return Trace(traced, len(mode.asked))
 
     def _twin(
         self, each: Sequence[Mapping[str, Tensor]], lr: Tensor, kept: Mapping[str, Any]
@@ -242,6 +265,35 @@ class Sample:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)
 
 
+def _write_back(optimizer: str, before: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:
+    """Copy state that the optimizer has assigned, instead of changing it in place, to the inputs of the graph.
+
+    Args:
+        optimizer: name of its class.
+        before: the inputs: the parameter, its gradient and its state, by name.
+        entries: the state after the step.
+
+    Raises:
+        CaptureError: the names, shapes or dtypes of the state change after the first step.
+    """
+    expected = _forms({name: value for name, value in before.items() if name not in ("param", "grad")})
+    forms = _forms(entries)
+    if expected != forms:
+        changed = {name for name in expected.keys() | forms.keys() if expected.get(name) != forms.get(name)}
+        raise CaptureError(
+            f"{optimizer} changes the shape or dtype of its state, or has other state, after its first step: "
+            f"{', '.join(sorted(changed))}\n"
+            "Create all state of a parameter in its first step, as it is later."
+        )
+    assigned = {name: entries[name].clone() for name in expected if entries[name] is not before[name]}
+    for name, value in assigned.items():
+        before[name].copy_(value)
+
+
+def _forms(entries: Mapping[str, Any]) -> dict[str, object]:
+    return {name: (value.shape, width(value)) for name, value in entries.items() if isinstance(value, Tensor)}
+
+
 def _set(twin: Any, path: Path, value: Any) -> None:
     if path[1:] == hyperparameters.OF_OPTIMIZER:
         setattr(twin, path[0], value)
@@ -269,8 +321,8 @@ def _trace(
             return _torch.trace(step, arguments)
         except (_torch.DataDependentOutputException, _torch.GuardOnDataDependentSymNode):
             raise CaptureError(
-                f"{optimizer}.step() branches on a tensor's value, or on a number that it counts\n"
-                "An update is one graph for all values; use torch.where, or another optimizer."
+                f"{optimizer}.step() needs a tensor's value, or a number that it counts, as a Python number\n"
+                "An update is one graph for all values. Compute with the tensor, or use another optimizer."
             ) from None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,18 @@ class ValuesAsTensors(TorchFunctionMode):
 
     Also record the line of the optimizer that calls each operator. While ``watching``, record in ``asks_sizes`` whether
     a call on a tensor with dimensions returns anything but tensors: if not, no Python code can depend on a size.
+
+    Args:
+        answers: the first answers to ``bool(tensor)``; later ones are False.
+
+    Attributes:
+        asked: the tensors whose truth was asked for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Sequence[bool] = ()) -> None:
         super().__init__()
         self.watching = self.asks_sizes = False
+        self.answers, self.asked = answers, list[Tensor]()
 
     def __enter__(self) -> Any:
         self._builtins = builtins.max, builtins.min
@@ -56,6 +63,9 @@ class ValuesAsTensors(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
+            if func is Tensor.__bool__ and args[0].numel() == 1:
+                self.asked.append(args[0].clone())
+                return len(self.asked) <= len(self.answers) and self.answers[len(self.asked) - 1]
             if func is Tensor.item:
                 return args[0].detach().reshape(()).to(torch.float64, copy=True)
             if func in _SUBS and isinstance((kwargs or {}).get("alpha", 1), (Tensor, torch.SymFloat)):
