@@ -130,11 +130,12 @@ class Branching(Optimizer):
                     state["mean"] = update / 2
                     update = update.sign()
             if self.turns and param.dim() == 2:
-                if "basis" not in state:
-                    state["basis"] = torch.eye(param.shape[0], dtype=param.dtype)
-                if state["step"] % 2 == 1:
-                    state["basis"] = torch.linalg.qr(update @ state["basis"] + 3 * torch.eye(7, dtype=param.dtype))[0]
-                update = state["basis"] @ update
+                if "bases" not in state:
+                    state["bases"], state["every"] = [torch.eye(param.shape[0], dtype=param.dtype), []], 2
+                if state["step"] % state["every"] == 1:
+                    rows = update @ state["bases"][0] + 3 * torch.eye(7, dtype=param.dtype)
+                    state["bases"] = [torch.linalg.qr(rows)[0], []]
+                update = state["bases"][0] @ update
                 if update.norm() > 1:
                     update /= update.norm()
             param.sub_(group["lr"] * update)

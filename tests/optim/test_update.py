@@ -145,11 +145,13 @@ def check(name: str, losses: Tensor, state: dict[str, Any]) -> None:
         held, wanted_held = found["state"], plain.state_dict()["state"]
         assert held.keys() == wanted_held.keys()
         for number, entries in wanted_held.items():
-            # A number that counts steps is a 0-d tensor of ours.
-            one = {
-                entry: value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
-                for entry, value in entries.items()
-            }
+            one = {}
+            for entry, value in entries.items():
+                if isinstance(value, list):
+                    one |= {f"{entry}[{index}]": part for index, part in enumerate(value) if isinstance(part, Tensor)}
+                elif entry != "every":
+                    # A number that counts steps is a 0-d tensor of ours.
+                    one[entry] = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
             torch.testing.assert_close(held[number], one, rtol=1e-10 * scale, atol=1e-12 * scale)
 
 

@@ -14,7 +14,7 @@ from zerograph.ir.alias import viewed
 from zerograph.ir.metadata import meta
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
-from zerograph.optim.memory import root_of
+from zerograph.optim.memory import FACTORIES, root_of
 from zerograph.optim.sampling import Sample
 
 aten = torch.ops.aten
@@ -84,7 +84,9 @@ def check_separate(
         elif node.op != "output":
             memory = _memory(node)
             sources = reads.setdefault(memory, set())
-            sources |= {source for argument in node.all_input_nodes for source in reads[_memory(argument)]}
+            # A factory takes a shape from a tensor, and no value.
+            read = [] if node.target in FACTORIES else node.all_input_nodes
+            sources |= {source for argument in read for source in reads[_memory(argument)]}
             if len(sources) > 1:
                 raise CaptureError(
                     f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "

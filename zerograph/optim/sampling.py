@@ -181,13 +181,13 @@ class Sample:
                 counters = {name for name in self._kept if f"state[{name!r}]" in changed}
                 is_new = len(counters) == len(changed) and not counters <= self.counters
                 raise _CountsError(message, counters) if is_new else CaptureError(message)
-            entries = twin.state.get(leaves[0], {})
+            entries = flat_state(twin.state.get(leaves[0], {}))
             after.update({key: value for key, value in entries.items() if isinstance(value, Tensor)})
             self._kept = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
             if state is None:
                 return [*after.values(), *mode.asked]
             for leaf, before in zip(leaves, each, strict=True):
-                _write_back(type(twin).__name__, before, twin.state[leaf])
+                _write_back(type(twin).__name__, before, flat_state(twin.state[leaf]))
             return mode.asked
 
         with _torch.fake_mode(), _torch.compiling(), torch.no_grad():
@@ -231,7 +231,7 @@ class Sample:
             for tensors in each
         ]
         for leaf, state in zip(leaves, states, strict=True):
-            if entries := state or _torch.initial_state(twin, leaf):
+            if entries := nested_state(state) or _torch.initial_state(twin, leaf):
                 twin.state[leaf] = _State(self.counters, entries)
         return leaves, twin
 
@@ -292,6 +292,29 @@ def _write_back(optimizer: str, before: Mapping[str, Tensor], entries: Mapping[s
 
 def _forms(entries: Mapping[str, Any]) -> dict[str, object]:
     return {name: (value.shape, width(value)) for name, value in entries.items() if isinstance(value, Tensor)}
+
+
+def flat_state(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with the tensors of a list as entries of their own: ``bases[0]``.
+
+    The rest of a list is the entry ``bases[]``.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
+            flat |= {f"{name}[{index}]": one for index, one in enumerate(value) if isinstance(one, Tensor)}
+            flat[f"{name}[]"] = [None if isinstance(one, Tensor) else one for one in value]
+        else:
+            flat[name] = value
+    return flat
+
+
+def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`flat_state` flattened."""
+    entries = {name.removesuffix("[]"): value for name, value in flat.items() if "[" not in name or name[-2:] == "[]"}
+    for name in flat.keys() & {f"{name}[]" for name in entries}:
+        entries[name[:-2]] = [flat.get(f"{name[:-2]}[{index}]", one) for index, one in enumerate(flat[name])]
+    return entries
 
 
 def _set(twin: Any, path: Path, value: Any) -> None:
@@ -427,7 +450,7 @@ def _numbers(optimizer: Any) -> dict[str, Any]:
         if id(owner) not in parameters:
             collect(f"state[{owner!r:.40}]", state)
         else:
-            for key, value in state.items():
+            for key, value in flat_state(state).items():
                 if not isinstance(value, Tensor):
                     collect(f"state[{key!r}]", value)
     for group in optimizer.param_groups:
