@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -93,7 +94,7 @@ def _input(
     graph: fx.Graph, input_role: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> fx.Node:
     with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(input_role.name.replace(".", "_").replace("[", "_").replace("]", ""))
+        node = graph.placeholder(re.sub(r"\W", "_", input_role.name.replace("]", "")))
     meta(node).update({"role": input_role, "val": fake(graph, shape, dtype, device)})
     return node
 

@@ -398,3 +398,68 @@ def test_two_optimizers_of_a_graph_over_one_parameter_are_an_error_that_names_bo
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.Adam([net.bias])]
     with pytest.raises(zg.ConfigError, match=r"bias is in two optimizers, .*SGD.* and .*Adam"):
         Step(net, optimizers, 2).compile(torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Computes with Python numbers by ``*=``, which binds a name anew and leaves the group's number as it is."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                count = self.state[param].setdefault("step", 0)
+                self.state[param]["step"] += 1
+                rate = group["lr"]
+                rate *= 0.5**count
+                rate += 0.001
+                param.sub_(param.grad, alpha=rate)
+                param.mul_(1 - group["lr"])
+
+
+def test_numbers_that_are_bound_anew_do_not_change_in_place() -> None:
+    results = []
+    for graph in (False, True):
+        net = model()
+        optimizer = Rebinding(net.parameters(), {"lr": 0.1})
+        run = Step(net, [optimizer], 2) if graph else None
+        results.append([run(*batch) for batch in data()] if run else train_plainly(net, optimizer, data()))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+class Objects(torch.optim.Optimizer):
+    """Keeps tensors where no graph can have them, indexes by values, or fails on a tensor in place of a number."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kind, self.total = kind, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if self.kind == "outside":
+                    self.total.add_(1)
+                elif self.kind == "values":
+                    param[param > 0].add_(1)
+                elif self.kind == "number":
+                    param.sub_(param.grad, alpha=round(group["lr"]))
+                elif self.kind == "later" and state:
+                    state["more"] = param.grad.clone()
+                state["mean"] = param.grad
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("outside", r"Objects keeps tensors in objects of a parameter's state, or outside of it"),
+        ("values", r"Objects\.step\(\) has tensors whose shapes depend on values"),
+        ("number", r"Objects\.step\(\) cannot be traced .*: TypeError: .*round"),
+        ("later", r"has other state, after its first step: more"),
+    ],
+)
+def test_what_no_update_can_have_is_refused(kind: str, message: str) -> None:
+    net = model()
+    (x, y), *_ = data()
+    with pytest.raises(zg.CaptureError, match=message):
+        Step(net, [Objects(net.parameters(), kind)], 2)(x, y)

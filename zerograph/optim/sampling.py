@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
-from zerograph.errors import CaptureError
+from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
 from zerograph.optim.branches import Answers, Trace, over_branches
 from zerograph.optim.memory import FACTORIES
-from zerograph.optim.tensor_values import ValuesAsTensors
+from zerograph.optim.tensor_values import ValuesAsTensors, number
 
 aten = torch.ops.aten
 
@@ -65,7 +65,7 @@ class _State(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         is_count = name in self._counters and isinstance(value, (int, float)) and not isinstance(value, bool)
-        super().__setitem__(name, torch.full((), value, dtype=torch.float64) if is_count else value)
+        super().__setitem__(name, number(torch.full((), value, dtype=torch.float64)) if is_count else value)
 
     def update(self, entries: Mapping[str, Any] = {}, **named: Any) -> None:  # type: ignore[override]
         """Set entries."""
@@ -160,11 +160,15 @@ class Sample:
             values, counts = values[: parameters * len(names)], values[parameters * len(names) :]
             starts = range(0, len(values), len(names))
             each = [dict(zip(names, values[start:], strict=False)) for start in starts]
+            for name in self.counters:
+                for tensors in each:
+                    if name in tensors:
+                        number(tensors[name])
             leaves, twin = self._twin(each, lr, {} if state is None else self._kept)
             for path, count in zip(self.counts, counts, strict=True):
                 # A group may get its count in the first step. In-place changes are those of a copy.
                 if state is not None or self._has(path):
-                    _set(twin, path, count.clone())
+                    _set(twin, path, number(count.clone()))
             numbers = _numbers(twin)
             # The class's own step, without the wrappers of torch's profiler and of schedulers.
             function = _torch.unhooked_step(type(twin))
@@ -199,6 +203,7 @@ class Sample:
             ]
             values += [torch.empty((), dtype=torch.float64) for _ in self.counts]
             traced = _trace(step, [lr, *values], type(self._optimizer).__name__, mode)
+        self._check(traced)
         self.asks_sizes |= mode.asks_sizes
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
         inputs += map(hyperparameters.name, self.counts)
@@ -209,6 +214,22 @@ class Sample:
         _allow_rate_zero(traced.graph)
         return Trace(traced, len(mode.asked))
 
+    def _check(self, traced: fx.GraphModule) -> None:
+        name = type(self._optimizer).__name__
+        if any(_torch.has_symbols(node.meta.get("val")) for node in traced.graph.nodes):
+            raise CaptureError(
+                f"{name}.step() has tensors whose shapes depend on values\n"
+                "Use torch.where or masks in place of indexing by masks, or another optimizer."
+            )
+        constants = {node for node in traced.graph.nodes if node.op == "get_attr"}
+        if any(isinstance(getattr(traced, str(node.target)), _torch.FakeTensor) for node in constants) or any(
+            not constants.isdisjoint(_torch.written_arguments(node)) for node in traced.graph.nodes
+        ):
+            raise CaptureError(
+                f"{name} keeps tensors in objects of a parameter's state, or outside of it\n"
+                "Keep them as tensors, or in lists of tensors, in the parameter's state."
+            )
+
     def _twin(
         self, each: Sequence[Mapping[str, Tensor]], lr: Tensor, kept: Mapping[str, Any]
     ) -> tuple[list[nn.Parameter], Any]:
@@ -218,6 +239,8 @@ class Sample:
             leaves[-1].grad = tensors["grad"]
         # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
         # instance is left out, because the twin must run the class's.
+        if not isinstance(self._group.get("lr"), Tensor):
+            number(lr)
         twin = object.__new__(type(self._optimizer))
         own = ("step", "state", "param_groups")
         vars(twin).update({key: _containers(value) for key, value in vars(self._optimizer).items() if key not in own})
@@ -347,6 +370,14 @@ def _trace(
                 f"{optimizer}.step() needs a tensor's value, or a number that it counts, as a Python number\n"
                 "An update is one graph for all values. Compute with the tensor, or use another optimizer."
             ) from None
+        except ZeroGraphError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{optimizer}.step() cannot be traced with fake tensors, and 0-d tensors for the learning rate and for "
+                f"numbers that it counts: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
+                "Use torch's functions, or another optimizer."
+            ) from error
 
 
 # capturable: compute bias corrections from tensors, so that the step count is an input. foreach: the bucket is one

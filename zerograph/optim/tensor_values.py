@@ -53,6 +53,10 @@ class ValuesAsTensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._computed(func, args, kwargs or {})
+        if isinstance(result, Tensor) and not result.dim():
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            if tensors and all(map(is_number, tensors)):
+                number(result)
         if self.watching and not self.asks_sizes and _what(func) not in _OF_ANY_SIZE:
             self.asks_sizes = any(
                 not isinstance(leaf, Tensor) and leaf is not None for leaf in pytree.tree_leaves(result)
@@ -63,11 +67,14 @@ class ValuesAsTensors(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
+            if is_number(args[0] if args else None) and func in _IN_PLACE:
+                # ``rate *= 2`` binds a name to another number, and changes none.
+                func = _IN_PLACE[func]
             if func is Tensor.__bool__ and args[0].numel() == 1:
                 self.asked.append(args[0].clone())
                 return len(self.asked) <= len(self.answers) and self.answers[len(self.asked) - 1]
             if func is Tensor.item:
-                return args[0].detach().reshape(()).to(torch.float64, copy=True)
+                return number(args[0].detach().reshape(()).to(torch.float64, copy=True))
             if func in _SUBS and isinstance((kwargs or {}).get("alpha", 1), (Tensor, torch.SymFloat)):
                 # Torch asks whether alpha is 1.
                 return _SUBS[func](*args, **{**kwargs, "alpha": -kwargs["alpha"]})
@@ -79,6 +86,21 @@ class ValuesAsTensors(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+def number(tensor: Tensor) -> Tensor:
+    """Mark a 0-d tensor as one that stands for a Python number, and return it."""
+    tensor.is_python_number = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a tensor that stands for a Python number: an in-place operator does not change it."""
+    return isinstance(value, Tensor) and hasattr(value, "is_python_number")
+
+
+_IN_PLACE: dict[Any, Any] = {
+    getattr(Tensor, f"{name}_"): getattr(Tensor, name)
+    for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow")
+}
 # Functions of step counts.
 _OF_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "pow")
 
