@@ -463,3 +463,36 @@ def test_what_no_update_can_have_is_refused(kind: str, message: str) -> None:
     (x, y), *_ = data()
     with pytest.raises(zg.CaptureError, match=message):
         Step(net, [Objects(net.parameters(), kind)], 2)(x, y)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps the sum of its weights and the highest rate in numbers of its group, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "total": 0.0, "highest": -1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["highest"] = max(group["lr"], group["highest"])
+            group["total"] += group["highest"] * group["lr"]
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * group["highest"] / group["total"])
+
+
+def test_numbers_of_a_group_follow_the_optimizers_code() -> None:
+    results, numbers = [], []
+    for graph in (False, True):
+        net = model()
+        optimizer = Averaging(net.parameters())
+        run = Step(net, [optimizer], 2) if graph else None
+        losses = []
+        for rate, (x, y) in zip((0.1, 0.2, 0.05, 0.05, 0.3), data(), strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+            losses += [run(x, y)] if run else train_plainly(net, optimizer, [(x, y)])
+        results.append(torch.stack(losses))
+        numbers.append([optimizer.param_groups[0][name] for name in ("total", "highest")])
+        if run:
+            assert run._compilations == 1
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    assert numbers[0] == numbers[1]

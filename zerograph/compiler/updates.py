@@ -18,7 +18,7 @@ from zerograph.ir.offload import offload_device
 from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
 from zerograph.optim.coded import with_coded_state
-from zerograph.optim.counts import Counts, advance, counts_of, without
+from zerograph.optim.counts import advance, counts_of, without
 from zerograph.optim.hyperparameters import NotLiftedError
 from zerograph.optim.step_hooks import check_step
 
@@ -43,8 +43,8 @@ class Updates:
     _lifted: dict[tuple[int, int], dict[Path, set[float]]] = field(default_factory=dict)
     # The hyperparameters that could not be lifted.
     _constant: set[tuple[int, int, Path]] = field(default_factory=set)
-    # By (optimizer, group): the numbers that count steps.
-    _counts: dict[tuple[int, int], Counts] = field(default_factory=dict)
+    # By (optimizer, group): the numbers that change in each step.
+    _counts: dict[tuple[int, int], tuple[Path, ...]] = field(default_factory=dict)
 
     def of(
         self,
@@ -105,7 +105,7 @@ class Updates:
         """Advance the numbers of an optimizer that count steps, after its update."""
         advance(self.optimizers[number], {index: counts for (n, index), counts in self._counts.items() if n == number})
 
-    def _counted(self, number: int, index: int) -> Counts:
+    def _counted(self, number: int, index: int) -> tuple[Path, ...]:
         if (number, index) not in self._counts:
             optimizer = self.optimizers[number]
             self._counts[number, index] = counts_of(optimizer, optimizer.param_groups[index])
@@ -150,7 +150,7 @@ class Updates:
         """Return the traced update of a parameter of an optimizer's group."""
         optimizer = self.optimizers[number]
         group = optimizer.param_groups[index]
-        lifted, counts = self._lifted.get((number, index), {}), tuple(self._counted(number, index))
+        lifted, counts = self._lifted.get((number, index), {}), self._counted(number, index)
         # A parameter is updated where it is stored.
         whole = stays_whole(parameter, config)
         device = offload_device(config.optimizer_offload, device, whole=whole) or device

@@ -169,13 +169,13 @@ class Sample:
                 # A group may get its count in the first step. In-place changes are those of a copy.
                 if state is not None or self._has(path):
                     _set(twin, path, number(count.clone()))
-            numbers = _numbers(twin)
+            numbers = numbers_of(twin)
             # The class's own step, without the wrappers of torch's profiler and of schedulers.
             function = _torch.unhooked_step(type(twin))
             mode.watching = True
             function(twin)
             mode.watching = False
-            changed = [] if state is None else _changed(numbers, _numbers(twin))
+            changed = [] if state is None else _changed(numbers, numbers_of(twin))
             changed = [place for place in changed if place not in map(location, self.counts)]
             if changed:
                 message = (
@@ -231,7 +231,7 @@ class Sample:
             )
 
     def _twin(
-        self, each: Sequence[Mapping[str, Tensor]], lr: Tensor, kept: Mapping[str, Any]
+        self, each: Sequence[Mapping[str, Tensor]], lr: Any, kept: Mapping[str, Any]
     ) -> tuple[list[nn.Parameter], Any]:
         leaves = []
         for tensors in each:
@@ -239,7 +239,7 @@ class Sample:
             leaves[-1].grad = tensors["grad"]
         # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
         # instance is left out, because the twin must run the class's.
-        if not isinstance(self._group.get("lr"), Tensor):
+        if isinstance(lr, Tensor) and not isinstance(self._group.get("lr"), Tensor):
             number(lr)
         twin = object.__new__(type(self._optimizer))
         own = ("step", "state", "param_groups")
@@ -258,24 +258,39 @@ class Sample:
                 twin.state[leaf] = _State(self.counters, entries)
         return leaves, twin
 
-    def numbers_over_steps(self, parameters: int, groups: int) -> list[dict[str, Any]]:
+    def numbers_over_steps(
+        self, parameters: int, groups: int, *, answer: bool = False, forgets: bool = False
+    ) -> list[dict[str, Any]]:
         """Return the numbers of the optimizer, and of its last group, before and after each of three steps.
 
         Args:
             parameters: number of parameters of the first group; a further group has one.
+            answer: the answer to every question for the truth of a tensor.
+            forgets: each step begins without state.
         """
-        with _torch.fake_mode(), _torch.compiling(), torch.no_grad(), _torch.preserved_metadata(), ValuesAsTensors():
+        mode = ValuesAsTensors([answer] * 1000)
+        with _torch.fake_mode(), _torch.compiling(), torch.no_grad(), _torch.preserved_metadata(), mode:
             each = [{"param": self._fake(), "grad": self._fake()} for _ in range(parameters + groups - 1)]
-            leaves, twin = self._twin(each, torch.empty((), dtype=torch.float64), {})
+            leaves, twin = self._twin(each, self._group.get("lr", 0.0), {})
             first = twin.param_groups[0]
             twin.param_groups = [{**_containers(first), "params": leaves[:parameters]}] + [
                 {**_containers(first), "params": [leaf]} for leaf in leaves[parameters:]
             ]
-            numbers = [_numbers(twin)]
+            numbers = [numbers_of(twin)]
             for _ in range(3):
                 _torch.unhooked_step(type(twin))(twin)
-                numbers.append(_numbers(twin))
+                numbers.append(numbers_of(twin))
+                if forgets:
+                    twin.state.clear()
         return numbers
+
+    def after_step(self) -> Any:
+        """Return a twin of the optimizer after a step with real tensors of no meaning."""
+        with torch.no_grad(), _torch.compiling():
+            ones = {name: torch.ones(self.shape, dtype=self.dtype) for name in ("param", "grad")}
+            _, twin = self._twin([ones], self._group.get("lr", 0.0), {})
+            _torch.unhooked_step(type(twin))(twin)
+        return twin
 
     def _has(self, path: Path) -> bool:
         mapping, path = hyperparameters.place(self._optimizer, self._group, path)
@@ -348,7 +363,7 @@ def _set(twin: Any, path: Path, value: Any) -> None:
 
 
 def location(path: Path) -> str:
-    """Return the location of a number among :func:`_numbers`."""
+    """Return the location of a number among :func:`numbers_of`."""
     return str(path[0]) if path[1:] == hyperparameters.OF_OPTIMIZER else f"param_groups[{path[0]!r}]"
 
 
@@ -454,7 +469,7 @@ def _replace_zero(graph: fx.Graph, quotient: fx.Node, divisor: fx.Node) -> None:
 _SIZED = {aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0, aten.new_zeros.default: 1}
 
 
-def _numbers(optimizer: Any) -> dict[str, Any]:
+def numbers_of(optimizer: Any) -> dict[str, Any]:
     """Return the numbers that the optimizer stores outside the parameters' states, by their location.
 
     Python numbers by value, tensors by identity and version: both would be constants of the graph.
