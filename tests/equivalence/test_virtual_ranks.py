@@ -146,11 +146,23 @@ def test_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str) -> Non
                 assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
 
 
-@pytest.mark.parametrize("slices", [3, pytest.param(12, marks=pytest.mark.long)])
-def test_three_ranks_have_the_bits_of_one(pool: Pool, slices: int) -> None:
-    (wanted,) = pool.run(1, trained, "mlp", slices, (0,), {})[0]
-    for run in pool.run(3, trained, "mlp", slices, (3,), {})[0]:
-        assert_equal(run, wanted, f"{slices} slices")
+def test_three_ranks_have_the_bits_of_one(pool: Pool) -> None:
+    (wanted,) = pool.run(1, trained, "mlp", 3, (0,), {})[0]
+    for run in pool.run(3, trained, "mlp", 3, (3,), {})[0]:
+        assert_equal(run, wanted, "3 ranks")
+
+
+@pytest.mark.parametrize(
+    "name", ["perceptron", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "perceptron")]
+)
+def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str) -> None:
+    """Of 12 slices a rank has 6, 4 or 3: sums of slices 3 and 4 or 4 to 7 are those of two ranks."""
+    data, options = CASES[name]
+    (wanted,) = pool.run(1, trained, data, 12, (0,), options)[0]
+    for ranks, stages in ((2, (0, 3)), (3, (2,)), (4, (0, 1, 2, 3) if name == "batch norm" else (2,))):
+        for rank, runs in enumerate(pool.run(ranks, trained, data, 12, stages, options)):
+            for stage, run in zip(stages, runs, strict=True):
+                assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
 
 
 @pytest.fixture
@@ -167,6 +179,16 @@ def test_eight_ranks_have_the_bits_of_one(eight: Pool, name: str) -> None:
     (wanted,) = eight.run(1, trained, data, 8, (0,), options)[0]
     for ranks in (2, 4, 8):
         for run in eight.run(ranks, trained, data, 8, (0, 3), options)[0]:
+            assert_equal(run, wanted, f"{ranks} ranks")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GPT", "batch norm"])
+def test_six_and_eight_ranks_have_the_same_24_slices(eight: Pool, name: str) -> None:
+    data, options = CASES[name]
+    (wanted,) = eight.run(1, trained, data, 24, (0,), options)[0]
+    for ranks in (2, 3, 4, 6, 8):
+        for run in eight.run(ranks, trained, data, 24, (2, 3), options)[0]:
             assert_equal(run, wanted, f"{ranks} ranks")
 
 
@@ -257,13 +279,13 @@ def test_no_library_adds_partial_sums() -> None:
 def test_a_sum_in_a_tree_adds_pairs() -> None:
     parts = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     pairs = (parts[0] + parts[1]) + (parts[2] + parts[3])
-    assert torch.equal(sum_in_tree(parts), pairs + ((parts[4] + parts[5]) + parts[6]))
+    assert torch.equal(sum_in_tree([parts], 7), pairs + ((parts[4] + parts[5]) + parts[6]))
 
 
 @pytest.mark.parametrize(
     ("ranks", "options", "message"),
     [
-        (3, {}, "on 3 ranks: every rank must have .*\nRun on 1, 2, 4 ranks"),
+        (3, {}, "on 3 ranks: every rank must have .*\nRun on 1, 2 or 4 ranks, or set it to 12"),
         (1, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
         (1, {"accumulation_outputs": "packed"}, "accumulation_outputs"),
         (1, {"wire": "int8"}, "wire"),
