@@ -22,8 +22,9 @@ from zerograph import _torch
 from zerograph.ir.alias import is_view, viewed
 from zerograph.ir.loop import Loop, Result, accumulate, collect, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta, origin, role
+from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.rank_numbers import along
-from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
+from zerograph.ir.rewrite import ancestors, closure, copy_placement, emit, emit_like, fake
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ops.random import uniform
 from zerograph.ops.tree_sum import accumulate_in_tree, levels, nodes_per_rank
@@ -39,6 +40,8 @@ def loop(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not context.has_time:
         return module
     graph = module.graph
+    if context.batch.micro_batches > 1:
+        _compute_gradients_outside(graph, context)
     if context.batch.micro_batches == 1:
         _remove_marks(graph)
     elif in_loop := _loop_nodes(graph):
@@ -49,6 +52,22 @@ def loop(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for node in graph.nodes:
         _drop_time(node)
     return module
+
+
+def _compute_gradients_outside(graph: fx.Graph, context: Context) -> None:
+    """Have gradients that the caller computes be those of all micro-batches: it pauses the step between two loops."""
+    for node in graph.find_nodes(op="call_function", target=GRADIENT_OF):
+        result, time = node.all_input_nodes[0], meta(node)["sbp"][-1]
+        if isinstance(time, Split):
+            # The result is an output, which the caller reads at the pause.
+            whole = next(user for user in result.users if user.target is leave)
+            node.prepend(whole)
+            with graph.inserting_before(node):
+                gradient = emit_like(whole, GRADIENT_OF, whole, node.args[1])
+                part = emit_like(node, enter, gradient, time.dim, context.batch.micro_batches)
+            meta(gradient)["origin"] = origin(node)
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
 
 
 def _remove_marks(graph: fx.Graph) -> None:
@@ -75,16 +94,23 @@ def _loop_nodes(graph: fx.Graph) -> set[fx.Node]:
 def _divide(graph: fx.Graph, in_loop: set[fx.Node], context: Context) -> list[set[fx.Node]]:
     """Divide the nodes of the micro-batches among loops that follow each other, each node as late as possible.
 
-    A tensor of one loop that a later one reads is stored for all micro-batches; views of it are computed again.
+    A tensor of one loop that a later one reads is stored for all micro-batches; views of it are computed again. Results
+    that need no gradient of the caller's are there when the step pauses for these.
     """
     # For each node the number of loops after the one that computes it, or before which it is computed.
     after: dict[fx.Node, int] = {}
-    for node in reversed(graph.nodes):
-        needed = (after[user] + (user in in_loop and node not in in_loop) for user in node.users)
-        after[node] = max(needed, default=0)
-        if not isinstance(node.meta.get("val"), Tensor):
-            # An operator's results are read in its loop.
-            after.update(dict.fromkeys(node.users, after[node]))
+    gradients, after_pause = graph.find_nodes(op="call_function", target=GRADIENT_OF), 0
+    late = closure(gradients, lambda node: node.users)
+    for _ in range(2 if gradients else 1):
+        for node in reversed(graph.nodes):
+            needed = (after[user] + (user in in_loop and node not in in_loop) for user in node.users)
+            after[node] = max(needed, default=0)
+            if node.target is leave and node not in late:
+                after[node] = max(after[node], after_pause)
+            if not isinstance(node.meta.get("val"), Tensor):
+                # An operator's results are read in its loop.
+                after.update(dict.fromkeys(node.users, after[node]))
+        after_pause = max((after[node] for node in gradients), default=0)
     for node in graph.find_nodes(op="call_function", target=leave):
         if after[node] and node.all_input_nodes[0].target is enter:
             # All parts of a tensor that is there before the first loop.
