@@ -228,7 +228,8 @@ class Context:
             return self
         mesh = Mesh((*self.mesh.shape, self.batch.micro_batches), (*self.mesh.position, 0), (*self.mesh.groups, TIME))
         inputs = tuple(
-            (*sbp, Split(0) if cut else broadcast) for sbp, cut in zip(self.batch.inputs, self.batch.cut, strict=True)
+            (*sbp, (Split(0) if self.batch.slices is None else sbp[0]) if cut else broadcast)
+            for sbp, cut in zip(self.batch.inputs, self.batch.cut, strict=True)
         )
         return replace(
             self,

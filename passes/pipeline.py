@@ -264,7 +264,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
         began = time.perf_counter()
         tell("passes", index + 1, total, entry.name)
         try:
-            module = _apply(entry, module, context)
+            module = apply_pass(entry, module, context)
         except Exception as error:
             if any(edit.run is entry.run for edit in context.pass_edits):
                 after, nodes = records[-1].name, len(module.graph.nodes)
@@ -282,7 +282,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     tell("passes", total, total)
     for graph in _graphs(module):
         graph.graph.lint()
-    records[-1] = replace(records[-1], _rebuild=lambda: _finalize(module))
+    records[-1] = replace(records[-1], _rebuild=lambda: finalize(module))
     return tuple(records)
 
 
@@ -297,7 +297,7 @@ def restored(
         context: what the passes got besides it.
         emitted: the graph after the last pass.
     """
-    module = _finalize(emitted)
+    module = finalize(emitted)
     rebuilds: list[Callable[[], fx.GraphModule]] = [
         functools.partial(_graph_after, captured, context, number) for number in range(len(records) - 1)
     ]
@@ -307,7 +307,7 @@ def restored(
 
 
 @_torch.raw_sizes()
-def _apply(entry: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
+def apply_pass(entry: Pass, module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Run a pass over the graph and, after ``loop``, over the body of each loop in it."""
     if entry.time:
         return _check_result(entry, entry.run(module, context.with_time_dim()))
@@ -330,7 +330,8 @@ def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 @_torch.raw_sizes()
-def _finalize(module: fx.GraphModule) -> fx.GraphModule:
+def finalize(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph, and the bodies of its loops, with the code that runs them."""
     for inner in loops(module.graph):
         inner.body = fx.GraphModule(inner.body, inner.body.graph)
     # Backends run code that is generated from the graph in another way.
@@ -347,7 +348,7 @@ def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx
     passes = edited(context.pass_edits)
     for index, entry in enumerate(passes):
         tell("passes again", index + 1, len(passes) + 1, entry.name)
-        module = _apply(entry, module, context)
+        module = apply_pass(entry, module, context)
         yield entry.name, module
     tell("passes again", len(passes) + 1, len(passes) + 1)
 
@@ -355,7 +356,7 @@ def stages(captured: fx.GraphModule, context: Context) -> Iterator[tuple[str, fx
 def _graph_after(captured: fx.GraphModule, context: Context, passes: int) -> fx.GraphModule:
     for _, module in itertools.islice(stages(captured, context), passes + 1):  # noqa: B007 (the last one is returned)
         pass
-    return _finalize(module)
+    return finalize(module)
 
 
 @_torch.raw_sizes()

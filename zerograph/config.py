@@ -308,9 +308,9 @@ class Config:
         """Make the bits of a step independent of the number of ranks. The batch consists of so many slices of equally
         many rows, and each rank computes its slices one after another, as micro-batches. Every sum over slices, and
         every norm of gradients, adds in one fixed order; gradients narrower than fp32 are added in fp32 unless
-        ``reduce_dtype`` is set. Losses, norms, parameters and optimizer state are then bitwise equal on 1 rank and on
-        each number of ranks that leaves a rank 1, 2, 4, 8, ... slices, at all stages. The hardware and the threads of a
-        rank must be the same. See :doc:`numbers`. Default None: off.""",
+        ``reduce_dtype`` is set. Losses, norms, parameters and optimizer state are then bitwise equal on each number of
+        ranks that divides the slices, at all stages. In a loop of ``zg.prepare`` each operator computes slice by slice.
+        The hardware and the threads of a rank must be the same. See :doc:`numbers`. Default None: off.""",
     )
     accumulation_outputs: str = option(
         "whole",

@@ -34,7 +34,7 @@ from zerograph.inspection.environment import EnvironmentObserver
 from zerograph.inspection.inspected import Inspected
 from zerograph.inspection.trace import Trace
 from zerograph.ir import finite_check
-from zerograph.ir.buckets import VECTOR_BYTES
+from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.ir.zero import DEFAULT_STAGE, Mode, Stage
@@ -191,8 +191,7 @@ class ZeroGraph(Inspected):
         seed = self._seed_of_step() if executor.draws else 0
         tensors = batch.tensors
         if self.config.virtual_ranks is not None:
-            # Products of tensors that begin in the middle of a vector may round otherwise.
-            tensors = tuple(x if x.data_ptr() % VECTOR_BYTES == 0 else x.clone() for x in tensors)
+            tensors = tuple(map(from_whole_vector, tensors))
         return tensors, step.number_values(), seed, self._doing(), step.size_values(batch)
 
     def _finish(self, step: CompiledStep, batch: Batch, inputs: tuple[Any, ...], values: list[Tensor]) -> Any:

@@ -22,10 +22,12 @@ from zerograph import _torch
 from zerograph.ir.alias import is_view, viewed
 from zerograph.ir.loop import Loop, Result, accumulate, collect, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta, origin, role
-from zerograph.ir.rewrite import ancestors, copy_placement, emit, emit_like, fake
+from zerograph.ir.pause import GRADIENT_OF
+from zerograph.ir.rank_numbers import along
+from zerograph.ir.rewrite import ancestors, closure, copy_placement, emit, emit_like, fake
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ops.random import uniform
-from zerograph.ops.tree_sum import accumulate_in_tree, levels
+from zerograph.ops.tree_sum import accumulate_in_tree, levels, nodes_per_rank
 from zerograph.passes.accumulation.time_boxing import change_sbps, enter, leave, sbps
 from zerograph.passes.context import Context
 
@@ -38,6 +40,8 @@ def loop(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     if not context.has_time:
         return module
     graph = module.graph
+    if context.batch.micro_batches > 1:
+        _compute_gradients_outside(graph, context)
     if context.batch.micro_batches == 1:
         _remove_marks(graph)
     elif in_loop := _loop_nodes(graph):
@@ -48,6 +52,22 @@ def loop(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     for node in graph.nodes:
         _drop_time(node)
     return module
+
+
+def _compute_gradients_outside(graph: fx.Graph, context: Context) -> None:
+    """Have gradients that the caller computes be those of all micro-batches: it pauses the step between two loops."""
+    for node in graph.find_nodes(op="call_function", target=GRADIENT_OF):
+        result, time = node.all_input_nodes[0], meta(node)["sbp"][-1]
+        if isinstance(time, Split):
+            # The result is an output, which the caller reads at the pause.
+            whole = next(user for user in result.users if user.target is leave)
+            node.prepend(whole)
+            with graph.inserting_before(node):
+                gradient = emit_like(whole, GRADIENT_OF, whole, node.args[1])
+                part = emit_like(node, enter, gradient, time.dim, context.batch.micro_batches)
+            meta(gradient)["origin"] = origin(node)
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
 
 
 def _remove_marks(graph: fx.Graph) -> None:
@@ -74,16 +94,23 @@ def _loop_nodes(graph: fx.Graph) -> set[fx.Node]:
 def _divide(graph: fx.Graph, in_loop: set[fx.Node], context: Context) -> list[set[fx.Node]]:
     """Divide the nodes of the micro-batches among loops that follow each other, each node as late as possible.
 
-    A tensor of one loop that a later one reads is stored for all micro-batches; views of it are computed again.
+    A tensor of one loop that a later one reads is stored for all micro-batches; views of it are computed again. Results
+    that need no gradient of the caller's are there when the step pauses for these.
     """
     # For each node the number of loops after the one that computes it, or before which it is computed.
     after: dict[fx.Node, int] = {}
-    for node in reversed(graph.nodes):
-        needed = (after[user] + (user in in_loop and node not in in_loop) for user in node.users)
-        after[node] = max(needed, default=0)
-        if not isinstance(node.meta.get("val"), Tensor):
-            # An operator's results are read in its loop.
-            after.update(dict.fromkeys(node.users, after[node]))
+    gradients, after_pause = graph.find_nodes(op="call_function", target=GRADIENT_OF), 0
+    late = closure(gradients, lambda node: node.users)
+    for _ in range(2 if gradients else 1):
+        for node in reversed(graph.nodes):
+            needed = (after[user] + (user in in_loop and node not in in_loop) for user in node.users)
+            after[node] = max(needed, default=0)
+            if node.target is leave and node not in late:
+                after[node] = max(after[node], after_pause)
+            if not isinstance(node.meta.get("val"), Tensor):
+                # An operator's results are read in its loop.
+                after.update(dict.fromkeys(node.users, after[node]))
+        after_pause = max((after[node] for node in gradients), default=0)
     for node in graph.find_nodes(op="call_function", target=leave):
         if after[node] and node.all_input_nodes[0].target is enter:
             # All parts of a tensor that is there before the first loop.
@@ -159,6 +186,9 @@ def _insert_loop(graph: fx.Graph, body: _Body, run: Loop, leaving: Sequence[fx.N
         meta(call).update({"loop": run, "origin": Origin("backward"), "val": values})
         for index, (node, result) in enumerate(zip(leaving, run.results, strict=True)):
             total = _mark_accumulated(emit_like(node, operator.getitem, call, index), result)
+            if total.meta["val"].dim() > node.meta["val"].dim():
+                # Stands for all nodes of the rank up to ``add_in_tree``.
+                total = _mark_accumulated(emit_like(node, aten.select.int, total, 0, 0), result)
             _cast_for_readers(graph, node, total, result)
             node.replace_all_uses_with(total)
 
@@ -258,13 +288,15 @@ class _Body:
         self.results = [self.graph.placeholder(f"{NAME}_{index}") for index in range(len(leaving))]
         for placeholder, node in zip(self.results, leaving, strict=True):
             copy_placement(placeholder, node)
-            value = self._result_value(node)
+            value, slices = self._result_value(node), self.context.batch.slices
+            if node.args[1] is None and slices is not None and (count := nodes_per_rank(slices, self._ranks)) > 1:
+                value = fake(self.outer, (count, *value.shape), value.dtype, value.device)
             meta(placeholder).update({"role": Role("result", placeholder.name), "val": value})
         for placeholder, node in zip(self.results, leaving, strict=True):
             if node.args[1] is None and self.context.batch.slices is not None:
                 self.partial[placeholder] = partial = self.graph.placeholder(f"{placeholder.name}_partial")
-                value = placeholder.meta["val"]
-                shape = (levels(self.context.batch.micro_batches), *value.shape)
+                value, one = placeholder.meta["val"], self._result_value(node)
+                shape = (levels(self.context.batch.slices, self._ranks), *one.shape)
                 copy_placement(partial, node)
                 new = fake(self.outer, shape, value.dtype, value.device)
                 meta(partial).update({"role": Role("result", partial.name), "val": new})
@@ -302,19 +334,27 @@ class _Body:
 
     def add_result(self, node: fx.Node, buffer: fx.Node) -> Result:
         """Write what a node of ``leaving`` reads into ``buffer``; return the result's description."""
-        source, along, _, *bounds = node.args
+        source, dim, _, *bounds = node.args
         assert isinstance(source, fx.Node)
-        assert along is None or isinstance(along, int)
+        assert dim is None or isinstance(dim, int)
         part = self._copies[source]
         if (partial := self.partial.get(buffer)) is not None:
-            count = self.context.batch.micro_batches
-            emit(self.graph, accumulate_in_tree, (buffer, partial, part, self.micro_batch, count), origin(node))
-        elif along is None:
+            first, slices = along(0, self.context.batch.micro_batches), self.context.batch.slices
+            number = first.at(self.context.mesh.position)
+            add = (buffer, partial, part, self.micro_batch, slices, number)
+            meta(emit(self.graph, accumulate_in_tree, add, origin(node)))["rank_arguments"] = {5: first}
+        elif dim is None:
             emit(self.graph, accumulate, (buffer, part, self.micro_batch), origin(node))
         else:
-            emit(self.graph, collect, (buffer, part, self.micro_batch, along, *bounds[:1]), origin(node))
+            emit(self.graph, collect, (buffer, part, self.micro_batch, dim, *bounds[:1]), origin(node))
         value: Tensor = buffer.meta["val"]
-        return Result(tuple(value.shape), value.dtype, value.device, along, _gradient_of(node), partial is not None)
+        waiting = None if partial is None else tuple(partial.meta["val"].shape)
+        return Result(tuple(value.shape), value.dtype, value.device, dim, _gradient_of(node), waiting)
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks, over which the slices are spread."""
+        return self.context.mesh.size // self.context.batch.micro_batches
 
     def finish(self) -> fx.GraphModule:
         """Close the graph of the body and return it as a module."""

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.ir.alias import WAIT
+from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, meta
-from zerograph.ir.rewrite import emit_like
+from zerograph.ir.rewrite import closure, emit_like
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import nbytes
 from zerograph.ops.rows import exchange_rows
-from zerograph.ops.tree_sum import sum_in_tree
+from zerograph.ops.tree_sum import nodes_per_rank, sum_in_tree
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -31,38 +33,71 @@ _SMALL = 2**16
 
 def add_in_tree(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Exchange pieces of partial sums, and add them in the tree of ``config.virtual_ranks``."""
-    if context.batch.slices is None:
+    slices = context.batch.slices
+    if slices is None:
         return module
     for target in (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default):
         for start in module.graph.find_nodes(op="call_function", target=target):
             (wait,), (source,) = start.users, start.all_input_nodes
-            wait.replace_all_uses_with(_sum(start, wait, source))
+            held = _held(source, slices, context.ranks)
+            wait.replace_all_uses_with(_sum(start, wait, held, slices if len(held) > 1 else context.ranks))
             module.graph.erase_node(wait)
             module.graph.erase_node(start)
     return module
 
 
-def _sum(start: fx.Node, wait: fx.Node, source: fx.Node) -> fx.Node:
-    """Emit the sum of ``source`` over the ranks; return it."""
-    graph, change, value = start.graph, meta(start)["boxing"], source.meta["val"]
+def _held(source: fx.Node, slices: int, ranks: int) -> list[fx.Node]:
+    """Return a tensor of each node of the tree that a rank holds: ``source``, and what is computed alike from others.
+
+    Where a rank holds several, ``source`` is computed from the first one of loops' results.
+    """
+    if (count := nodes_per_rank(slices, ranks)) == 1:
+        return [source]
+    above = closure([source], lambda node: () if node.target is WAIT or _is_first(node) else node.all_input_nodes)
+    others: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count - 1)]
+    for node in [node for node in source.graph.nodes if node in above]:
+        for number, copies in enumerate(others, 1):
+            if _is_first(node) or not copies.keys().isdisjoint(node.all_input_nodes):
+                with node.graph.inserting_before(node.next):
+                    copies[node] = node.graph.node_copy(node, lambda old, copies=copies: copies.get(old, old))
+                if _is_first(node):
+                    copies[node].update_arg(2, number)
+    return [source, *(copies[source] for copies in others)] if source in others[0] else [source]
+
+
+def _is_first(node: fx.Node) -> bool:
+    """Return whether a node takes the first of the sums that a loop returns together."""
+    return node.target is aten.select.int and any(map(loop_of, node.all_input_nodes[0].all_input_nodes))
+
+
+def _sum(start: fx.Node, wait: fx.Node, held: Sequence[fx.Node], slices: int) -> fx.Node:
+    """Emit the sum over all ranks of the tensors in ``held``; return it."""
+    graph, change, value = start.graph, meta(start)["boxing"], held[0].meta["val"]
     ranks, group, shape = change.ranks, start.args[-1], list(value.shape)
     whole = start.target is c10d.all_reduce.default
     with graph.inserting_before(start):
         if whole and nbytes(value) <= _SMALL:
-            row = emit_like(start, aten.unsqueeze.default, source, 0)
-            parts = _started(start, change, c10d.all_gather_into_tensor.default, row, ranks, group)
+            rows = emit_like(start, aten.stack.default, held) if len(held) > 1 else held[0]
+            row = emit_like(start, aten.unsqueeze.default, rows, 0)
+            parts = [_started(start, change, c10d.all_gather_into_tensor.default, row, ranks, group)]
         else:
-            flat = source if value.dim() == 1 else emit_like(start, aten.reshape.default, source, [-1])
-            if padding := -value.numel() % ranks:
-                flat = emit_like(start, aten.constant_pad_nd.default, flat, [0, padding], 0.0)
-            numel = flat.meta["val"].numel() // ranks
+            padding = -value.numel() % ranks if whole else 0
+            numel = (value.numel() + padding) // ranks
             piece = [numel] if whole else [shape[0] // ranks, *shape[1:]]
             pieces: NdSbp = tuple(Split(0) if dim == change.dim else sbp for dim, sbp in enumerate(change.target))
             scatter, gather = replace(change, target=pieces), replace(change, source=pieces)
             sizes: Sequence[Any] = [numel] * ranks, [1] * ranks, [ranks, *piece]
-            parts = _started(start, scatter, exchange_rows, flat, *sizes, group)
+            parts = []
+            for source in held:
+                flat = source if value.dim() == 1 else emit_like(start, aten.reshape.default, source, [-1])
+                if padding:
+                    flat = emit_like(start, aten.constant_pad_nd.default, flat, [0, padding], 0.0)
+                parts.append(_started(start, scatter, exchange_rows, flat, *sizes, group))
     with graph.inserting_before(wait):
-        total = emit_like(start, sum_in_tree, emit_like(start, c10d.wait_tensor.default, parts))
+        arrived = [emit_like(start, c10d.wait_tensor.default, part) for part in parts]
+        if len(arrived) < len(held):
+            arrived = [emit_like(start, aten.select.int, arrived[0], 1, number) for number in range(len(held))]
+        total = emit_like(start, sum_in_tree, arrived, slices)
         if list(total.meta["val"].shape) == shape or not whole:
             return total
         gathered = _started(start, gather, c10d.all_gather_into_tensor.default, total, ranks, group)

@@ -13,8 +13,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, fx
 
+from zerograph._torch import OpOverload
 from zerograph.errors import CaptureError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta, origin, role
@@ -243,13 +245,21 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
 
 
 def _along_slices(node: fx.Node, problem: PlacementProblem) -> Signature | None:
-    """Return the signature along slices of a node that varies between them, or reads what does; else None."""
+    """Return the signature that a node must have for the same numbers on any number of ranks, with slices; else None.
+
+    It is that along slices of a node that varies between them, or reads what does.
+    """
     slices = problem.along_slices
     if slices is None:
         return None
     varies = slices.signature[node] != rules.all_broadcast(node)
     reads = any(slices.sbp_of(tensor) != broadcast for tensor in problem.inputs(node))
-    return slices.signature[node] if varies or reads else None
+    if varies or reads:
+        return slices.signature[node]
+    # Kernels on a part of a whole tensor would be others on another number of ranks.
+    is_whole = all(problem.sbp_of(tensor) == broadcast for tensor in problem.inputs(node))
+    is_pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    return rules.all_broadcast(node) if is_whole and not is_pointwise else None
 
 
 def _split_if_readers_do(node: fx.Node, problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> None:

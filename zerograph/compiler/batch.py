@@ -166,6 +166,8 @@ def read_batch(
     meta: torch.device | None = None,
     context_parallel: int = 1,
     cut_by: str = "",
+    *,
+    must_cut: bool = True,
 ) -> Batch:
     """Read the arguments of a call.
 
@@ -181,6 +183,7 @@ def read_batch(
         meta: the device that tensors on the meta device stand for.
         context_parallel: number of ranks that take pieces of whole sequences.
         cut_by: the option that says how many micro-batches there are, in messages.
+        must_cut: an input must be cut into them.
 
     Raises:
         InputError: an argument is neither tensor nor constant, requires a gradient, cannot be cut into micro-batches,
@@ -203,7 +206,7 @@ def read_batch(
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
     plain_tensors = tuple(not is_dtensor(leaf) for _, leaf in inputs)
-    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches, cut_by)
+    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches, cut_by, must_cut)
     meshes = [leaf.device_mesh for _, leaf in inputs if is_dtensor(leaf)]
     return Batch(
         tuple(local for local, _, _ in read),
@@ -302,10 +305,11 @@ def _check_micro_batches(
     plain: Sequence[bool],
     micro_batches: int,
     option: str,
+    must_cut: bool,
 ) -> None:
     if micro_batches == 1:
         return
-    if not any(cut):
+    if must_cut and not any(cut):
         raise InputError(f"{option} cuts the batch along dimension 0, but no input is split along it: pass one that is")
     for tensor, name, is_cut, is_plain in zip(tensors, names, cut, plain, strict=True):
         if is_cut and not is_plain and (len(tensor) % micro_batches or not len(tensor)):

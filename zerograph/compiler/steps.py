@@ -169,7 +169,10 @@ class Steps:
             else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
         )
         plain = batch_on(config, mesh)
-        return read_batch(*arguments, mesh, grid, plain, micro_batches, meta, config.context_parallel, option)
+        # With slices, what is whole on all ranks is computed whole.
+        must_cut = config.virtual_ranks is None
+        degree = config.context_parallel
+        return read_batch(*arguments, mesh, grid, plain, micro_batches, meta, degree, option, must_cut=must_cut)
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
         """Return what a captured graph depends on besides its inputs.

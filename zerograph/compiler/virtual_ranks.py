@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 
 import torch
 
@@ -52,11 +52,12 @@ def slices_per_rank(config: Config, mesh: Mesh) -> int:
         if is_set:
             raise ConfigError(f"config.virtual_ranks = {slices} does not go together with {option}\n{advice}")
     share, rest = divmod(slices, mesh.size)
-    if rest or not _is_node(share, mesh.size):
-        possible = [ranks for ranks in _divisors(slices) if _is_node(slices // ranks, ranks)]
+    if rest:
+        *possible, last = (ranks for ranks in range(1, slices + 1) if slices % ranks == 0)
         raise ConfigError(
-            f"config.virtual_ranks = {slices} on {mesh.size} ranks: every rank must have 1, 2, 4, 8, ... slices, or "
-            f"one rank all\nRun on {', '.join(map(str, possible))} ranks, or choose another number of slices."
+            f"config.virtual_ranks = {slices} on {mesh.size} ranks: every rank must have equally many slices\n"
+            f"Run on {', '.join(map(str, possible))} or {last} ranks, or set it to {math.lcm(slices, mesh.size)} "
+            "in all runs that are compared."
         )
     return share
 
@@ -73,12 +74,3 @@ def check_target(config: Config, backend: backends.Backend, device: torch.device
             "of accelerators, may add in another order on another number of ranks\nUse config.backend = 'eager' and a "
             "model on the CPU."
         )
-
-
-def _is_node(share: int, ranks: int) -> bool:
-    """Return whether the slices of a rank are a node of the tree of sums."""
-    return ranks == 1 or share & (share - 1) == 0
-
-
-def _divisors(number: int) -> Iterable[int]:
-    return (one for one in range(1, number + 1) if number % one == 0)

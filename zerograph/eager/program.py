@@ -19,28 +19,29 @@ from torch import Tensor, fx
 from zerograph import _torch
 from zerograph._torch import OpOverload, pytree
 from zerograph.capture import decompositions
+from zerograph.errors import PlacementError
+from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.metadata import Role, meta
-from zerograph.ir.sbp import NdSbp
+from zerograph.ir.rewrite import first_computed
+from zerograph.ir.sbp import NdSbp, PartialSum, Split, broadcast
 from zerograph.ir.step_graph import output_nodes, placeholders, restore_origins
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import BackendTraits, BatchLayout, Context, MissingRules
-from zerograph.passes.lower.localize import localize
-from zerograph.passes.lower.lower_to_p2p import lower_to_p2p
-from zerograph.passes.normalize.batch_first import batch_first
-from zerograph.passes.normalize.offsets import offsets
-from zerograph.passes.normalize.repeat_key_heads import repeat_key_heads
-from zerograph.passes.normalize.simplify import simplify
-from zerograph.passes.normalize.unfuse import unfuse
-from zerograph.passes.placement.box import box
-from zerograph.passes.placement.place import needed, place
+from zerograph.passes.pipeline import PIPELINE, Pass, apply_pass, finalize
+from zerograph.passes.placement.place import needed
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.wire.selection import Transport
 
 aten = torch.ops.aten
 
-_PLACING = (simplify, offsets, unfuse, repeat_key_heads, batch_first, place)
-_LOWERING = (box, localize, lower_to_p2p)
+
+def _passes(*names: str) -> list[Pass]:
+    return [entry for entry in PIPELINE if entry.name in names]
+
+
+_PLACING = _passes("simplify", "offsets", "unfuse", "repeat_key_heads", "batch_first", "split_micro_batches", "place")
+_LOWERING = _passes("box", "hoist_batch_statistics", "localize", "loop", "add_in_tree", "lower_to_p2p")
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +118,14 @@ class Compilation:
         transport: how they exchange tensors.
         warn: shows a message about an operator without a rule.
         spec: returns the one object of equal metadata.
+        slices: ``config.virtual_ranks``: operators compute slice by slice, and no result is partial.
     """
 
     job: Job
     transport: Transport
     warn: Callable[[str], None]
     spec: Callable[..., Spec]
+    slices: int | None = None
 
     def compile(
         self,
@@ -146,21 +149,35 @@ class Compilation:
         """
         module, returned, leaves, tree = _traced(function, inputs)
         rows = next((spec.rows for spec in inputs if spec.rows is not None), rows)
+        # A view computes nothing. Its placement must be that along slices all the same.
+        is_cut = self.slices is not None and operator is not None and not operator.is_view
+        micro_batches = self.slices // self.job.mesh.size if is_cut and self.slices is not None else 1
         context = Context(
             mesh=replace(self.job.mesh, rows=rows),
             policy=OFF,
             buckets=(),
             updates={},
             batch=BatchLayout(
-                inputs=tuple(spec.sbp for spec in inputs), outputs=tuple(outputs or [None] * len(returned))
+                inputs=tuple(spec.sbp for spec in inputs),
+                micro_batches=micro_batches,
+                cut=tuple(any(isinstance(one, Split) for one in spec.sbp) for spec in inputs),
+                slices=self.slices if is_cut else None,
+                outputs=tuple(outputs or [None] * len(returned)),
             ),
             backend=BackendTraits(exchanges=self.transport.exchanges, hosts=self.transport.hosts),
             missing_rules=MissingRules("gather", self.warn),
         )
+        placing = context
+        if self.slices is not None and not is_cut:
+            placing = replace(context, mesh=replace(context.mesh, shape=(self.slices,)))
         with _torch.raw_sizes():
-            for run in _PLACING:
-                module = run(module, context)
-            single = None if operator is None else _single(module.graph, inputs)
+            for entry in _PLACING:
+                module = apply_pass(entry, module, placing)
+            if is_cut:
+                # What is partial could be added once only.
+                needs_of_results: list[NdSbp] = meta(module.graph.output_node())["needs"]
+                meta(module.graph.output_node())["needs"] = list(map(_complete, needs_of_results))
+            single = None if operator is None or is_cut else _single(module.graph, inputs)
             needs = {} if single is None else dict(needed(single))
             before = None if single is None else _described(single)
             numbers = {node: index for index, node in enumerate(placeholders(module.graph))}
@@ -168,13 +185,17 @@ class Compilation:
             own = _torch.functional_overload(operator) if operator is not None and is_written else operator
             if single is not None and is_written and single.target is not own:
                 single = None
-            for run in _LOWERING:
-                module = run(module, context)
+            for entry in _LOWERING:
+                module = apply_pass(entry, module, context)
         graph = module.graph
+        if is_cut and micro_batches == 1:
+            _use_contiguous(graph)
         specs = tuple(
             self.spec(tuple(value.shape), value.stride(), value.dtype, value.device, meta(node)["sbp"], rows)
             for node, value in zip(output_nodes(graph), returned, strict=True)
         )
+        for spec in specs if operator is not None else ():
+            check_slices(spec.shape, spec.sbp, self.slices)
         for view in (aten.view.default, aten._unsafe_view.default):
             for node in graph.find_nodes(op="call_function", target=view):
                 # This rank's part may have other strides than the whole tensor.
@@ -188,8 +209,47 @@ class Compilation:
             keeps = single.target is own and (is_written or _described(single) == before)
             target: Any = operator if keeps else single.target
             return Program(target, specs, leaves, tree, tuple(sbps), arguments, keeps, rows)
-        module = _torch.graph_module(module, graph)
-        return Program(module.forward, specs, leaves, tree, rows=rows)
+        return Program(finalize(module).forward, specs, leaves, tree, rows=rows)
+
+
+def _complete(sbp: NdSbp) -> NdSbp:
+    return tuple(broadcast if isinstance(one, PartialSum) else one for one in sbp)
+
+
+def _use_contiguous(graph: fx.Graph) -> None:
+    """Have an operator on one slice read and return contiguous tensors, as in a loop over several."""
+    split = [node for node in placeholders(graph) if any(isinstance(one, Split) for one in meta(node)["sbp"])]
+    results = graph.output_node()
+    for node in (*split, *dict.fromkeys(output_nodes(graph))):
+        users = [results] if node not in split else list(node.users)
+        with graph.inserting_before(first_computed(graph) if node in split else results):
+            contiguous = graph.call_function(from_whole_vector, (node,))
+        contiguous.meta = dict(node.meta)
+        for user in users:
+            # A write is to the tensor itself.
+            if user.target is not aten.copy_.default or user.args[0] is not node:
+                user.replace_input_with(node, contiguous)
+
+
+def check_slices(shape: Sequence[int], sbp: NdSbp, slices: int | None) -> None:
+    """Check that ``config.virtual_ranks``, if it is set, cuts a tensor in slices alike on any number of ranks.
+
+    Raises:
+        PlacementError: it does not.
+    """
+    if slices is None:
+        return
+    for one in sbp:
+        if isinstance(one, PartialSum):
+            raise PlacementError(
+                f"config.virtual_ranks = {slices}: partial sums of ranks depend on the number of ranks\n"
+                "Pass the rows, or the whole sum."
+            )
+        if isinstance(one, Split) and shape[one.dim] % slices:
+            raise PlacementError(
+                f"a dimension of size {shape[one.dim]} cannot be split into config.virtual_ranks = {slices} equal "
+                "slices\nUse a number of rows that it divides, or a tensor that is whole on all ranks."
+            )
 
 
 def _source(node: fx.Node) -> fx.Node:

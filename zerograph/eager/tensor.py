@@ -13,7 +13,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.eager import dispatch
 from zerograph.eager.dispatch import View
-from zerograph.eager.program import Spec
+from zerograph.eager.program import Spec, check_slices
 from zerograph.eager.world import world
 from zerograph.errors import InputError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import global_shape
@@ -115,6 +115,7 @@ class GlobalTensor(Tensor):
                 raise PlacementError(
                     f"a dimension of size {self.shape[one.dim]} cannot be split over {ranks} ranks in equal parts"
                 )
+        check_slices(self.shape, target, world().slices)
         result: GlobalTensor = _Boxing.apply(self, target)
         return result
 
@@ -146,6 +147,7 @@ class GlobalTensor(Tensor):
     def from_dtensor(x: DTensor) -> GlobalTensor:
         """Return a DTensor over all ranks as a global tensor, of the same memory and without history."""
         now, sbp = world(), from_dtensor(x.placements)
+        check_slices(x.shape, sbp, now.slices)
         part = x.to_local().detach()
         return GlobalTensor(part, now.spec(tuple(x.shape), x.stride(), x.dtype, part.device, sbp))
 
@@ -160,13 +162,19 @@ class GlobalTensor(Tensor):
                 Where one is 0, every rank gets the whole.
         """
         now = world()
-        if rows is not None and 0 in rows:
+        if rows is not None and now.slices is not None and sum(rows) % now.slices == 0 and len(set(rows)) > 1:
+            raise InputError(
+                f"ranks pass {', '.join(map(str, rows))} rows: with config.virtual_ranks = {now.slices} each needs "
+                "equally many\nPass each rank as many rows, or the loader to zg.prepare()."
+            )
+        if rows is not None and (0 in rows or (now.slices is not None and sum(rows) % now.slices)):
             whole: GlobalTensor = _Gathered.apply(part, next(one.dim for one in sbp if isinstance(one, Split)), rows)
             return whole
         shape, unequal = list(global_shape(part.shape, sbp, now.job.mesh)), None
         if rows is not None and len(set(rows)) > 1:
             shape[next(one.dim for one in sbp if isinstance(one, Split))] = sum(rows)
             unequal = tuple(rows)
+        check_slices(shape, sbp, now.slices)
         stride = torch.empty(shape, device="meta").stride()
         spec = now.spec(tuple(shape), stride, part.dtype, part.device, sbp, unequal)
         result: GlobalTensor = _FromLocal.apply(part.contiguous(), spec)
@@ -286,6 +294,12 @@ def _with_parts(arguments: Any) -> Any:
     made = {id(one): x for one in found if len(x := global_tensor(one, split(0))) in rows}
     if not made:
         return None
+    if world().slices is not None:
+        # One rank would take them for whole tensors.
+        raise InputError(
+            "plain tensors of this rank's rows are beside global ones: with config.virtual_ranks pass the loader to "
+            "zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0))"
+        )
     return pytree.tree_unflatten([made.get(id(one), one) for one in leaves], spec)
 
 

@@ -29,10 +29,11 @@ class World:
         boxings: programs that change an SBP, by metadata, SBP and rows.
         rows_of_ranks: a loop passes rows that its ranks have cut, so their order in the batch is that of the ranks.
         joins_rows: operators have joined global rows since a loop has passed such rows.
+        slices: ``config.virtual_ranks`` of the loops.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, slices: int | None = None) -> None:
+        self.job, self.slices = job, slices
         self.whole: NdSbp = all_broadcast(job.mesh.dims)
         self._specs: dict[tuple[Any, ...], Spec] = {}
         self.operators: dict[int, Any] = {}
@@ -40,7 +41,12 @@ class World:
         self.rows_of_ranks = self.joins_rows = False
         self._warned: set[str] = set()
         self._draws = 0
-        self.compilation = Compilation(job, transport_of(job), self.warn, self.spec)
+        self.compilation = Compilation(job, transport_of(job), self.warn, self.spec, slices)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if tensors stay plain: there is one rank, and it does not compute slice by slice."""
+        return self.job.size == 1 and self.slices is None
 
     def spec(
         self,
@@ -109,6 +115,15 @@ class World:
 
 
 _world: World | None = None
+
+
+def use_slices(slices: int | None) -> None:
+    """Have all ranks compute with ``config.virtual_ranks``; what they have compiled for another number is dropped."""
+    global _world
+    if (slices is not None or _world is not None) and world().slices != slices:
+        before = world()
+        _world = World(before.job, slices)
+        before.release()
 
 
 def world() -> World:

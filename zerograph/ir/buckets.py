@@ -16,6 +16,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from zerograph.ir.mesh import Mesh, local_part, size_along
 from zerograph.ir.sbp import NdSbp, Split, broadcast, dims_split
@@ -199,6 +200,12 @@ class Parameter:
 
 # The longest vectors of CPUs, in bytes. A fused kernel rounds the elements after the last whole vector otherwise.
 VECTOR_BYTES = 64
+
+
+def from_whole_vector(x: Tensor) -> Tensor:
+    """Return a tensor in contiguous memory that begins at a whole vector; products of others may round otherwise."""
+    fits = x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def plan_buckets(

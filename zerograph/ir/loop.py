@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph.ir.dims import Size, SizeInput
-from zerograph.ops.tree_sum import levels
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
 _library.define(
@@ -60,8 +59,8 @@ class Result:
         device: its device.
         along: the dimension of the concatenation; None for a sum.
         gradient: the bucket whose gradient it is; None for any other result.
-        in_tree: the sum is that of :mod:`zerograph.ops.tree_sum`. Its partial sums are inputs of the body, after the
-            results.
+        partial: shape of the partial sums besides the result, if it is added as :mod:`zerograph.ops.tree_sum` says;
+            else None. They are inputs of the body, after the results.
     """
 
     shape: tuple[Size, ...]
@@ -69,7 +68,7 @@ class Result:
     device: torch.device
     along: int | None
     gradient: str | None = None
-    in_tree: bool = False
+    partial: tuple[int, ...] | None = None
 
 
 class Loop(nn.Module):
@@ -129,11 +128,10 @@ class Loop(nn.Module):
             )
             for result in self.results
         )
-        waiting = levels(self.micro_batches)
         partial = (
-            total.new_empty((waiting, *total.shape))
+            total.new_empty(result.partial)
             for result, total in zip(self.results, results, strict=True)
-            if result.in_tree
+            if result.partial is not None
         )
         return (*results, *partial)
 

@@ -33,7 +33,6 @@ from zerograph.ops import blocks
 from zerograph.ops.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ops.flex_attention import flex_attention, scores_of
 from zerograph.ops.offload import FETCH, TRANSFER
-from zerograph.ops.tree_sum import levels
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -258,10 +257,10 @@ class _Walk:
             temporary = temporary_bytes(node)
             if (loop := loop_of(node)) is not None:
                 self.bodies[position] = body = profile(loop.body.graph, host=self.host)
-                temporary = sum(body.own()[0].values()) + levels(loop.micro_batches) * sum(
-                    nbytes(value)
-                    for result, value in zip(loop.results, node.meta["val"], strict=True)
-                    if result.in_tree
+                temporary = sum(body.own()[0].values()) + sum(
+                    math.prod(result.partial) * result.dtype.itemsize
+                    for result in loop.results
+                    if result.partial is not None
                 )
             elif self.host:
                 # Temporary memory is on the accelerator; that of an update on the CPU is negligible.

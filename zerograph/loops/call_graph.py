@@ -23,7 +23,8 @@ from zerograph.config import Config
 from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
-from zerograph.errors import CaptureError, InputError
+from zerograph.errors import CaptureError, InputError, PlacementError
+from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
@@ -208,7 +209,9 @@ class CallGraph(LoopGraph):
 
     def _checked(self, step: CompiledStep) -> CompiledStep:
         if self._optimizers and step.executor.pausing is None:
-            raise CaptureError("its graph cannot pause between forward and backward")
+            # With virtual ranks it depends on the number of ranks whether there is a loop.
+            kind = CaptureError if world().slices is None else PlacementError
+            raise kind("its graph cannot pause between forward and backward")
         if step.captured.regions:
             raise CaptureError("a zg.local() region computes with the whole batch in a loop, as in one process")
         return step
@@ -366,11 +369,11 @@ class Begun:
             if gradient is None:
                 parts.append(torch.zeros_like(self._outputs[place]))
                 continue
-            if world().job.size > 1:
+            if not world().is_alone:
                 if not isinstance(gradient, GlobalTensor):
                     gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
                 gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
-            parts.append(gradient.contiguous())
+            parts.append(gradient.contiguous() if world().slices is None else from_whole_vector(gradient))
         values = finish(self.step.number_values(), parts)
         self.graph._owner.note_gradients(self.step.differentiated)
         # None where a tensor has no part in the result.
@@ -434,7 +437,7 @@ class Begun:
     def _global(self, number: int, value: Tensor) -> Tensor:
         """Return the global tensor of an output, which is a plain one in a job of one rank."""
         value = value.detach().contiguous()
-        return value if world().job.size == 1 else GlobalTensor.of_part(value, self.step.outputs[number][0])
+        return value if world().is_alone else GlobalTensor.of_part(value, self.step.outputs[number][0])
 
 
 def _versions(stores: Sequence[Store]) -> tuple[int, ...]:
@@ -480,7 +483,7 @@ def is_rows(sbp: NdSbp) -> bool:
 
 def _input(tensor: Tensor) -> Tensor:
     """Return a tensor as an argument of a graph."""
-    if world().job.size == 1:
+    if world().is_alone:
         return tensor.detach()
     x = tensor if isinstance(tensor, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, tensor)
     of_rows = is_rows(x.spec.sbp)

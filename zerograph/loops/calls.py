@@ -96,6 +96,9 @@ class Calls:
         except (CommunicationError, RankMismatchError, ReplicaError):
             raise
         except Exception as error:
+            if world().slices is not None and not isinstance(error, CaptureError):
+                # On another number of ranks it may be a graph, whose numbers are others than the operators'.
+                raise
             kind.is_eager, kind.graph = True, None
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             world().warn(f"calls of {type(module).__name__} run operator by operator, which is slower: {reason}")
@@ -171,7 +174,7 @@ def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
         return True
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.layout is not torch.strided:
         return False
-    is_part = world().job.size == 1
+    is_part = world().is_alone
     if isinstance(value, GlobalTensor):
         if value.spec.rows is not None:
             return False

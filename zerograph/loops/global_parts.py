@@ -100,7 +100,7 @@ def of_parts(values: Any, doing: str, kwargs: Mapping[str, Any] | None = None) -
         check_equal(values.batch, doing)
         return values.batch
     now, tensors = world(), _plain_in(values)
-    if not tensors or now.job.size == 1:
+    if not tensors or now.is_alone:
         return values
     parts = {id(tensor): tensor for tensor in tensors if tensor.dim() and not is_replicated(tensor)}
     whole = [tensor for tensor in tensors if id(tensor) not in parts]
@@ -141,7 +141,7 @@ def split_rows(values: Any) -> Any:
     """
     job, tensors = world().job, [one for one in found_in(values, Tensor) if one.dim()]
     counts = {len(one) for one in tensors}
-    if job.size == 1 or len(counts) != 1 or min(counts) < job.size:
+    if world().is_alone or len(counts) != 1 or min(counts) < job.size:
         return values
     if any(one.requires_grad or isinstance(one, (GlobalTensor, nn.Parameter)) for one in tensors):
         return values

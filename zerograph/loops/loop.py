@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
+from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
 from zerograph.eager.tensor import GlobalTensor
-from zerograph.eager.world import world
+from zerograph.eager.world import use_slices, world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
@@ -24,6 +25,7 @@ from zerograph.loops.global_parts import check_equal, of_call, of_parts, split_r
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
+from zerograph.runtime.backends.backends import resolve
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
@@ -62,6 +64,11 @@ class Loop:
                 f"zg.prepare() with {name}: it is for steps that are one graph\n"
                 "A loop runs call by call, on one line of all ranks. Write the step as build() of a zg.ZeroGraph."
             )
+        if config.virtual_ranks is not None:
+            devices = [one.device for module in modules.values() for one in module.parameters()]
+            for device in devices[:1]:
+                check_target(config, resolve(config.backend, device)[1], device)
+        self._use_slices(config)
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
         self.busy, self.has_loader, self.splits_rows = False, False, False
         self._forward = Update(modules, (), config)
@@ -82,6 +89,14 @@ class Loop:
         Raises:
             RankMismatchError: ranks pass other tensors.
         """
+        if world().slices is None:
+            # There may be a new process group.
+            self._use_slices(self.config)
+        if self.config.virtual_ranks != world().slices:
+            raise ConfigError(
+                f"this loop has config.virtual_ranks = {self.config.virtual_ranks}, and one that was prepared later "
+                f"{world().slices}\nPrepare all loops of a process with the same number."
+            )
         self._share()
         self._end_copies()
         doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
@@ -101,6 +116,16 @@ class Loop:
         if isinstance(function, nn.Module):
             return self.calls.run(function, args, kwargs)
         return self.run_eagerly(function, args, kwargs)
+
+    def _use_slices(self, config: Config) -> None:
+        """Have global tensors consist of the slices of ``config.virtual_ranks``.
+
+        Raises:
+            ConfigError: the ranks do not divide them.
+        """
+        if config.virtual_ranks is not None:
+            slices_per_rank(config, world().job.mesh)
+        use_slices(config.virtual_ranks)
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""

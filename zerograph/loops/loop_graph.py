@@ -153,8 +153,10 @@ def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:
     parts = [None if value is None else _summand(value) for value in values]
     flat = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     load_part(store.job, replace(layout, sbp=now.whole), flat, parts)
-    partial = (partial_sum,) * now.job.mesh.dims
-    spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, partial)
+    # What every rank has is cut, not added: a sum with zeros would lose the sign of a zero.
+    summed = now.slices is None and now.job.size > 1
+    held = (partial_sum,) * now.job.mesh.dims if summed else now.whole
+    spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, held)
     whole = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp)
     own = whole.local.to(layout.storage_device)
     store.accumulated = own if store.accumulated is None else store.accumulated + own
@@ -172,4 +174,4 @@ def _summand(gradient: Tensor) -> Tensor:
         if job.size > 1:
             facts = {"a gradient that was computed without global tensors": f"{int(hash_bits(whole)):x}"}
             agree(job, "optimizer.step()", digest(facts), lambda: facts)
-    return whole if job.rank == 0 else torch.zeros_like(whole)
+    return whole if job.rank == 0 or world().slices is not None else torch.zeros_like(whole)

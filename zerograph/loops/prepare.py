@@ -71,11 +71,6 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
             "zg.prepare() takes no gradient_accumulation_steps and no grad_scaler\n"
             "Call backward() several times before optimizer.step(), and compute in bf16."
         )
-    if config.virtual_ranks is not None:
-        raise ConfigError(
-            "zg.prepare() takes no virtual_ranks: what a loop computes between its calls adds up as ranks hold it\n"
-            "Write the step as a zg.ZeroGraph for numbers that do not depend on the number of ranks."
-        )
     if stage is not None:
         config = copy.copy(config)
         # False is no stage.

@@ -126,7 +126,7 @@ class SplitGradients:
 
 def _whole(gradient: Tensor) -> Tensor:
     gradient = gradient.clone()
-    return gradient if world().job.size == 1 else dispatch.wrapped_whole(GlobalTensor, gradient)
+    return gradient if world().is_alone else dispatch.wrapped_whole(GlobalTensor, gradient)
 
 
 def _clear(store: Store) -> None:

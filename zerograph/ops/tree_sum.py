@@ -2,71 +2,96 @@
 
 With ``config.virtual_ranks`` every sum over slices adds the same pairs: first slices 2i and 2i + 1, then their sums,
 and so on. Of a number of slices that is no power of two, the first ones up to the largest power are such a tree, to
-which that of the others is added. A rank that holds all slices of one node of the tree computes that node by itself,
-one slice after the other. The nodes of several ranks are added by the same rule.
+which that of the others is added. A rank computes the largest nodes of the tree of which it holds all slices, one slice
+after the other; these are added by the same rule. A node is a range of slices.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define("sum_in_tree(Tensor parts) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-# The sum of ``parts`` over dimension 0.
+_library.define("sum_in_tree(Tensor[] parts, int slices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+# The sum of all ranks' nodes. ``parts[n][r]`` is node n of rank r, if that rank has so many.
 sum_in_tree = torch.ops.zerograph.sum_in_tree.default
 _library.define(
-    "accumulate_in_tree(Tensor(a!) sum, Tensor(b!) partial, Tensor part, Tensor micro_batch, int micro_batches) -> ()",
+    "accumulate_in_tree(Tensor(a!) sum, Tensor(b!) partial, Tensor part, Tensor micro_batch, int slices, int first)"
+    " -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# Add a micro-batch's part. ``partial`` has room for the sums that wait for others, [levels(micro_batches), *sum.shape];
-# ``sum`` is complete after the last micro-batch.
+# Add a micro-batch's part, that of slice ``first`` + ``micro_batch``. After the last one ``sum`` is the rank's node, or
+# [n, *part.shape] has its nodes. Sums that wait for others are in ``sum`` and ``partial``, [levels, *part.shape].
 accumulate_in_tree = torch.ops.zerograph.accumulate_in_tree.default
 
 
-def levels(parts: int) -> int:
-    """Return how many partial sums wait for others while parts are added one after the other."""
-    return parts.bit_length() - 1
+@functools.cache
+def nodes(first: int, end: int, slices: int) -> tuple[tuple[int, int], ...]:
+    """Return the largest nodes of the tree over ``slices`` in the range of slices from ``first`` up to ``end``."""
+    found: list[tuple[int, int]] = []
+    for number in range(first, end):
+        begin = number
+        while found and _is_node(found[-1][0], number + 1, slices):
+            begin = found.pop()[0]
+        found.append((begin, number + 1))
+    return tuple(found)
 
 
-def _sum_in_tree(parts: Tensor) -> Tensor:
-    sums: list[Tensor] = []
-    for number, part in enumerate(parts.unbind()):
-        total, own = part, False
-        for _ in range(_complete(number)):
-            # A sum of two parts has memory of its own, which the next sums are written to.
-            total, own = torch.add(sums.pop(), total, out=total if own else torch.empty_like(total)), True
-        sums.append(total)
-    total = sums.pop()
-    while sums:
-        total = sums.pop() + total
-    return total.clone() if len(parts) == 1 else total
+def nodes_per_rank(slices: int, ranks: int) -> int:
+    """Return the largest number of nodes that a rank holds after its last slice."""
+    share = slices // ranks
+    return max(len(nodes(first, first + share, slices)) for first in range(0, slices, share))
 
 
-def _accumulate_in_tree(sum: Tensor, partial: Tensor, part: Tensor, micro_batch: Tensor, micro_batches: int) -> None:
-    number = int(micro_batch)
-    sums: Sequence[Tensor] = [*partial.unbind(), sum]
-    complete = _complete(number)
+def levels(slices: int, ranks: int) -> int:
+    """Return how many sums wait for others at most, besides those that a rank holds after its last slice."""
+    share = slices // ranks
+    waiting = max(
+        len(nodes(first, end + 1, slices)) for first in range(0, slices, share) for end in range(first, first + share)
+    )
+    return waiting - nodes_per_rank(slices, ranks)
+
+
+def _is_node(first: int, end: int, slices: int) -> bool:
+    width = 1 << (end - first - 1).bit_length()
+    return first % width == 0 and (end - first == width or end == slices)
+
+
+def _sum_in_tree(parts: Sequence[Tensor], slices: int) -> Tensor:
+    share = slices // len(parts[0])
+    sums: list[tuple[int, Tensor]] = []
+    for rank in range(len(parts[0])):
+        for part, (begin, end) in zip(parts, nodes(rank * share, (rank + 1) * share, slices), strict=False):
+            total, own, first = part[rank], False, begin
+            while sums and _is_node(sums[-1][0], end, slices):
+                # A sum of two parts has memory of its own, which the next sums are written to.
+                first, left = sums.pop()
+                total, own = torch.add(left, total, out=total if own else torch.empty_like(total)), True
+            sums.append((first, total))
+    ((_, total),) = sums
+    return total if own else total.clone()
+
+
+def _accumulate_in_tree(
+    sum: Tensor, partial: Tensor, part: Tensor, micro_batch: Tensor, slices: int, first: int
+) -> None:
+    number = first + int(micro_batch)
+    sums = [*(sum.unbind() if sum.dim() > part.dim() else [sum]), *partial.unbind()]
+    top = len(nodes(first, number, slices))
+    complete = top + 1 - len(nodes(first, number + 1, slices))
     if not complete:
-        sums[0].copy_(part)
-    for level in range(complete):
-        torch.add(sums[level], part, out=sums[level + 1] if level + 1 == complete else sums[level])
+        sums[top].copy_(part)
+    for level in range(top - 1, top - 1 - complete, -1):
+        sums[level].add_(part)
         part = sums[level]
-    if number == micro_batches - 1:
-        waiting = [level for level in range(len(sums)) if micro_batches >> level & 1]
-        for lower, level in itertools.pairwise(waiting):
-            sums[level].add_(sums[lower])
-
-
-def _complete(number: int) -> int:
-    """Return how many sums are complete with the part of this number: the ones at the end of its binary form."""
-    return ((number + 1) & ~number).bit_length() - 1
 
 
 _library.impl("sum_in_tree", _sum_in_tree, "CompositeExplicitAutograd")
 _library.impl("accumulate_in_tree", _accumulate_in_tree, "CompositeExplicitAutograd")
-torch.library.register_fake("zerograph::sum_in_tree", lambda parts: parts.new_empty(parts.shape[1:]), lib=_library)
+torch.library.register_fake(
+    "zerograph::sum_in_tree", lambda parts, slices: parts[0].new_empty(parts[0].shape[1:]), lib=_library
+)
 torch.library.register_fake("zerograph::accumulate_in_tree", lambda *_: None, lib=_library)

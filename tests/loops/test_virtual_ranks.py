@@ -1,0 +1,195 @@
+"""With ``config.virtual_ranks`` the bits of a loop do not depend on the number of ranks, at any stage.
+
+Losses, norms, parameters, buffers and the optimizer's state are compared. The last batch of each pass has a number of
+rows that the slices do not divide, which every rank computes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zerograph as zg
+from tests.equivalence.test_virtual_ranks import Recurrent, Run, assert_equal, dropout, fused, masked_loss, mean_loss
+from tests.models import MODELS, adamw, batches, part
+from tests.pool import Pool, RanksError
+from zerograph.runtime.optimizer_state import text_of
+
+SLICES, BATCH = 4, 8
+
+
+def text(x: Tensor) -> str:
+    return text_of(x.full_tensor() if isinstance(x, zg.GlobalTensor) else x.detach())
+
+
+def all_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Computes with whole tensors between the call of the model and backward."""
+    rows = F.normalize(model(x), dim=1)
+    return F.cross_entropy(rows @ rows.T * 5, torch.arange(len(x)))
+
+
+def noisy_median_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Draws in the loop, writes to rows in place, reads a value, and sorts."""
+    result = model(x)
+    result = result + torch.randn_like(result) * 0.1
+    weights = torch.ones_like(result[:, 0])
+    weights[y > 0] = 0.5
+    losses = F.cross_entropy(result, y, reduction="none") * weights
+    return losses.mean() + losses.sort().values[: len(x) // 2].sum() * losses.max().item()
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("mlp", {"model": dropout}),
+    "batch norm": ("conv", {}),
+    "perceptron": ("mlp", {}),
+    "GPT": ("gpt_tied_of_one_block", {}),
+    "GPT in bf16": ("gpt_of_one_block", {"amp_dtype": torch.bfloat16}),
+    "recurrent": ("mlp", {"model": Recurrent}),
+    "weighted mean": ("mlp", {"loss": masked_loss}),
+    "all pairs": ("mlp", {"loss": all_pairs}),
+    "operators of the loop": ("mlp", {"loss": noisy_median_loss}),
+    "fused AdamW": ("mlp", {"optimizer": fused}),
+    "accumulation": ("mlp", {"accumulation": 2}),
+    "small buckets": ("gpt_of_one_block", {"bucket_size": 2**12}),
+}
+
+
+def prepared(
+    data: str, slices: int, stage: int, options: dict[str, Any]
+) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    torch.manual_seed(0)
+    config = zg.Config(virtual_ranks=slices)
+    for name in options.keys() & {"amp_dtype", "bucket_size"}:
+        setattr(config, name, options[name])
+    model = options.get("model", MODELS[data][0])()
+    samples = TensorDataset(*map(torch.cat, zip(*batches(data, 3, BATCH), strict=True)))
+    loader = DataLoader(torch.utils.data.Subset(samples, range(2 * BATCH + 5)), BATCH)
+    return zg.prepare(model, options.get("optimizer", adamw)(model), loader, stage=stage, config=config)
+
+
+def trained(data: str, slices: int, stages: tuple[int, ...], options: dict[str, Any]) -> list[Run]:
+    runs: list[Run] = []
+    for stage in stages:
+        model, optimizer, loader = prepared(data, slices, stage, options)
+        loss_of: Callable[..., Tensor] = options.get("loss", mean_loss)
+        run, number = {}, 0
+        for _ in range(2):
+            for batch in loader:
+                number += 1
+                loss = loss_of(model, *batch) / options.get("accumulation", 1)
+                loss.backward()
+                run[f"loss {number}"] = text(loss)
+                if number % options.get("accumulation", 1) == 0:
+                    run[f"norm {number}"] = text(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        for name, state in optimizer.state_dict()["state"].items():
+            run |= {f"state {name} {key}": text_of(torch.as_tensor(value)) for key, value in state.items()}
+        with zg.full_parameters(model):
+            runs.append(run | {name: text_of(value) for name, value in model.state_dict().items()})
+    return runs
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "dropout" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
+)
+def test_loops_on_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str) -> None:
+    data, options = CASES[name]
+    (wanted,) = pool.run(1, trained, data, SLICES, (0,), options)[0]
+    stages = ((1, (3,)), (2, (2,)), (4, (3,))) if name == "dropout" else ((1, (2, 3)), (2, (0, 1, 2, 3)), (4, (0, 3)))
+    for ranks, of_ranks in stages:
+        for rank, runs in enumerate(pool.run(ranks, trained, data, SLICES, of_ranks, options)):
+            for stage, run in zip(of_ranks, runs, strict=True):
+                assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["perceptron", "batch norm"])
+def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str) -> None:
+    data, options = CASES[name]
+    (wanted,) = pool.run(1, trained, data, 8, (0,), options)[0]
+    for ranks in (2, 4):
+        for run in pool.run(ranks, trained, data, 8, (2, 3), options)[0]:
+            assert_equal(run, wanted, f"{ranks} ranks")
+
+
+def calls_are_graphs(slices: int) -> bool:
+    model, optimizer, loader = prepared("mlp", slices, 2, {})
+    for _ in range(2):
+        for batch in loader:
+            mean_loss(model, *batch).backward()
+            optimizer.step()
+    calls = type(model)._zerograph_prepared.calls  # type: ignore[attr-defined]
+    return all(kind.graph is not None for kind in calls._kinds.values())
+
+
+def test_calls_are_graphs_whether_a_rank_has_one_slice_or_several(pool: Pool) -> None:
+    assert pool.run(1, calls_are_graphs, 4) == [True]
+    assert pool.run(2, calls_are_graphs, 2) == [True, True]
+
+
+def rows(data: Tensor) -> zg.GlobalTensor:
+    return zg.global_tensor(part(data), zg.sbp.split(0))
+
+
+def with_plain_labels() -> None:
+    model = nn.Linear(7, 3)
+    model, _ = zg.prepare(model, adamw(model), config=zg.Config(virtual_ranks=4))
+    x, y = batches("mlp", 1, 8)[0]
+    F.cross_entropy(model(part(x)), part(y))
+
+
+def with_few_rows() -> None:
+    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4))
+    rows(torch.ones(6, 7))
+
+
+def with_partial_sums() -> None:
+    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4))
+    zg.global_tensor(torch.ones(3), zg.sbp.partial_sum)
+
+
+def with_another_number() -> None:
+    first, second = nn.Linear(7, 3), nn.Linear(7, 3)
+    first, _ = zg.prepare(first, adamw(first), config=zg.Config(virtual_ranks=4))
+    zg.prepare(second, adamw(second), config=zg.Config(virtual_ranks=2))
+    first(rows(torch.ones(8, 7)))
+
+
+def with_slices_that_do_not_fit() -> None:
+    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=3))
+
+
+def with_a_compiler() -> None:
+    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4, backend="inductor"))
+
+
+def with_rows_of_unequal_numbers() -> None:
+    model = nn.Linear(7, 3)
+    model, _ = zg.prepare(model, adamw(model), config=zg.Config(virtual_ranks=4))
+    model(torch.ones(3 + 2 * zg.rank(), 7))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (with_plain_labels, "with config.virtual_ranks pass the loader"),
+        (with_few_rows, "size 6 cannot be split into config.virtual_ranks = 4"),
+        (with_partial_sums, "partial sums of ranks depend on the number of ranks"),
+        (with_another_number, "this loop has config.virtual_ranks = 4"),
+        (with_slices_that_do_not_fit, "every rank must have equally many slices"),
+        (with_a_compiler, "config.backend = 'eager'"),
+        (with_rows_of_unequal_numbers, "ranks pass 3, 5 rows"),
+    ],
+)
+def test_what_would_depend_on_the_number_of_ranks_is_refused(
+    pool: Pool, function: Callable[[], None], message: str
+) -> None:
+    with pytest.raises(RanksError, match=message):
+        pool.run(2, function)
