@@ -89,12 +89,14 @@ class Kind:
     """A kind of calls: of one module, with tensors of the same kinds in the same places.
 
     Attributes:
-        template: the result; None before the first call.
+        results: the number of tensors in the result; None before the first call.
+        template: the result; None before the first call in this process.
         used: the results that the loop has differentiated; None: it is not known yet.
         graph: runs the calls; None as long as they run eagerly.
         is_eager: the calls always run eagerly.
     """
 
+    results: int | None = None
     template: Template | None = None
     used: frozenset[int] | None = None
     graph: CallGraph | None = None
@@ -103,6 +105,7 @@ class Kind:
     def watched(self, result: Any) -> Any:
         """Return a result that notes which of its tensors the loop differentiates, and how."""
         self.template = Template.of(result)
+        self.results = len(self.template.differentiable)
         places = itertools.count()
         runs: dict[int, int] = {}
 
@@ -143,8 +146,8 @@ class CallGraph(LoopGraph):
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
-        assert kind.template is not None
-        self._results = len(kind.template.differentiable)
+        assert kind.results is not None
+        self._results = kind.results
         # The captured graph, the result and the buffers that it changes, by identity of the first.
         self._templates: dict[int, tuple[object, Template, list[str]]] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
@@ -179,16 +182,17 @@ class CallGraph(LoopGraph):
             ZeroGraphError: as calling a graph does.
         """
         _TEMPLATE.set(None)
+        # A step of the cache is not traced, which would tell the result.
+        self._steps.may_be_cached = self._kind.template is not None
         with one_thread("a call of a prepared module"):
             step, batch = self._ready(tuple(map(_input, tensors)), {})
         if id(step.captured) not in self._templates:
-            # A step of the cache is not traced.
-            template = _TEMPLATE.get() or self._kind.template
+            template = self._kind.template = _TEMPLATE.get() or self._kind.template
             assert template is not None
             self._keep(step, template)
-        key, used = self._steps.last_key, self._request.differentiated or frozenset()
+        key = self._steps.last_key
         assert key is not None
-        return Begun(self, self._checked(step), batch, list(tensors), key, used, parameters)
+        return Begun(self, self._checked(step), batch, list(tensors), key, self.used, parameters)
 
     def variant(self, begun: Begun, used: frozenset[int]) -> Begun:
         """Return a call that has begun for a backward from other results. A collective.
@@ -201,6 +205,11 @@ class CallGraph(LoopGraph):
             step = self._steps.variant(world().job, begun.key, begun.batch, request, self._doing())
         self._keep(step, self._template(begun.step))
         return replace(begun, step=self._checked(step), used=used)
+
+    @property
+    def used(self) -> frozenset[int]:
+        """The results that later calls are prepared to be differentiated from."""
+        return self._request.differentiated or frozenset()
 
     def predict(self, used: frozenset[int]) -> None:
         """Have later calls prepare for a backward from these results."""

@@ -217,6 +217,7 @@ class Loop:
         numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
         if numbers not in self._updates:
             self._updates[numbers] = Update(self.modules, [self.optimizers[n] for n in numbers], self.config)
+            self._updates[numbers].noted = self.calls
         return self._updates[numbers]
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
