@@ -185,11 +185,21 @@ def test_strings_of_a_batch_are_those_of_all_ranks(pool: Pool) -> None:
     assert pool.run(2, names_of, zg.prepare) == [expected, expected]
 
 
+class Transform:
+    """A transform with a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = numpy.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        return self._generator.random()
+
+
 class Augmented(Dataset[Any]):
     """Draws for some samples, from the generators of torch, Python and NumPy and from one of its own."""
 
     def __init__(self) -> None:
-        self.own = numpy.random.default_rng(3)
+        self.own = Transform(3)
 
     def __len__(self) -> int:
         return 22
@@ -197,7 +207,7 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, index: int) -> list[float]:
         if index < 6 or index % 3 == 0:
             return [float(index), 0.0, 0.0, 0.0, 0.0]
-        return [float(index), float(torch.rand(())), random.random(), float(numpy.random.rand()), self.own.random()]
+        return [float(index), float(torch.rand(())), random.random(), float(numpy.random.rand()), self.own()]
 
 
 def augmented(workers: int = 0, *, stay: bool = False, collates: bool = False) -> DataLoader[Any]:
@@ -210,7 +220,7 @@ def augmented(workers: int = 0, *, stay: bool = False, collates: bool = False) -
 def change_own(worker: int) -> None:
     info: Any = torch.utils.data.get_worker_info()
     assert type(info.dataset) is Augmented
-    info.dataset.own = numpy.random.default_rng(info.seed)
+    info.dataset.own = Transform(info.seed)
 
 
 def noise_of_samples(prepare: Prepare, collates: bool) -> list[Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
-from zerograph.capture.places import Place, walk
+from zerograph.capture.places import PythonState
 
 
 def states() -> tuple[Any, ...]:
@@ -25,19 +27,20 @@ def restore(before: tuple[Any, ...]) -> None:
 
 
 class Generators:
-    """The generators of this process, and those in attributes of a dataset and of the datasets that it wraps."""
+    """The generators of this process, and those that a dataset holds, or its code names.
+
+    Attributes are searched through containers and objects, transforms for instance. Code names globals and closures.
+    """
 
     def __init__(self, dataset: Any) -> None:
         datasets = [dataset]
         while len(datasets) < 10 and (inner := getattr(datasets[-1], "dataset", None)) is not None:
             datasets.append(inner)
-        members = [
-            (Place(one, "", (("attr", name),)), value)
-            for one in datasets
-            for name, value in getattr(one, "__dict__", {}).items()
-        ]
-        own = {id(value): functions for _, value, _ in walk(members) if (functions := _functions_of(value)) is not None}
-        self._functions: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        # Of a list, for instance, there is no code.
+        reads = [one.__getitem__ for one in datasets if hasattr(one, "__getitem__") and hasattr(one, "__dict__")]
+        named = [value for read in reads for _, value in PythonState(read, nn.Module(), ()).places()]
+        own = {id(value): functions for value, functions in _found([datasets, named])}
+        self._functions: list[_Functions] = [
             (torch.get_rng_state, torch.set_rng_state),
             (random.getstate, random.setstate),
             (lambda: numpy.random.get_state(legacy=False), numpy.random.set_state),
@@ -81,7 +84,29 @@ def comparable(state: Any) -> Any:
     return state.tobytes() if isinstance(state, numpy.ndarray) else state
 
 
-def _functions_of(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+_MOST_VALUES, _MOST_ENTRIES = 10_000, 1000
+_Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _found(value: Any) -> Iterator[tuple[Any, _Functions]]:
+    """Yield the generators in a value, with the functions that read and set their states."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < _MOST_VALUES:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, torch.Tensor, numpy.ndarray)):
+            continue
+        seen.add(id(one))
+        if (functions := _functions_of(one)) is not None:
+            yield one, functions
+        elif isinstance(one, dict):
+            waiting += one.values() if len(one) <= _MOST_ENTRIES else ()
+        elif isinstance(one, (list, tuple)):
+            waiting += one if len(one) <= _MOST_ENTRIES else ()
+        elif hasattr(one, "__dict__"):
+            waiting += vars(one).values()
+
+
+def _functions_of(value: Any) -> _Functions | None:
     """Return the functions that read and set the state of a generator; None for any other value."""
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
