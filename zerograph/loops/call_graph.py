@@ -29,6 +29,7 @@ from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
 from zerograph.loops.loop_graph import LoopGraph
+from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.state import Store, stores_of
 from zerograph.state.threads import one_thread
 
@@ -297,6 +298,8 @@ class Begun:
     _read: Sequence[int] = ()
     # The buffers that forward changes, as they were.
     _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
+    # The rows of each rank of an output, by its number; None for equal ones.
+    _rows: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Run the call, or its forward, and return its result."""
@@ -306,10 +309,10 @@ class Begun:
         graph._passes_done += 1
         if not graph._optimizers:
             results = executor(*self._inputs)
-            return graph.result(self.step, [self._global(n, one) for n, one in enumerate(results)])
+            return graph.result(self.step, self._globals(results))
         self._buffers = {one: one.clone() for one in graph.written(self.step)}
         values, self._finish = executor.start(*self._inputs)
-        outputs = [self._global(number, value) for number, value in enumerate(values)]
+        outputs = self._globals(values)
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
@@ -378,14 +381,14 @@ class Begun:
             if world().job.size > 1:
                 if not isinstance(gradient, GlobalTensor):
                     gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
-                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
+                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0], self._rows[place]).local
             parts.append(gradient.contiguous())
         values = finish(self.step.number_values(), parts)
         self.graph._owner.note_gradients(self.step.differentiated)
         # None where a tensor has no part in the result.
         leaves = self.step.returned(self.batch)[len(self._outputs) :]
-        rest = iter(range(len(self._outputs), len(values)))
-        found = [self._global(number := next(rest), values[number]) if leaf is Tensor else None for leaf in leaves]
+        rest = iter(self._globals(values[len(self._outputs) :], len(self._outputs)))
+        found = [next(rest) if leaf is Tensor else None for leaf in leaves]
         return [*found, *(None for _ in self.parameters)]
 
     def _again_eagerly(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -440,10 +443,20 @@ class Begun:
                 for buffer, after in now.items():
                     buffer.copy_(after)
 
-    def _global(self, number: int, value: Tensor) -> Tensor:
-        """Return the global tensor of an output, which is a plain one in a job of one rank."""
-        value = value.detach().contiguous()
-        return value if world().job.size == 1 else GlobalTensor.of_part(value, self.step.outputs[number][0])
+    def _globals(self, values: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Return the global tensors of outputs from a first one on, which are plain ones in a job of one rank."""
+        values, job = [value.detach().contiguous() for value in values], world().job
+        if job.size == 1:
+            return values
+        sbps = [sbp for sbp, _ in self.step.outputs[first : first + len(values)]]
+        rows: list[tuple[int, ...] | None] = [None] * len(values)
+        if any(isinstance(one, GlobalTensor) and one.spec.rows is not None for one in self.tensors):
+            dims = [next((one.dim for one in sbp if isinstance(one, Split)), None) for sbp in sbps]
+            own = [0 if dim is None else value.shape[dim] for dim, value in zip(dims, values, strict=True)]
+            sizes = zip(*agree(job, self.graph._doing(), 0, dict, None, own), strict=True)
+            rows = [None if dim is None or len({*row}) == 1 else row for dim, row in zip(dims, sizes, strict=True)]
+        self._rows |= dict(enumerate(rows, first))
+        return [GlobalTensor.of_part(*one) for one in zip(values, sbps, rows, strict=True)]
 
 
 def _versions(stores: Sequence[Store]) -> tuple[int, ...]:

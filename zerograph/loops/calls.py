@@ -187,16 +187,14 @@ def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
         return True
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.layout is not torch.strided:
         return False
-    is_part = world().job.size == 1
+    is_part, is_ragged = world().job.size == 1, False
     if isinstance(value, GlobalTensor):
-        if value.spec.rows is not None:
-            return False
-        is_part = is_rows(value.spec.sbp)
+        is_part, is_ragged = is_rows(value.spec.sbp), value.spec.rows is not None
     elif type(value) is not Tensor:
         return False
     # The same tensor twice is one input.
     known = next((place for place, one in enumerate(tensors) if one is value), None)
     if known is None:
         tensors.append(value)
-    key.append((value.dim(), value.dtype, value.device, value.requires_grad, is_part, known))
+    key.append((value.dim(), value.dtype, value.device, value.requires_grad, is_part, is_ragged, known))
     return True
