@@ -343,6 +343,32 @@ def transformed_on_a_rank(stage: int) -> list[float]:
     return transformed(prepare_at(stage))
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        result: Tensor = self.net(x) * weights[:, None]
+        return result
+
+
+def parts_that_are_equal() -> list[str]:
+    module = seeded(Weighted)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+    weights = torch.tensor([0.5, 1.0, 2.0, 1.5] * 2, dtype=torch.float64)
+    module, optimizer, loader = zg.prepare(module, optimizer, [(x, weights) for x, _ in batches(3)], stage=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, one in loader:
+            update(optimizer, module(x, one).square().mean())
+    return [str(one.message) for one in caught if issubclass(one.category, zg.ZeroGraphWarning)]
+
+
+def test_parts_of_a_prepared_loader_may_be_equal(pool: Pool) -> None:
+    assert pool.run(2, parts_that_are_equal) == [[], []]
+
+
 class WithPictures(nn.Module):
     """Texts, and pictures of some of them."""
 

@@ -152,7 +152,11 @@ class CallGraph(LoopGraph):
         # The captured graph, the result and the buffers that it changes, by identity of the first.
         self._templates: dict[int, tuple[object, Template, list[str]]] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
-        self._request = replace(self._request, early_outputs=early, pure=True, differentiated=used)
+        # A prepared loader knows what a part is.
+        compares = world().rows_of_ranks
+        self._request = replace(
+            self._request, early_outputs=early, pure=True, differentiated=used, compares_inputs=compares
+        )
 
     def build(self, *tensors: Tensor) -> Any:
         """Call the module; run backward from the gradients of all results."""
