@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.integrations.frameworks import fp16_on_cpu, on_ranks
 from tests.pool import Pool
@@ -28,6 +28,20 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
+class Jittered(Dataset[Any]):
+    """Samples with noise of the process's generator."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + 0.1 * torch.randn(6), y
+
+
 def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume: bool) -> list[float]:
     """Train, evaluate after each epoch, and save the state before the last; or resume the last epoch."""
     if zero is None:
@@ -40,7 +54,7 @@ def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, zero=zero)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train = DataLoader(samples(44), batch_size=8 // ranks, shuffle=True)
+    train: Any = DataLoader(Jittered(samples(44)), batch_size=8 // ranks, shuffle=True)
     val = DataLoader(samples(13), batch_size=8 // ranks)
     # Accelerate's schedules step once for each process, and so do not continue at another number of them.
     gamma = 0.9 if accumulation == 1 else 1.0

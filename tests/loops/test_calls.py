@@ -252,6 +252,33 @@ def on_two_ranks(run: Any) -> Any:
     return run(prepare_at(2))
 
 
+def unequal(prepare: Any) -> list[float]:
+    module = seeded(WithNoise)
+    module.eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+    x, y = samples(45, 6).tensors
+    sizes = [7, 7, 8, 5, 7, 8, 3]
+    module, optimizer, loader = prepare(module, optimizer, list(zip(x.split(sizes), y.split(sizes), strict=True)))
+    seen = []
+    for x, y in loader:
+        x = x.clone().requires_grad_()
+        out, hidden = module(x)
+        loss = update(optimizer, F.cross_entropy(out, y) + out[:2].sum())
+        seen += [loss.item(), float(x.grad.abs().sum()), float(hidden.detach().sum()), len(out)]
+    return [*seen, float(all(graphs_of(module))) if hasattr(module, "no_sync") else 1.0]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_calls_with_unequal_rows_are_graphs(pool: Pool, stage: int) -> None:
+    expected = unequal(lambda *objects: objects)
+    for seen in pool.run(2, unequal_on_a_rank, stage):
+        assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def unequal_on_a_rank(stage: int) -> list[float]:
+    return unequal(prepare_at(stage))
+
+
 def changed_parameters() -> str:
     model, optimizer, loader = prepared(plain, 2)
     for number, (x, y) in enumerate(loader):
@@ -284,6 +311,74 @@ def test_a_functional_call_uses_the_tensors_that_it_is_given(pool: Pool) -> None
     for of_zeros, of_model in pool.run(2, other_weights):
         assert of_zeros == 0
         assert of_model > 0
+
+
+def transformed(prepare: Any) -> list[float]:
+    module = seeded(plain)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    module, optimizer, loader = prepare(module, optimizer, batches(3))
+
+    def loss_of(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(module, weights, (x,)), y)
+
+    seen = []
+    for x, y in loader:
+        update(optimizer, F.cross_entropy(module(x), y))
+        weights = dict(module.named_parameters())
+        gradients = torch.func.grad(loss_of)(weights, x, y)
+        each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(weights, x[:, None], y[:, None])
+        _, directional = torch.func.jvp(lambda x: module(x).square().sum(0), (x,), (torch.ones_like(x),))
+        seen += [float(one.detach().square().sum()) for one in (*gradients.values(), *each.values(), directional)]
+    return seen
+
+
+def test_transforms_of_a_call_are_those_of_plain_pytorch(pool: Pool) -> None:
+    expected = transformed(lambda *objects: objects)
+    for stage in (0, 3):
+        for seen in pool.run(2, transformed_on_a_rank, stage):
+            assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def transformed_on_a_rank(stage: int) -> list[float]:
+    return transformed(prepare_at(stage))
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        result: Tensor = self.net(x) * weights[:, None]
+        return result
+
+
+def parts_that_are_equal() -> list[str]:
+    module = seeded(Weighted)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+    weights = torch.tensor([0.5, 1.0, 2.0, 1.5] * 2, dtype=torch.float64)
+    module, optimizer, loader = zg.prepare(module, optimizer, [(x, weights) for x, _ in batches(3)], stage=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, one in loader:
+            update(optimizer, module(x, one).square().mean())
+    return [str(one.message) for one in caught if issubclass(one.category, zg.ZeroGraphWarning)]
+
+
+def test_parts_of_a_prepared_loader_may_be_equal(pool: Pool) -> None:
+    assert pool.run(2, parts_that_are_equal) == [[], []]
+
+
+def action_of_all_ranks() -> str:
+    module = zg.prepare(seeded(plain))
+    with torch.no_grad(), pytest.raises(zg.InputError) as error:
+        int(module(torch.ones(1, 6, dtype=torch.float64)).argmax(1))
+    return str(error.value)
+
+
+def test_one_number_of_the_rows_of_all_ranks_is_an_error_with_advice(pool: Pool) -> None:
+    for message in pool.run(2, action_of_all_ranks):
+        assert "such as range(steps): plain tensors are then whole" in message
 
 
 class WithPictures(nn.Module):

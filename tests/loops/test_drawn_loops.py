@@ -45,8 +45,10 @@ class Loop:
         optimizers = [
             kind(one, lr=0.02) for one in (groups if self.draw.random() < 0.3 else [[*groups[0], *groups[1]]])
         ]
-        x, y = samples(ROWS * STEPS, 6).tensors
-        batches: Any = list(zip(x.split(ROWS), y.split(ROWS), strict=True))
+        # In odd loops ranks hold unequal numbers of rows.
+        rows = ROWS - seed % 2
+        x, y = samples(rows * STEPS, 6).tensors
+        batches: Any = list(zip(x.split(rows), y.split(rows), strict=True))
         self.model, *self.optimizers, self.loader = prepare(model, *optimizers, batches)
 
     def run(self) -> Seen:

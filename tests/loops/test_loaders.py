@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -24,8 +23,10 @@ from zerograph.ir.mesh import line
 from zerograph.loops import loaders
 
 
-def as_ranks(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], ranks: int = 2) -> list[list[Any]]:
-    """Return the batches that each rank gets of a loader, read one rank after the other."""
+def as_ranks(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], ranks: int = 2, passes: int = 1, first: int = 0
+) -> list[list[Any]]:
+    """Return the batches that each rank gets of a loader, from a first one on, read one rank after the other."""
     monkeypatch.setattr(loaders, "agree_on_batch", lambda *_: None)
     monkeypatch.setattr(loaders, "agree", lambda *_: [[0]])
     read = []
@@ -33,7 +34,9 @@ def as_ranks(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any], ranks: in
         job = SimpleNamespace(size=ranks, mesh=line(ranks, rank, "ranks"))
         monkeypatch.setattr(loaders, "join", lambda *_, job=job: job)
         torch.manual_seed(0)
-        read.append(list(loaders.SplitLoader(make(), zg.Config())))
+        loader = loaders.SplitLoader(make(), zg.Config())
+        loader.load_state_dict({**loader.state_dict(), "batches": first})
+        read.append([batch for _ in range(passes) for batch in loader])
     return read
 
 
@@ -182,37 +185,92 @@ def test_strings_of_a_batch_are_those_of_all_ranks(pool: Pool) -> None:
     assert pool.run(2, names_of, zg.prepare) == [expected, expected]
 
 
+class Transform:
+    """A transform with a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = numpy.random.default_rng(seed)
+
+    def __call__(self) -> float:
+        return self._generator.random()
+
+
 class Augmented(Dataset[Any]):
-    """Draws of a sample from the generators of torch, Python and NumPy."""
+    """Draws for some samples, from the generators of torch, Python and NumPy and from one of its own."""
+
+    def __init__(self) -> None:
+        self.own = Transform(3)
 
     def __len__(self) -> int:
-        return 7
+        return 22
 
     def __getitem__(self, index: int) -> list[float]:
-        return [float(index), float(torch.rand(())), random.random(), float(numpy.random.rand())]
+        if index < 6 or index % 3 == 0:
+            return [float(index), 0.0, 0.0, 0.0, 0.0]
+        return [float(index), float(torch.rand(())), random.random(), float(numpy.random.rand()), self.own()]
 
 
-def noise_of_samples() -> tuple[list[Any], list[float]]:
-    _, loader = zg.prepare(nn.Linear(2, 1), DataLoader(Augmented(), batch_size=4))
+def augmented(workers: int = 0, *, stay: bool = False, collates: bool = False) -> DataLoader[Any]:
+    options: Any = {"collate_fn": lambda samples: torch.tensor(samples).unbind(1)} if collates else {}
+    if workers:
+        options |= {"persistent_workers": stay, "worker_init_fn": change_own}
+    return DataLoader(Augmented(), 4, shuffle=True, num_workers=workers, **options)
+
+
+def change_own(worker: int) -> None:
+    info: Any = torch.utils.data.get_worker_info()
+    assert type(info.dataset) is Augmented
+    info.dataset.own = Transform(info.seed)
+
+
+def noise_of_samples(prepare: Prepare, collates: bool) -> list[Any]:
+    _, loader = prepare(nn.Linear(2, 1), augmented(collates=collates))
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
-    read = zg.gather([batch for _ in range(2) for batch in loader])
-    return [torch.cat(column).tolist() for column in zip(*read, strict=True)], Augmented()[0]
+    read: list[Any] = [[zg.gather(column).tolist() for column in batch] for _ in range(2) for batch in loader]
+    return [read, torch.rand(3).tolist(), random.random(), numpy.random.rand()]
 
 
-def test_ranks_draw_other_noise_for_other_samples_and_stay_equal(pool: Pool) -> None:
-    (columns, after), other = pool.run(2, noise_of_samples)
-    assert other == (columns, after)
-    assert columns[0] == 2 * list(range(7))
-    # One number for each of 14 samples, also where the last batch is odd.
-    assert [len(set(one)) for one in columns[1:]] == [14, 14, 14]
+@pytest.mark.parametrize("collates", [False, True])
+def test_noise_of_samples_is_that_of_one_process(pool: Pool, collates: bool) -> None:
+    (expected,) = pool.run(1, noise_of_samples, unprepared, collates)
+    for seen in pool.run(2, noise_of_samples, zg.prepare, collates):
+        assert seen == expected
 
 
-def test_workers_of_ranks_draw_other_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = as_ranks(monkeypatch, lambda: DataLoader(Augmented(), batch_size=4, num_workers=1))
-    drawn = [torch.cat(column).tolist() for column in zip(*itertools.chain(*ranks), strict=True)]
-    assert [len(set(one)) for one in drawn] == [7, 7, 7, 7]
+def unseeded_noise() -> list[Any]:
+    random.seed(zg.rank())
+    numpy.random.seed(zg.rank())
+    _, loader = zg.prepare(nn.Linear(2, 1), [torch.ones(4)])
+    list(loader)
+    return [random.random(), numpy.random.rand()]
+
+
+def test_a_pass_gives_all_ranks_the_numbers_of_the_first(pool: Pool) -> None:
+    first, second = pool.run(2, unseeded_noise)
+    assert first == second
+
+
+@pytest.mark.parametrize(("stay", "collates"), [(False, False), (True, False), (True, True)])
+def test_workers_draw_the_noise_of_one_process(monkeypatch: pytest.MonkeyPatch, stay: bool, collates: bool) -> None:
+    make = functools.partial(augmented, 2, stay=stay, collates=collates)
+    torch.manual_seed(0)
+    loader = make()
+    whole = [batch for _ in range(2) for batch in loader]
+    for batch, *parts in zip(whole, *as_ranks(monkeypatch, make, passes=2), strict=True):
+        for column, *columns in zip(batch, *parts, strict=True):
+            assert torch.equal(column, torch.cat(columns))
+
+
+@pytest.mark.parametrize("collates", [False, True])
+def test_workers_draw_the_noise_of_the_rest_of_a_pass(monkeypatch: pytest.MonkeyPatch, collates: bool) -> None:
+    make = functools.partial(augmented, 2, collates=collates)
+    torch.manual_seed(0)
+    whole = list(make())[3:]
+    for batch, *parts in zip(whole, *as_ranks(monkeypatch, make, first=3), strict=True):
+        for column, *columns in zip(batch, *parts, strict=True):
+            assert torch.equal(column, torch.cat(columns))
 
 
 class Damaged(Dataset[Tensor]):

@@ -45,7 +45,7 @@ LOADERS: dict[str, Any] = {
 def train(name: str, folder: Path, stage: int, until: int | None = None, *, goes_on: bool = False) -> list[float]:
     """Return the losses of a loop, which ends after so many batches with a checkpoint, or goes on from that."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
     model, optimizer, loader = zg.prepare(
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), LOADERS[name](), stage=stage
     )
@@ -62,9 +62,14 @@ def train(name: str, folder: Path, stage: int, until: int | None = None, *, goes
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
+            model.eval()
+            with torch.no_grad():
+                losses.append(F.cross_entropy(model(x), y).item())
+            model.train()
             losses.append(loss.item())
-            if len(losses) == until:
+            if len(losses) == 2 * (until or 0):
                 zg.step_of(optimizer).save(folder)
                 if zg.rank() == 0:
                     torch.save({"loader": loader.state_dict(), "passes": passes}, folder.with_suffix(".pt"))
@@ -87,7 +92,7 @@ def continued(name: str, folder: Path, stage: int) -> list[float]:
     return train(name, folder, stage, goes_on=True)
 
 
-@pytest.mark.parametrize("name", ["streamed", "a list"])
+@pytest.mark.parametrize("name", ["streamed", "a list", "shuffled"])
 def test_the_rest_may_run_on_another_number_of_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     expected, _ = pool.run(2, train, name, folder, 3)

@@ -46,6 +46,7 @@ from zerograph._torch.autograd import (
     gradient_hooks,
     has_gradient_hooks,
     is_transforming,
+    outside_transforms,
     reaches_all_leaves,
     recomputing_modules,
     replaced_backward,

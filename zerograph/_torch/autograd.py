@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
 from torch.autograd import graph as autograd_graph
 from torch.utils import checkpoint as checkpointing
 
@@ -143,3 +144,8 @@ def ambient_autocast() -> tuple[str, torch.dtype] | None:
 def is_transforming() -> bool:
     """Return whether a transform of ``torch.func`` runs, such as ``grad`` or ``vmap``."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Return a block that the transforms of ``torch.func`` that run do not see."""
+    return pyfunctorch.temporarily_clear_interpreter_stack()

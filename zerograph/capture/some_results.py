@@ -54,8 +54,11 @@ def of_results(captured: Captured, places: Collection[int]) -> Captured:
 
 def _is_sum(node: fx.Node) -> bool:
     """Return whether a node adds two tensors of one kind."""
-    kinds = {(one.meta["val"].shape, one.meta["val"].dtype) for one in (node, *node.all_input_nodes)}
-    return node.target is torch.ops.aten.add.Tensor and not node.kwargs and len(kinds) == 1
+    if node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    values = [one.meta["val"] for one in (node, *node.all_input_nodes)]
+    # As text: symbolic sizes have no hash.
+    return all(isinstance(one, Tensor) for one in values) and len({(str(one.shape), one.dtype) for one in values}) == 1
 
 
 def _without_outputs(captured: Captured, module: fx.GraphModule, zeros: Collection[fx.Node]) -> Captured:

@@ -42,7 +42,7 @@ from zerograph.compiler.members import (
 )
 from zerograph.compiler.memory_search import Candidate, search_memory
 from zerograph.compiler.parameter_placement import expert_groups, expert_sbps
-from zerograph.compiler.plain_inputs import Comparison, check_inputs, compare_inputs, explain_failure
+from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison, check_inputs, compare_inputs, explain_failure
 from zerograph.compiler.preparation import Observer, Preparation, Target, lay_out
 from zerograph.compiler.shared_memory import check_shared_memory
 from zerograph.compiler.step_cache import StepSource
@@ -128,7 +128,8 @@ class Compiler:
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
         wire = selection.transport_of(job)
-        target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, compare_inputs(job, batch, doing))
+        comparison = compare_inputs(job, batch, doing) if key.request.compares_inputs else NO_COMPARISON
+        target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, comparison)
         self.observer.started()
         facts = dependencies.texts()
         present = {**self.requirements(members, facts, key.request), **input_requirements(job.mesh, batch)}

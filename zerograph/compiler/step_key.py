@@ -38,6 +38,7 @@ class StepRequest:
         early_outputs: number of outputs, the first ones, that the loop reads before backward.
         pure: ``build()`` must change no Python state; the trace is an error otherwise.
         differentiated: the results, by number, that backward starts from; None: all.
+        compares_inputs: look for inputs that the ranks may have passed whole by mistake.
     """
 
     reads_metric: bool = False
@@ -46,6 +47,7 @@ class StepRequest:
     early_outputs: int = 0
     pure: bool = False
     differentiated: frozenset[int] | None = None
+    compares_inputs: bool = True
 
     def texts(self) -> dict[str, str]:
         """Return what a step that another process has rewritten depends on, as text by name."""

@@ -96,6 +96,7 @@ class Steps:
 
     Attributes:
         compilations: number of compilations so far. Ranks that have compiled equally often know the same steps.
+        may_be_cached: the cache of steps may have the steps of calls.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Steps:
         attributes: Callable[[], Mapping[str, Any]],
         state: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.compilations = 0
+        self.compilations, self.may_be_cached = 0, True
         self._compiler, self._attributes, self._state = compiler, attributes, state
         self._steps: dict[Hashable, CompiledStep] = {}
         self._digests: dict[Hashable, int] = {}
@@ -382,6 +383,7 @@ class Steps:
         change = self._dimensions.change(key.kind, batch.variant)
         self._recompiles.count_sizes((key.kind, config.key()), change, doing)
         dependencies = self.dependencies(members, key)
+        may_be_cached = may_be_cached and self.may_be_cached
         step = self._compiler.compile(job, members, batch, key, doing, dependencies, may_be_cached=may_be_cached)
         self.compilations += 1
         self._dimensions.add_guards(key.kind, batch.variant, step.captured.guards)

@@ -22,6 +22,11 @@ from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
 from zerograph.runtime.parameters import DATA, SplitParameter
 
+_OF_ALL_RANKS = (
+    "a tensor with the rows of all ranks is read as one number: without a prepared loader, what each rank passes to a "
+    "prepared model are its own rows\nIf every rank passes the same tensor, pass an iterable of the loop to "
+    "zg.prepare() too, such as range(steps): plain tensors are then whole."
+)
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__}
 
 
@@ -66,7 +71,10 @@ class GlobalTensor(Tensor):
         kwargs = kwargs or {}
         if func in _NUMBERS:
             # torch.tensor([loss]) calls them with the dispatcher off.
-            return func(dispatch.whole_of(args[0]))
+            value = dispatch.whole_of(args[0])
+            if value.numel() > 1 and world().rows_of_ranks:
+                raise InputError(_OF_ALL_RANKS)
+            return func(value)
         with _torch.without_torch_function():
             try:
                 return func(*args, **kwargs)

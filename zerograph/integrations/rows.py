@@ -1,7 +1,7 @@
 """Loaders of a framework whose batches are per process: each rank's rows of the batches that one process would read.
 
 One process reads batches of ``ranks`` times as many samples. Every rank collates the whole batch and keeps its rows;
-with a collator that only stacks samples, a rank reads its own samples.
+with a collator that only stacks samples, a rank reads its own samples, unless reading draws random numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from zerograph.errors import InputError
+from zerograph.loops import noise
 from zerograph.loops.loaders import agree_on_batch, reading_options
 from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks
 from zerograph.runtime.job.process_group import Job
@@ -86,7 +87,8 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
             loader.dataset, batch_sampler=JoinedBatches(batches, ranks, job), collate_fn=collate, **arguments
         )
     size = batches.batch_size * ranks
-    own = only_stacks(loader.collate_fn) and _has_rows_for_all(loader, batches, size, job.size)
+    stacks = only_stacks(loader.collate_fn) and _has_rows_for_all(loader, batches, size, job.size)
+    own = stacks and not noise.draws(loader.dataset)
     sampler = WholeBatches(batches.sampler, size, batches.drop_last, job, own)
     return DataLoader(
         loader.dataset, batch_sampler=sampler, collate_fn=Stacked(loader.collate_fn) if own else collate, **arguments

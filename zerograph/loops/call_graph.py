@@ -30,6 +30,7 @@ from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
 from zerograph.loops.loop_graph import LoopGraph
+from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.state import Store, stores_of
 from zerograph.state.threads import one_thread
 
@@ -90,12 +91,14 @@ class Kind:
     """A kind of calls: of one module, with tensors of the same kinds in the same places.
 
     Attributes:
-        template: the result; None before the first call.
+        results: the number of tensors in the result; None before the first call.
+        template: the result; None before the first call in this process.
         used: the results that the loop has differentiated; None: it is not known yet.
         graph: runs the calls; None as long as they run eagerly.
         is_eager: the calls always run eagerly.
     """
 
+    results: int | None = None
     template: Template | None = None
     used: frozenset[int] | None = None
     graph: CallGraph | None = None
@@ -104,6 +107,7 @@ class Kind:
     def watched(self, result: Any) -> Any:
         """Return a result that notes which of its tensors the loop differentiates, and how."""
         self.template = Template.of(result)
+        self.results = len(self.template.differentiable)
         places = itertools.count()
         runs: dict[int, int] = {}
 
@@ -144,12 +148,16 @@ class CallGraph(LoopGraph):
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
-        assert kind.template is not None
-        self._results = len(kind.template.differentiable)
+        assert kind.results is not None
+        self._results = kind.results
         # The captured graph, the result and the buffers that it changes, by identity of the first.
         self._templates: dict[int, tuple[object, Template, list[str]]] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
-        self._request = replace(self._request, early_outputs=early, pure=True, differentiated=used)
+        # A prepared loader knows what a part is.
+        compares = world().rows_of_ranks
+        self._request = replace(
+            self._request, early_outputs=early, pure=True, differentiated=used, compares_inputs=compares
+        )
 
     def build(self, *tensors: Tensor) -> Any:
         """Call the module; run backward from the gradients of all results."""
@@ -180,16 +188,17 @@ class CallGraph(LoopGraph):
             ZeroGraphError: as calling a graph does.
         """
         _TEMPLATE.set(None)
+        # A step of the cache is not traced, which would tell the result.
+        self._steps.may_be_cached = self._kind.template is not None
         with one_thread("a call of a prepared module"):
             step, batch = self._ready(tuple(map(_input, tensors)), {})
         if id(step.captured) not in self._templates:
-            # A step of the cache is not traced.
-            template = _TEMPLATE.get() or self._kind.template
+            template = self._kind.template = _TEMPLATE.get() or self._kind.template
             assert template is not None
             self._keep(step, template)
-        key, used = self._steps.last_key, self._request.differentiated or frozenset()
+        key = self._steps.last_key
         assert key is not None
-        return Begun(self, self._checked(step), batch, list(tensors), key, used, parameters)
+        return Begun(self, self._checked(step), batch, list(tensors), key, self.used, parameters)
 
     def variant(self, begun: Begun, used: frozenset[int]) -> Begun:
         """Return a call that has begun for a backward from other results. A collective.
@@ -202,6 +211,11 @@ class CallGraph(LoopGraph):
             step = self._steps.variant(world().job, begun.key, begun.batch, request, self._doing())
         self._keep(step, self._template(begun.step))
         return replace(begun, step=self._checked(step), used=used)
+
+    @property
+    def used(self) -> frozenset[int]:
+        """The results that later calls are prepared to be differentiated from."""
+        return self._request.differentiated or frozenset()
 
     def predict(self, used: frozenset[int]) -> None:
         """Have later calls prepare for a backward from these results."""
@@ -291,6 +305,8 @@ class Begun:
     _read: Sequence[int] = ()
     # The buffers that forward changes, as they were.
     _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
+    # The rows of each rank of an output, by its number; None for equal ones.
+    _rows: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
 
     def run(self) -> Any:
         """Run the call, or its forward, and return its result."""
@@ -300,10 +316,10 @@ class Begun:
         graph._passes_done += 1
         if not graph._optimizers:
             results = executor(*self._inputs)
-            return graph.result(self.step, [self._global(n, one) for n, one in enumerate(results)])
+            return graph.result(self.step, self._globals(results))
         self._buffers = {one: one.clone() for one in graph.written(self.step)}
         values, self._finish = executor.start(*self._inputs)
-        outputs = [self._global(number, value) for number, value in enumerate(values)]
+        outputs = self._globals(values)
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
@@ -372,14 +388,14 @@ class Begun:
             if not world().is_alone:
                 if not isinstance(gradient, GlobalTensor):
                     gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
-                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0]).local
+                gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0], self._rows[place]).local
             parts.append(gradient.contiguous() if world().slices is None else from_whole_vector(gradient))
         values = finish(self.step.number_values(), parts)
         self.graph._owner.note_gradients(self.step.differentiated)
         # None where a tensor has no part in the result.
         leaves = self.step.returned(self.batch)[len(self._outputs) :]
-        rest = iter(range(len(self._outputs), len(values)))
-        found = [self._global(number := next(rest), values[number]) if leaf is Tensor else None for leaf in leaves]
+        rest = iter(self._globals(values[len(self._outputs) :], len(self._outputs)))
+        found = [next(rest) if leaf is Tensor else None for leaf in leaves]
         return [*found, *(None for _ in self.parameters)]
 
     def _again_eagerly(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -434,10 +450,20 @@ class Begun:
                 for buffer, after in now.items():
                     buffer.copy_(after)
 
-    def _global(self, number: int, value: Tensor) -> Tensor:
-        """Return the global tensor of an output, which is a plain one in a job of one rank."""
-        value = value.detach().contiguous()
-        return value if world().is_alone else GlobalTensor.of_part(value, self.step.outputs[number][0])
+    def _globals(self, values: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+        """Return the global tensors of outputs from a first one on, which are plain ones in a job of one rank."""
+        values = [value.detach().contiguous() for value in values]
+        if world().is_alone:
+            return values
+        sbps = [sbp for sbp, _ in self.step.outputs[first : first + len(values)]]
+        rows: list[tuple[int, ...] | None] = [None] * len(values)
+        if any(isinstance(one, GlobalTensor) and one.spec.rows is not None for one in self.tensors):
+            dims = [next((one.dim for one in sbp if isinstance(one, Split)), None) for sbp in sbps]
+            own = [0 if dim is None else value.shape[dim] for dim, value in zip(dims, values, strict=True)]
+            sizes = zip(*agree(world().job, self.graph._doing(), 0, dict, None, own), strict=True)
+            rows = [None if dim is None or len({*row}) == 1 else row for dim, row in zip(dims, sizes, strict=True)]
+        self._rows |= dict(enumerate(rows, first))
+        return [GlobalTensor.of_part(*one) for one in zip(values, sbps, rows, strict=True)]
 
 
 def _versions(stores: Sequence[Store]) -> tuple[int, ...]:

@@ -40,6 +40,8 @@ class Calls:
         self._owner = owner
         self.latest: dict[nn.Module, CallGraph] = {}
         self._kinds: dict[Hashable, Kind] = {}
+        # What a checkpoint says of kinds: their number of results, and those that the loop differentiates.
+        self._expected: dict[str, tuple[int, frozenset[int]]] = {}
         self._trees = {id(module): _Tree(name, module) for name, module in owner.modules.items()}
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -59,10 +61,11 @@ class Calls:
         known = (tree.name, *key, tree.flags(), with_gradient, autocast)
         kind = self._kinds.get(known)
         if kind is None:
-            kind = Kind(used=None if with_gradient else frozenset(), is_eager=len(self._kinds) >= _MOST_KINDS)
+            results, used = self._expected.get(repr(known), (None, None if with_gradient else frozenset()))
+            kind = Kind(results, used=used, is_eager=len(self._kinds) >= _MOST_KINDS)
             if not kind.is_eager:
                 self._kinds[known] = kind
-        elif not kind.is_eager and kind.used is not None:
+        if not kind.is_eager and kind.results is not None and kind.used is not None:
             if kind.graph is None:
                 optimizers = self._owner.separate() if with_gradient else ()
                 kind.graph = CallGraph(self._owner, optimizers, tree.name, kind, (args, kwargs), tensors, autocast)
@@ -71,6 +74,19 @@ class Calls:
                 return result
         result = self._owner.run_eagerly(module, args, kwargs)
         return result if kind.is_eager else kind.watched(result)
+
+    def graphs(self) -> list[tuple[str, int, list[int]]]:
+        """Return the kinds of calls that are graphs: what they are, the number of results, and those differentiated."""
+        found = []
+        for known, kind in self._kinds.items():
+            used = kind.used if kind.graph is None else kind.graph.used
+            if not kind.is_eager and kind.results is not None and used is not None:
+                found.append((repr(known), kind.results, sorted(used)))
+        return found
+
+    def expect(self, calls: Sequence[tuple[str, int, list[int]]]) -> None:
+        """Run calls of these kinds as graphs from the first one on, so that a resumed loop draws the same numbers."""
+        self._expected = {known: (results, frozenset(used)) for known, results, used in calls}
 
     def _by_graph(
         self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]
@@ -174,16 +190,14 @@ def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:
         return True
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.layout is not torch.strided:
         return False
-    is_part = world().is_alone
+    is_part, is_ragged = world().is_alone, False
     if isinstance(value, GlobalTensor):
-        if value.spec.rows is not None:
-            return False
-        is_part = is_rows(value.spec.sbp)
+        is_part, is_ragged = is_rows(value.spec.sbp), value.spec.rows is not None
     elif type(value) is not Tensor:
         return False
     # The same tensor twice is one input.
     known = next((place for place, one in enumerate(tensors) if one is value), None)
     if known is None:
         tensors.append(value)
-    key.append((value.dim(), value.dtype, value.device, value.requires_grad, is_part, known))
+    key.append((value.dim(), value.dtype, value.device, value.requires_grad, is_part, is_ragged, known))
     return True

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 from zerograph import data
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
+from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.mesh import local_start, piece_count
 from zerograph.loops import noise
@@ -27,18 +30,18 @@ class SplitLoader:
     Ranks that hold the same rows, such as those that split each sequence, get the same.
 
     The batches are those that the loader yields in one process. Of a ``DataLoader`` of a map-style dataset with torch's
-    own ``default_collate`` a rank reads its samples only. Another ``collate_fn`` may pad to the longest sample of a
-    batch or draw random numbers: every rank reads and collates the whole batch. So does every rank for any other
-    iterable, whose batches must be equal on all ranks. A loader with a ``DistributedSampler`` yields this rank's
-    batches already.
+    own ``default_collate`` a rank reads its samples only, unless reading them draws random numbers, which depend on all
+    samples before. Another ``collate_fn`` may pad to the longest sample of a batch or draw random numbers: every rank
+    reads and collates the whole batch. So does every rank for any other iterable, whose batches must be equal on all
+    ranks. A loader with a ``DistributedSampler`` yields this rank's batches already.
 
     :meth:`state_dict` is the position in the running pass, which is the same on any number of ranks.
     """
 
     def __init__(self, loader: Iterable[Any], config: Config) -> None:
         self._loader, self._config = loader, config
-        # Reads this rank's samples. It is kept if its workers are.
-        self._reading: tuple[DataLoader[Any], _Part] | None = None
+        # Reads this rank's part of each batch. It is kept if its workers are.
+        self._reading: tuple[DataLoader[Any], _Samples, Reader] | None = None
         self._passes, self._taken = 0, 0
         # The states of the random generators at the start of the running pass; the next pass is the rest of it.
         self._at_start: Sequence[torch.Tensor] | None = None
@@ -94,12 +97,11 @@ class SplitLoader:
         loader: Any = self._loader
         job = self._job()
         if self._reads_samples(job):
-            # At least one is read before, at which samplers draw their order.
-            batches, before = self._of_samples(loader, max(first - 1, 0)), min(first, 1)
+            batches, before = self._of_samples(loader, first), 0
         elif job.size == 1:
             batches, before = iter(loader), first
-        elif isinstance(loader, DataLoader) and (sampler := _distributed_sampler(loader)) is not None:
-            self._check_sampler(sampler, job)
+        elif self._is_of_rank():
+            self._check_sampler(_distributed_sampler(loader), job)  # type: ignore[arg-type]
             batches, before = iter(data.batches(loader, timeout=self._config.timeout)), first
         else:
             batches, before = self._of_batches(loader), first
@@ -112,7 +114,11 @@ class SplitLoader:
         loader = self._loader
         if job.size == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return False
-        return loader.batch_sampler is not None and _distributed_sampler(loader) is None
+        return loader.batch_sampler is not None and not self._is_of_rank()
+
+    def _is_of_rank(self) -> bool:
+        """Return whether the loader yields this rank's batches already."""
+        return isinstance(self._loader, DataLoader) and _distributed_sampler(self._loader) is not None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -140,26 +146,31 @@ class SplitLoader:
         """Read this rank's samples of each batch from a first one on, in the order of rank 0's random numbers."""
         job = self._job()
         if self._reading is None or not loader.persistent_workers:
-            parts = self._parts(job)
-            own = only_stacks(loader.collate_fn)
-            mine = _Part(loader.batch_sampler, *(parts if own else (0, 1)))  # type: ignore[arg-type]
-            collate = Stacked(loader.collate_fn) if own else RowsOf(loader.collate_fn, *parts)
-            options = reading_options(loader)
-            if own:
-                options["worker_init_fn"] = noise.SeededWorker(parts[0], loader.worker_init_fn)
-            self._reading = DataLoader(loader.dataset, batch_sampler=mine, collate_fn=collate, **options), mine
-        local, mine = self._reading
-        mine.first = first
-        # Samples that this process reads. A TensorDataset draws nothing.
-        draws = local.num_workers == 0 and mine.parts > 1 and type(loader.dataset) is not TensorDataset
-        mine.noise = (torch.initial_seed(), self._passes) if draws else None
+            samples: Any = _Samples(loader.batch_sampler)  # type: ignore[arg-type]
+            reader = Reader(loader, *self._parts(job))
+            options: Any = {**reading_options(loader), "worker_init_fn": _WorkerOf(loader.worker_init_fn)}
+            options |= {"batch_sampler": samples, "collate_fn": _as_read}
+            self._reading = DataLoader(reader, **options), samples, reader
+        local, samples, reader = self._reading
+        samples.first = first
+        batches = iter(local)
+        for _ in range(first):
+            # Samplers draw their order, and workers note what they have not read.
+            next(batches)
 
-        def part_of(number: int, batch: Any) -> Any:
-            indices, count = mine.read.pop(number)
-            agree_on_batch(job, number, "samples", indices)
-            return batch if count else rows_of(batch, 1, 2)
+        def part_of(number: int, read: tuple[Any, bool]) -> Any:
+            batch, draws = read
+            indices = samples.yielded.pop(number)
+            if not agree_on_batch(job, number, "samples", indices, None, draws):
+                return batch
+            world().warn(
+                "the dataset of a prepared loader draws random numbers for its samples: every rank reads all samples "
+                "of each batch, so that they are those of one process\nTo have each rank read its own samples only, "
+                "draw by a generator that is seeded with the sample's index, or draw in the loop, for whole batches."
+            )
+            return batch if local.num_workers else reader.again(indices)
 
-        return _Batches(job, iter(local), part_of, mine.restore, first)
+        return _Batches(job, batches, part_of, reader.restore, first)
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
@@ -177,9 +188,9 @@ class _Pass:
 
     def __init__(self, owner: SplitLoader) -> None:
         self._owner, resumed = owner, owner._resumed
-        if owner._reads_samples(owner._job()):
-            _same_generators(owner._loader, owner._job())  # type: ignore[arg-type]
-        default = torch.get_rng_state()
+        if owner._job().size > 1 and not owner._is_of_rank():
+            _same_generators(owner._loader, owner._job())
+        here = noise.states()
         if resumed:
             data.restore_generators(owner._loader, owner._at_start or ())
         else:
@@ -188,7 +199,7 @@ class _Pass:
         self._batches = owner._begun(owner._taken)
         if resumed:
             # It continues where it is: the checkpoint has its state.
-            torch.set_rng_state(default)
+            noise.restore(here)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -210,7 +221,7 @@ class _Batches:
         job: the ranks.
         batches: the loader's batches.
         part_of: returns this rank's part of the batch of a number.
-        after: is called once a batch was read.
+        failed: is called where a rank could not read its part.
         first: number of the first batch.
     """
 
@@ -219,10 +230,10 @@ class _Batches:
         job: Job,
         batches: Iterator[Any],
         part_of: Callable[[int, Any], Any],
-        after: Callable[[], None] = lambda: None,
+        failed: Callable[[], None] = lambda: None,
         first: int = 0,
     ) -> None:
-        self._job, self._batches, self._part_of, self._after = job, batches, part_of, after
+        self._job, self._batches, self._part_of, self._failed = job, batches, part_of, failed
         self._number = first - 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -231,16 +242,20 @@ class _Batches:
     def __next__(self) -> Any:
         self._number += 1
         try:
-            batch = next(self._batches)
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                raise
+            except BaseException as error:
+                # The other ranks have read theirs, and wait.
+                agree_on_batch(self._job, self._number, "", None, error)
+                raise
+            return self._part_of(self._number, batch)
         except StopIteration:
             raise
-        except BaseException as error:
-            # The other ranks have read theirs, and wait.
-            agree_on_batch(self._job, self._number, "", None, error)
+        except BaseException:
+            self._failed()
             raise
-        finally:
-            self._after()
-        return self._part_of(self._number, batch)
 
 
 def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -260,57 +275,174 @@ def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | N
     return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
 
 
-class _Part:
-    """The samples of each batch that one rank reads; a rank without any reads one, to know what a batch is like.
+@dataclass(frozen=True)
+class _Indices:
+    """The samples of a whole batch.
 
     Attributes:
-        parts: number of parts.
-        first: number of the first batch to read.
-        read: the samples of each whole batch that was read, and how many of them the rank has.
-        noise: what seeds the random numbers of the samples, besides the batch and the part. None: nothing does.
+        samples: their indices.
+        is_before: the batch is before the position where the pass goes on: it is not read.
     """
 
-    def __init__(self, batches: Iterable[Sequence[Any]], part: int, parts: int) -> None:
-        self._batches, self._part, self.parts, self.first = batches, part, parts, 0
-        self.read: dict[int, tuple[Any, int]] = {}
-        self.noise: Any = None
-        self._before: tuple[Any, ...] | None = None
+    samples: list[Any]
+    is_before: bool
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        self.read.clear()
+
+class _Samples:
+    """The samples of each batch.
+
+    Attributes:
+        first: number of the first batch to read.
+        yielded: the samples of the batches from this on that are being read, by number.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]]) -> None:
+        self._batches, self.first = batches, 0
+        self.yielded: dict[int, list[Any]] = {}
+
+    def __iter__(self) -> Iterator[_Indices]:
+        self.yielded.clear()
         for number, whole in enumerate(self._batches):
-            if number < self.first:
-                continue
             indices = list(whole)
-            mine = indices[bounds(len(indices), self._part, self.parts)]
-            self.read[number] = (indices, len(mine))
-            if self.noise is not None:
-                self._before = noise.states()
-                noise.seed(digest((self.noise, number, self._part)))
-            yield mine or indices[:1]
-
-    def restore(self) -> None:
-        """Restore the generators as they were before the samples of a batch were read."""
-        if self._before is not None:
-            noise.restore(self._before)
-            self._before = None
+            if number >= self.first:
+                self.yielded[number] = indices
+            yield _Indices(indices, number < self.first)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
 
-def _same_generators(loader: DataLoader[Any], job: Job) -> None:
-    """Let samplers draw the same order on all ranks: that of rank 0."""
+class Reader(Dataset[Any]):
+    """Read and collate one part of each batch, in the loader's process or in one of its workers.
+
+    If the collator only stacks samples, it reads those of its part. Random numbers of samples are those of one process,
+    which depend on all samples before: once reading has moved a generator, it reads all samples. A worker then reads
+    from its start what it has left out. In the loader's process :meth:`again` reads the last batch once more.
+
+    Args:
+        loader: has the dataset and the collator.
+        part: the part.
+        parts: number of parts.
+    """
+
+    def __init__(self, loader: DataLoader[Any], part: int, parts: int) -> None:
+        self.dataset, self._part, self._parts = loader.dataset, part, parts
+        self._only_stacks = only_stacks(loader.collate_fn)
+        self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, part, parts)
+        self._reads_all = parts == 1 or not self._only_stacks
+        # A TensorDataset draws nothing.
+        self._is_watching = type(loader.dataset) is not TensorDataset
+        self._generators: noise.Generators | None = None
+        # The states at the start of a worker; else those before the last batch.
+        self._before: list[Any] = []
+        # The batches that a worker has not read, or in part only.
+        self._missed: list[list[Any]] = []
+
+    def __getitems__(self, batch: _Indices) -> tuple[Any, bool]:
+        """Return this part of a batch, and whether random numbers were drawn for it alone until now."""
+        is_worker = get_worker_info() is not None
+        if batch.is_before:
+            self._missed += [batch.samples] if is_worker else []
+            return None, False
+        if not self._is_watching or (self._reads_all and not is_worker):
+            return self._read(batch.samples), False
+        if self._generators is None:
+            self._generators = noise.Generators(self.dataset)
+            self._before = self._generators.states()
+        before = self._generators.states()
+        if not is_worker:
+            self._before = before
+        part, read_all = self._read(batch.samples), self._reads_all
+        if not self._generators.have_moved(before):
+            self._missed += [batch.samples] if is_worker and not read_all else []
+            return part, False
+        if is_worker:
+            self._is_watching = False
+            if self._missed or not read_all:
+                self._generators.restore(self._before)
+                self._reads_all = True
+                for samples in self._missed:
+                    self._read(samples)
+                part = self._read(batch.samples)
+                self._missed.clear()
+        return part, not read_all
+
+    def again(self, samples: list[Any]) -> Any:
+        """Return this part of the batch that was read last, reading all samples, as from now on."""
+        self.restore()
+        self._reads_all = True
+        return self._read(samples)
+
+    def restore(self) -> None:
+        """Restore the generators as they were before samples were read that are not all."""
+        if self._generators is not None and not self._reads_all:
+            self._generators.restore(self._before)
+
+    def _read(self, samples: list[Any]) -> Any:
+        if not self._only_stacks:
+            return self._collate(self._fetched(samples))
+        mine = bounds(len(samples), self._part, self._parts)
+        if self._reads_all:
+            found = self._fetched(samples)
+            own = found[mine] or found[:1]
+        else:
+            own = self._fetched(samples[mine] or samples[:1])
+        batch = self._collate(own)
+        # A part without rows is like another one.
+        return batch if samples[mine] else rows_of(batch, 1, 2)
+
+    def _fetched(self, samples: list[Any]) -> Any:
+        dataset: Any = self.dataset
+        at_once = getattr(dataset, "__getitems__", None)
+        return [dataset[one] for one in samples] if at_once is None else at_once(samples)
+
+
+def _as_read(part: tuple[Any, bool]) -> tuple[Any, bool]:
+    return part
+
+
+@dataclass(frozen=True)
+class _WorkerOf:
+    """The start of a loader's worker, which sees the script's own dataset.
+
+    Args:
+        init: the script's own ``worker_init_fn``.
+    """
+
+    init: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        # Past __setattr__, which refuses.
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self.init is not None:
+            self.init(worker)
+
+
+def _same_generators(loader: Any, job: Job) -> None:
+    """Let samplers and datasets draw the same numbers on all ranks: those of rank 0."""
     for generator in data.generators_of(loader):
         own = digest(generator.get_state().tolist()) % 2**62
-        if len({one[0] for one in agree(job, "a prepared loader", 0, dict, None, (own,))}) > 1:
+        if _differ(job, own):
             generator.manual_seed(broadcast_number(job, generator.initial_seed() % 2**62 ^ own))
+    own = digest([noise.comparable(one) for one in noise.states()[1:]]) % 2**62
+    if _differ(job, own):
+        seed = broadcast_number(job, own)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
 
 
-def agree_on_batch(job: Job, number: int, what: str, facts: Any, problem: BaseException | None = None) -> None:
-    """Raise unless the facts about a batch are equal on all ranks, and none has a problem."""
+def _differ(job: Job, number: int) -> bool:
+    return len({one[0] for one in agree(job, "a prepared loader", 0, dict, None, (number,))}) > 1
+
+
+def agree_on_batch(
+    job: Job, number: int, what: str, facts: Any, problem: BaseException | None = None, flag: bool = False
+) -> bool:
+    """Raise unless the facts about a batch are equal on all ranks, and none has a problem; return if a flag is set."""
     doing = f"batch {number + 1} of a prepared loader"
-    agree(job, doing, digest(facts), lambda: {what: f"{facts}"[:200]}, problem)
+    flags = agree(job, doing, digest(facts), lambda: {what: f"{facts}"[:200]}, problem, (int(flag),))
+    return any(one for (one,) in flags)
 
 
 def _facts(values: torch.Tensor | numpy.ndarray[Any, Any]) -> tuple[Any, ...]:

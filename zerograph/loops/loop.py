@@ -78,6 +78,7 @@ class Loop:
         self._is_shared = False
         # Stores whose parameters are whole from a call to the next update, with hashes of these.
         self._shown: dict[Store, list[int]] = {}
+        self._watched: list[nn.Parameter] = []
         # How often each parameter was split again, by id: as often its version has changed without a change.
         self._hidings: dict[int, int] = {}
         # Copies in state dicts since the last call or update, what they are copies of, and their version.
@@ -230,6 +231,7 @@ class Loop:
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
         parameters = list(parameters)
+        self._watched += parameters
         for parameter in parameters:
             parameter._zerograph_whole = self._show  # type: ignore[attr-defined]
         self._gradients.watch(parameters)
@@ -242,6 +244,7 @@ class Loop:
         numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
         if numbers not in self._updates:
             self._updates[numbers] = Update(self.modules, [self.optimizers[n] for n in numbers], self.config)
+            self._updates[numbers].noted = self.calls
         return self._updates[numbers]
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -295,13 +298,13 @@ class Loop:
 
     def _show(self) -> None:
         """Make split parameters whole until the next update. A collective where they are not."""
-        parameters = [one for module in self.modules.values() for one in module.parameters()]
-        stores = [store for store in stores_of(parameters) if not store.layout.is_whole and not store.is_unsharded]
+        # Modules may have other tensors in their place now, by torch.func.functional_call().
+        stores = [store for store in stores_of(self._watched) if not store.layout.is_whole and not store.is_unsharded]
         if stores:
-            with torch.inference_mode(False):
-                # They may be whole until the next training call.
+            # They may be whole until the next training call.
+            with torch.inference_mode(False), _torch.outside_transforms():
                 unshard(stores)
-            self._shown |= {store: _hashes(store) for store in stores}
+                self._shown |= {store: _hashes(store) for store in stores}
 
     def hide(self) -> None:
         """Split the parameters that :meth:`_show` has made whole, with the changes that the loop has made.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from zerograph.runtime.state import Store, load_part, stores_of
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state.stateful import interruptible
 from zerograph.state.threads import one_thread
+
+if TYPE_CHECKING:
+    # Importing torch.distributed.checkpoint takes long.
+    from zerograph.state.checkpoint.written import Call
 
 
 class LoopGraph(ZeroGraph):
@@ -68,14 +72,36 @@ class LoopGraph(ZeroGraph):
         return "an update"
 
 
+class NotedCalls(Protocol):
+    """The calls of a loop."""
+
+    def graphs(self) -> list[Call]:
+        """Return the kinds of calls that are graphs."""
+
+    def expect(self, calls: Sequence[Call]) -> None:
+        """Run calls of these kinds as graphs from the first one on."""
+
+
 class Update(LoopGraph):
-    """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only."""
+    """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only.
+
+    Attributes:
+        noted: the calls of the loop, which a checkpoint of the update notes. None: it notes none.
+    """
 
     gradients: ClassVar[GradientUse] = "accumulated"
+    noted: NotedCalls | None = None
 
     def build(self) -> list[Tensor]:
         """Compute nothing: the gradients are there."""
         return []
+
+    def _calls(self) -> list[Call] | None:
+        return None if self.noted is None else self.noted.graphs()
+
+    def _take_calls(self, calls: list[Call]) -> None:
+        if self.noted is not None:
+            self.noted.expect(calls)
 
     @interruptible("a step")
     def run(self, gradients: Mapping[nn.Parameter, Tensor], split: Sequence[nn.Parameter]) -> Any:

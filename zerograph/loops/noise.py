@@ -1,50 +1,22 @@
-"""Random numbers that a dataset draws for a sample: those of each rank are its own, since it reads other samples.
-
-The generators of the script stay as they are, equal on all ranks.
-"""
+"""Random generators that reading a sample may move: of torch, Python and NumPy, and those that a dataset holds."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy
 import torch
+from torch import nn
 
-
-@dataclass(frozen=True)
-class SeededWorker:
-    """The start of a loader's worker: its generators are those of this rank.
-
-    Args:
-        part: which part of each batch the rank reads.
-        init: the script's own ``worker_init_fn``.
-    """
-
-    part: int
-    init: Callable[[int], Any] | None
-
-    def __call__(self, worker: int) -> None:
-        """Seed the generators of a worker. Those of the first part are as in one process."""
-        if self.part:
-            # Workers of a rank have consecutive seeds.
-            seed(torch.initial_seed() + self.part * 0x9E3779B9)
-        if self.init is not None:
-            self.init(worker)
-
-
-def seed(number: int) -> None:
-    """Seed the generators of torch, Python and NumPy."""
-    torch.default_generator.manual_seed(number % 2**63)
-    random.seed(number)
-    numpy.random.seed(number % 2**32)
+from zerograph.capture.places import PythonState
 
 
 def states() -> tuple[Any, ...]:
     """Return the states of the generators of torch, Python and NumPy."""
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)
 
 
 def restore(before: tuple[Any, ...]) -> None:
@@ -52,3 +24,97 @@ def restore(before: tuple[Any, ...]) -> None:
     torch.set_rng_state(before[0])
     random.setstate(before[1])
     numpy.random.set_state(before[2])
+
+
+class Generators:
+    """The generators of this process, and those that a dataset holds, or its code names.
+
+    Attributes are searched through containers and objects, transforms for instance. Code names globals and closures.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        datasets = [dataset]
+        while len(datasets) < 10 and (inner := getattr(datasets[-1], "dataset", None)) is not None:
+            datasets.append(inner)
+        # Of a list, for instance, there is no code.
+        reads = [one.__getitem__ for one in datasets if hasattr(one, "__getitem__") and hasattr(one, "__dict__")]
+        named = [value for read in reads for _, value in PythonState(read, nn.Module(), ()).places()]
+        own = {id(value): functions for value, functions in _found([datasets, named])}
+        self._functions: list[_Functions] = [
+            (torch.get_rng_state, torch.set_rng_state),
+            (random.getstate, random.setstate),
+            (lambda: numpy.random.get_state(legacy=False), numpy.random.set_state),
+            *own.values(),
+        ]
+
+    def states(self) -> list[Any]:
+        """Return the states of all."""
+        return [get() for get, _ in self._functions]
+
+    def have_moved(self, before: list[Any]) -> bool:
+        """Return whether a generator is in another state than before."""
+        return any(comparable(one) != comparable(old) for one, old in zip(self.states(), before, strict=True))
+
+    def restore(self, before: list[Any]) -> None:
+        """Restore the states of all."""
+        for (_, set_state), state in zip(self._functions, before, strict=True):
+            set_state(state)
+
+
+def draws(dataset: Any) -> bool:
+    """Return whether reading the first sample of a dataset moves a generator, whose state is restored."""
+    generators = Generators(dataset)
+    before = generators.states()
+    try:
+        dataset[0]
+    except Exception:  # Samples may have other keys; who reads them raises.
+        return False
+    finally:
+        moved = generators.have_moved(before)
+        generators.restore(before)
+    return moved
+
+
+def comparable(state: Any) -> Any:
+    """Return the state of a generator without arrays; equal states are equal."""
+    if isinstance(state, dict):
+        return {name: comparable(entry) for name, entry in state.items()}
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
+    return state.tobytes() if isinstance(state, numpy.ndarray) else state
+
+
+_MOST_VALUES, _MOST_ENTRIES = 10_000, 1000
+_Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _found(value: Any) -> Iterator[tuple[Any, _Functions]]:
+    """Yield the generators in a value, with the functions that read and set their states."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < _MOST_VALUES:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, torch.Tensor, numpy.ndarray)):
+            continue
+        seen.add(id(one))
+        if (functions := _functions_of(one)) is not None:
+            yield one, functions
+        elif isinstance(one, dict):
+            waiting += one.values() if len(one) <= _MOST_ENTRIES else ()
+        elif isinstance(one, (list, tuple)):
+            waiting += one if len(one) <= _MOST_ENTRIES else ()
+        elif hasattr(one, "__dict__"):
+            waiting += vars(one).values()
+
+
+def _functions_of(value: Any) -> _Functions | None:
+    """Return the functions that read and set the state of a generator; None for any other value."""
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate, value.setstate
+    if isinstance(value, numpy.random.RandomState):
+        return lambda: value.get_state(legacy=False), value.set_state
+    if isinstance(value, numpy.random.Generator):
+        bits = value.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    return None

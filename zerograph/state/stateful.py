@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint takes long, so methods that save or load do it.
     from zerograph.state.checkpoint import Parts
     from zerograph.state.checkpoint.save import Saver
+    from zerograph.state.checkpoint.written import Call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -243,7 +244,9 @@ class Stateful:
 
         self._check_resharded()
         self.wait_for_save()
-        counts = restore(self._join(), path, self._parts())
+        parts = self._parts()
+        counts = restore(self._join(), path, parts)
+        self._take_calls(parts.calls or [])
         self.steps_done, self._passes_done, self._seed = counts
         if self._saver is not None:
             self._saver.forget()
@@ -253,7 +256,15 @@ class Stateful:
 
         seed = self._seed if self.config.seed is None else self.config.seed
         counts = (self.steps_done, self._passes_done, seed)
-        return Parts(self._adopted(), self._optimizers, self._schedulers, self.config.scaler, counts, self._join())
+        members, job = self._adopted(), self._join()
+        return Parts(members, self._optimizers, self._schedulers, self.config.scaler, counts, job, self._calls())
+
+    def _calls(self) -> list[Call] | None:
+        """Return the calls of a loop that are graphs, for a checkpoint; None if this is no graph of a loop."""
+        return None
+
+    def _take_calls(self, calls: list[Call]) -> None:
+        """Take the calls that were graphs where a checkpoint was saved."""
 
     @contextlib.contextmanager
     def full_parameters(self, *, modifier_rank: int | None = None) -> Iterator[None]:

@@ -26,7 +26,7 @@ from zerograph.state.checkpoint.document import encode
 from zerograph.state.checkpoint.load import check_names, load, open_checkpoint, plain_optimizer_state, plain_shapes
 from zerograph.state.checkpoint.pretrained import configurations
 from zerograph.state.checkpoint.residuals import pieces_of_residuals, read_residuals
-from zerograph.state.checkpoint.written import Counts, Written, written
+from zerograph.state.checkpoint.written import Call, Counts, Written, written
 from zerograph.state.checks import check_state
 from zerograph.state.state_dict import load_groups, numbered_groups
 
@@ -37,6 +37,7 @@ class Parts:
 
     Attributes:
         counts: updates done, forward passes done, and the seed of random numbers.
+        calls: the calls of a loop that are graphs; None for a graph. A load replaces them by those of the checkpoint.
     """
 
     members: Members
@@ -45,6 +46,7 @@ class Parts:
     scaler: GradScaler | None
     counts: Counts
     job: Job
+    calls: list[Call] | None = None
 
 
 def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[str, Any]]:
@@ -84,6 +86,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
             name: encode(module.get_extra_state(), f"what get_extra_state() of {name} returns")
             for name, module in _with_extra_state(members).items()
         },
+        "calls": [list(one) for one in parts.calls or ()],
         "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
         "lr_schedulers": [
             None if scheduler is None else encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
@@ -116,8 +119,10 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         reader = open_checkpoint(path)
         saved = written(reader)
         _check_fits(reader, saved, parts)
-        start = _generator_of(job.rank)
-        generators = [name for name in reader.index.tensors if saved.ranks == job.size and name.startswith(start)]
+        # Those of a loop are equal on all ranks.
+        start = _generator_of(job.rank if parts.calls is None else 0)
+        has_own = saved.ranks == job.size or parts.calls is not None
+        generators = [name for name in reader.index.tensors if has_own and name.startswith(start)]
         _check_generators(reader, generators)
     except BaseException as error:
         problem = error
@@ -140,6 +145,8 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
         parts.scaler.load_state_dict(saved.state["grad_scaler"])
     _set_generators(reader, generators)
     set_residuals(parts.members.parameters.values(), residuals)
+    if parts.calls is not None:
+        parts.calls[:] = saved.calls
     return saved.counts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from zerograph.state.checkpoint.pretrained import FILES
 from zerograph.state.checks import check_form
 
 Counts = tuple[int, int, int | None]
+# A kind of calls of a loop: what it is, the number of results, and those that the loop differentiates.
+Call = tuple[str, int, list[int]]
 
 _NAMES = re.compile(
     r"modules\.[^.]+\..+|optimizers\.\d{1,9}\.state\.\d{1,9}\..+|residuals\.\d{1,9}\..+|received\..+"
@@ -33,6 +35,7 @@ class Written:
         ranks: number of ranks that wrote it.
         aliases: from further names of tied tensors to the name that the checkpoint has.
         extra_state: what ``get_extra_state()`` of modules returned, by the module's qualified name.
+        calls: the calls of a loop that were graphs.
         configurations: by module, JSON files that models of transformers need in addition to the weights, by file name.
     """
 
@@ -41,6 +44,7 @@ class Written:
     aliases: Mapping[str, str]
     extra_state: Mapping[str, Any]
     configurations: Mapping[str, Mapping[str, Any]]
+    calls: Sequence[Call]
 
     @property
     def groups(self) -> list[list[dict[str, Any]]]:
@@ -88,6 +92,7 @@ def written(reader: Reader) -> Written:
             # Checkpoints of earlier versions have none of these.
             {module: decode(state) for module, state in _texts(document.get("extra_state", {})).items()},
             {module: _texts(files) for module, files in _texts(document.get("pretrained", {})).items()},
+            [_call(*_list(call)) for call in _list(document.get("calls", []))],
         )
         for number, optimizer_groups in enumerate(decoded.groups):
             _check_numbers(number, optimizer_groups)
@@ -105,6 +110,12 @@ def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"{value!r:.40} is not a list")
     return value
+
+
+def _call(name: Any, results: Any, used: Any) -> Call:
+    if not isinstance(name, str) or not all(_whole(one) < _whole(results) for one in _list(used)):
+        raise TypeError(f"{name!r:.40} is not a call")
+    return name, results, used
 
 
 def _texts(value: Any) -> dict[str, Any]:
