@@ -158,7 +158,7 @@ def test_three_ranks_have_the_bits_of_one(pool: Pool) -> None:
     "name", ["perceptron", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "perceptron")]
 )
 def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str) -> None:
-    """Of 12 slices a rank has 6, 4 or 3: sums of slices 3 and 4 or 4 to 7 are those of two ranks."""
+    """Sums of slices 3 and 4, or 4 to 7, are those of two ranks: of 12 slices a rank has 6, 4 or 3."""
     data, options = CASES[name]
     (wanted,) = pool.run(1, trained, data, 12, (0,), options)[0]
     for ranks, stages in ((2, (0, 3)), (3, (2,)), (4, (0, 1, 2, 3) if name == "batch norm" else (2,))):
