@@ -293,6 +293,15 @@ def release(store: Store) -> None:
     _release_if_empty(store)
 
 
+def abandon(store: Store) -> None:
+    """Release the store without its values, parts of which are lost with their ranks. Parameters become plain zeros."""
+    for parameter, slot in store.slots():
+        if store_of(parameter) is store:
+            show(parameter, torch.zeros(slot.shape, dtype=store.layout.dtype, device=store.layout.device))
+            del parameter._zerograph_store  # type: ignore[attr-defined]
+    _release_if_empty(store)
+
+
 def _return_state(store: Store, parameters: Sequence[nn.Parameter]) -> None:
     """Give the state of those of the parameters that are in the store back to its optimizer. A collective."""
     if store.optimizer is None or store.fresh:

@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from zerograph.ir.memory import Memory
     from zerograph.ir.pass_edits import PassEdit
     from zerograph.ir.wire import WireFormat, wire
+    from zerograph.loops.elastic import elastic
     from zerograph.loops.prepare import full_parameters, prepare, step_of
     from zerograph.passes.rules.check_rule import check_rule
     from zerograph.passes.rules.register_rule import register_rule
@@ -135,6 +136,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "to_local",
     ),
     "planner.front.plan": ("plan",),
+    "loops.elastic": ("elastic",),
     "loops.prepare": ("full_parameters", "prepare", "step_of"),
     "planner.plan": ("Plan",),
     "runtime.job.process_group": (
@@ -181,6 +183,7 @@ __all__ = [
     "annotate",
     "batches",
     "check_rule",
+    "elastic",
     "from_deepspeed",
     "from_pretrained",
     "full_parameters",

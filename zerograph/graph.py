@@ -43,6 +43,7 @@ from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.relayout import abandon
 from zerograph.runtime.wire.selection import Transport, named_transport
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error
@@ -79,17 +80,30 @@ class ZeroGraph(Inspected):
         self.steps_skipped = 0
         self._optimizers: list[torch.optim.Optimizer] = []
         self._schedulers: list[LRScheduler | None] = []
+        self._request = StepRequest()
+        self._seed: int | None = None
+        self._passes_done = 0
+        self._position = dict
+        self._begin(Config())
+
+    def _begin(self, config: Config) -> None:
+        """Begin without a compiled step and without a job."""
         self._compiler = Compiler(
-            self._traced_build, self._optimizers, Config(), EnvironmentObserver(type(self).__name__)
+            self._traced_build, self._optimizers, config, EnvironmentObserver(type(self).__name__)
         )
         self._steps = Steps(self._compiler, self._attributes, self._attributes_of_code)
-        self._request = StepRequest()
         self._latest: CompiledStep | None = None
         self._job: Job | None = None
         self._joined: tuple[Any, ...] = ()
-        self._seed: int | None = None
-        self._passes_done = 0
         self._saver = None
+
+    def _leave_job(self) -> None:
+        """Leave a job that has lost ranks: what is compiled goes, and the values of sharded state."""
+        for store in self._stores():
+            abandon(store)
+        self._begin(self.config)
+        for number, scheduler in enumerate(self._schedulers):
+            self._compiler.updates.expect_changes(number, scheduler)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_compiler", "_optimizers", "_steps", "_job"):
@@ -370,11 +384,14 @@ class ZeroGraph(Inspected):
         compilations = self._compilations
         step, batch = self._steps.ready(job, (args, kwargs), self._request, self._doing(), self._counts, checks)
         self._latest = step
-        if self._seed is None:
-            self._seed = broadcast_number(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
+        self._share_seed(job)
         if self._compilations > compilations:
             self._on_compiled(step, job)
         return step, batch
+
+    def _share_seed(self, job: Job) -> None:
+        if self._seed is None:
+            self._seed = broadcast_number(job, (torch.initial_seed() + 2**63) % 2**64 - 2**63)
 
     @property
     def _compilations(self) -> int:

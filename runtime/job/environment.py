@@ -50,7 +50,7 @@ def init_from_environment(backend: str, launch: Launch) -> None:
     if number_of("RANK") == 0 and number_of("WORLD_SIZE") > 1:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         print(launch.describe(device), file=sys.stderr, flush=True)
-    _listen_on_loopback()
+    listen_on_loopback()
     try:
         store, rank, size = next(rendezvous("env://"))
         if keys := _own_keys(store, rank, size):
@@ -127,7 +127,7 @@ def _ask_for_welcome(store: Any, rank: int) -> str:
     return attempt
 
 
-def _listen_on_loopback() -> None:
+def listen_on_loopback() -> None:
     """Let gloo listen on the loopback interface only, if the job's address is this machine's own.
 
     By default gloo listens on the address of the host's name, whatever the launcher was told. (The store of the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph import _torch
@@ -74,6 +76,10 @@ class Job:
 
 # By timeout and grid. Groups cost sockets and threads: all graphs of a process share them while the world exists.
 _jobs: dict[tuple[float, str], Job] = {}
+# The variable that names the launcher's store to processes of an elastic job.
+ELASTIC = "ZEROGRAPH_ELASTIC"
+# Seconds in which ranks of an elastic job connect, whatever the timeout of their collectives: one may die meanwhile.
+_CONNECT_LIMIT = 20.0
 # By device type and ranks, each with its world.
 _meshes: dict[tuple[str, str], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
@@ -139,7 +145,7 @@ def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, li
     limit = timedelta(seconds=timeout)
     try:
         data = _group(None, limit, world)
-        control = dist.new_group(timeout=limit, backend=_control_backend(data))
+        control = new_group(timeout, _control_backend(data))
         groups = (data,) if grid.dim() == 1 else _groups(grid, limit, world)
     except RuntimeError as error:
         raise CommunicationError(_lost_message(liveness, "creating process groups", timeout, error)) from error
@@ -193,7 +199,26 @@ def _position(grid: torch.Tensor) -> tuple[int, ...]:
 def _group(ranks: list[int] | None, limit: timedelta, world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Create a group of these ranks, or of all, with the backends of the default group."""
     lazy = _torch.lazy_nccl(dist.get_backend_config(world), limit)
+    if ELASTIC in os.environ:
+        return new_group(limit.total_seconds(), "gloo", ranks)
     group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, **lazy)
+    return group
+
+
+def new_group(timeout: float, backend: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Create a process group. A collective.
+
+    Args:
+        timeout: of its collectives, in seconds.
+        backend: of torch.distributed, on the CPU.
+        ranks: its ranks; None: all.
+    """
+    connects = min(timeout, _CONNECT_LIMIT) if ELASTIC in os.environ else timeout
+    group: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks), timeout=timedelta(seconds=connects), backend=backend
+    )
+    if connects < timeout and (ranks is None or dist.get_rank() in ranks):
+        _torch.set_timeout(group, timedelta(seconds=timeout))
     return group
 
 
@@ -216,6 +241,11 @@ def initialise() -> None:
     """
     if dist.is_initialized():
         return
+    if ELASTIC in os.environ:
+        raise CommunicationError(
+            "this process has no rank outside of zg.elastic(): ranks of an elastic job come and go\n"
+            "Call zg.rank(), graphs and prepared loaders only in the function that zg.elastic() calls."
+        )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     launch = find_launch()
     if launch is None:
@@ -269,6 +299,35 @@ def _leave() -> None:
     """Destroy the process group that this module initialised; torch warns if a process exits with one."""
     if fork.is_child():
         return
+    _jobs.clear()
+    _meshes.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def enter(store: Any, rank: int, size: int) -> None:
+    """Initialise the default process group of a generation of an elastic job, over gloo.
+
+    Raises:
+        RuntimeError: a rank does not connect.
+    """
+    limit = timedelta(seconds=_CONNECT_LIMIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    assert dist.group.WORLD is not None
+    _torch.set_timeout(dist.group.WORLD, default_pg_timeout)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def abandon(why: str) -> None:
+    """Destroy all process groups without waiting for other ranks. Their exchanges with this one end with an error."""
+    liveness = next((job.liveness for job in _jobs.values()), None)
+    if liveness is not None:
+        # Peers on this host that wait in a step ask the store.
+        liveness.mark_break(why)
+        liveness.report_failure(CommunicationError(why))
+        liveness.hang_up()
+        liveness.end_threads()
     _jobs.clear()
     _meshes.clear()
     if dist.is_initialized():

@@ -57,6 +57,7 @@ from zerograph._torch.distributed import (
     process_group,
     register_works,
     replaced_object_collectives,
+    set_timeout,
     single_process_store,
 )
 from zerograph._torch.expressions import describe_number, rebuild_number, unknown_numbers

@@ -69,6 +69,12 @@ def register_works(tensor: Tensor, works: Sequence[dist.Work]) -> None:
         torch._C._distributed_c10d._register_work(tensor, work)
 
 
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Set the timeout of a group's collectives from now on: torch has no public way for a group that has connected."""
+    set_of_group: Callable[[timedelta, dist.ProcessGroup], None] = vars(distributed_c10d)["_set_pg_timeout"]
+    set_of_group(timeout, group)
+
+
 def single_process_store() -> Any:
     """Return a store without a socket: one process needs no address and no free port (untyped in torch)."""
     return dist.HashStore()  # type: ignore[attr-defined]

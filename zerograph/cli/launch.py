@@ -28,7 +28,9 @@ def launch(
     slurm: Annotated[bool, typer.Option("--slurm", help="use srun; default inside of an allocation")] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes of Slurm; default: those of the allocation")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="port of the rendezvous of --hosts")] = _PORT,
-    max_restarts: Annotated[int, typer.Option(min=0, help="how often torchrun starts failed ranks again")] = 0,
+    max_restarts: Annotated[int, typer.Option(min=0, help="how often failed ranks are started again")] = 0,
+    elastic: Annotated[str | None, typer.Option(help="MIN:MAX ranks here, for zg.elastic(): go on without lost ones")] = None,
+    patience: Annotated[float, typer.Option(min=1, help="seconds of silence until an elastic rank is lost")] = 30.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the commands only")] = False,
 ) -> None:
     """Print and run the command that starts a script on all ranks: torchrun here, on several hosts, or srun.
@@ -47,13 +49,17 @@ def launch(
             "--dry-run after the script is an argument of the script, and starts it: put options of launch before the "
             "script, or those of the script after --"
         )
-    own = {"--ranks", "--hosts", "--host", "--slurm", "--nodes", "--port", "--max-restarts"} & {*arguments}
+    own = {"--ranks", "--hosts", "--host", "--slurm", "--nodes", "--port", "--max-restarts", "--elastic"} & {*arguments}
     if own and not is_marked:
         typer.echo(f"zerograph: {', '.join(sorted(own))} after the script: an argument of the script", err=True)
     slurm = slurm or (hosts is None and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ)
     if (slurm and hosts is not None) or (host is not None and hosts is None) or (nodes is not None and not slurm):
         raise typer.BadParameter("give --hosts (and --host), or --slurm (and --nodes), not both")
     started = [str(script), *arguments]
+    if elastic is not None:
+        if slurm or hosts is not None or ranks is not None:
+            raise typer.BadParameter("--elastic is for one host yet, without --ranks, --hosts, --slurm")
+        raise typer.Exit(_run_elastic(elastic, max_restarts, patience, started, dry_run=dry_run))
     each = ranks or _gpus()
     if slurm:
         if max_restarts:
@@ -76,6 +82,24 @@ def launch(
         if any(command[0] == program for command in commands) and shutil.which(program) is None:
             raise typer.BadParameter(f"there is no {program} on PATH: install it, or {instead}")
     raise typer.Exit(_run(commands))
+
+
+def _run_elastic(ranks: str, restarts: int, patience: float, started: Sequence[str], *, dry_run: bool) -> int:
+    """Run an elastic job on MIN:MAX ranks of this host, and return its exit code."""
+    least, _, most = ranks.partition(":")
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise typer.BadParameter(f"--elastic {ranks}: give the least and the most ranks, such as 2:4")
+    command = [sys.executable, *started]
+    typer.echo(f"{most} x {shlex.join(command)}", err=True)
+    if dry_run:
+        return 0
+    from zerograph.cli.elastic import Supervisor
+
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        return Supervisor(command, int(least), int(most), restarts, patience).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _gpus() -> int:

@@ -53,7 +53,7 @@ def slices_per_rank(config: Config, mesh: Mesh) -> int:
             raise ConfigError(f"config.virtual_ranks = {slices} does not go together with {option}\n{advice}")
     share, rest = divmod(slices, mesh.size)
     if rest:
-        *possible, last = (ranks for ranks in range(1, slices + 1) if slices % ranks == 0)
+        *possible, last = possible_ranks(slices)
         raise ConfigError(
             f"config.virtual_ranks = {slices} on {mesh.size} ranks: every rank must have equally many slices\n"
             f"Run on {', '.join(map(str, possible))} or {last} ranks, or set it to {math.lcm(slices, mesh.size)} "
@@ -74,3 +74,8 @@ def check_target(config: Config, backend: backends.Backend, device: torch.device
             "of accelerators, may add in another order on another number of ranks\nUse config.backend = 'eager' and a "
             "model on the CPU."
         )
+
+
+def possible_ranks(slices: int) -> list[int]:
+    """Return the numbers of ranks that ``config.virtual_ranks`` runs on."""
+    return [ranks for ranks in range(1, slices + 1) if slices % ranks == 0]

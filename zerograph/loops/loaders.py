@@ -101,7 +101,7 @@ class SplitLoader:
         elif job.size == 1:
             batches, before = iter(loader), first
         elif self._is_of_rank():
-            self._check_sampler(_distributed_sampler(loader), job)  # type: ignore[arg-type]
+            self._check_sampler(distributed_sampler(loader), job)  # type: ignore[arg-type]
             batches, before = iter(data.batches(loader, timeout=self._config.timeout)), first
         else:
             batches, before = self._of_batches(loader), first
@@ -118,7 +118,7 @@ class SplitLoader:
 
     def _is_of_rank(self) -> bool:
         """Return whether the loader yields this rank's batches already."""
-        return isinstance(self._loader, DataLoader) and _distributed_sampler(self._loader) is not None
+        return isinstance(self._loader, DataLoader) and distributed_sampler(self._loader) is not None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -189,7 +189,7 @@ class _Pass:
     def __init__(self, owner: SplitLoader) -> None:
         self._owner, resumed = owner, owner._resumed
         if owner._job().size > 1 and not owner._is_of_rank():
-            _same_generators(owner._loader, owner._job())
+            same_generators(owner._loader, owner._job())
         here = noise.states()
         if resumed:
             data.restore_generators(owner._loader, owner._at_start or ())
@@ -269,7 +269,7 @@ def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
     """Return the sampler of a loader, or of its batch sampler, if it draws this rank's samples already."""
     samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
     return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
@@ -419,7 +419,7 @@ class _WorkerOf:
             self.init(worker)
 
 
-def _same_generators(loader: Any, job: Job) -> None:
+def same_generators(loader: Any, job: Job) -> None:
     """Let samplers and datasets draw the same numbers on all ranks: those of rank 0."""
     for generator in data.generators_of(loader):
         own = digest(generator.get_state().tolist()) % 2**62

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from zerograph.state.whole_values import WholeValues, loaded_facts
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint takes long, so methods that save or load do it.
+    from zerograph.runtime.checkpoint.storage import Reader
     from zerograph.state.checkpoint import Parts
     from zerograph.state.checkpoint.save import Saver
     from zerograph.state.checkpoint.written import Call
@@ -80,6 +81,8 @@ class Stateful:
     # The job, and the options that it was joined with.
     _job: Job | None
     _joined: tuple[Any, ...]
+    # Returns further entries of a checkpoint's document.
+    _position: Callable[[], Mapping[str, Any]]
     # Created by the first save.
     _saver: Saver | None
 
@@ -210,7 +213,7 @@ class Stateful:
         self._saver.save(
             self._join(),
             path,
-            lambda: state_of(parts, self.config.shown()),
+            lambda: state_of(parts, self.config.shown(), self._position()),
             asynchronous=asynchronous,
             keep=keep,
             steps_done=self.steps_done,
@@ -227,14 +230,15 @@ class Stateful:
 
     @one_thread("load()")
     @interruptible("loading a checkpoint")
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def load(self, path: str | os.PathLike[str] | Reader) -> None:
         """Load a checkpoint that :meth:`save` wrote. A collective: every rank calls it.
 
         If the graph is compiled, each rank reads its shards only. Otherwise parameters and state are whole until it is.
 
         Args:
             path: path or URL of a checkpoint, or of a folder of checkpoints: then the one that the file ``latest``
-                names. If that is missing, the newest complete checkpoint is loaded, with a warning.
+                names. If that is missing, the newest complete checkpoint is loaded, with a warning. A reader of
+                zerograph's own serves too.
 
         Raises:
             CheckpointError: there is no checkpoint, or a file is missing or damaged.

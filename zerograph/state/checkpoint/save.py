@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,14 @@ from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, consta
 from zerograph.runtime.checkpoint.remote import Folder, folder_of
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported
-from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures, reporting_failures
+from zerograph.runtime.job.process_group import (
+    Job,
+    agree,
+    digest,
+    explaining_failures,
+    new_group,
+    reporting_failures,
+)
 from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, remove_tree, tidy
 
 
@@ -169,7 +175,7 @@ class Saver:
             if all_have_group.all():
                 return
             self._end_group()
-            self._group = dist.new_group(timeout=timedelta(seconds=job.timeout), backend="gloo")
+            self._group = new_group(job.timeout, "gloo")
             self._world = job.world
             # Destroyed together with the graph: torch would keep its sockets and threads until the job ends.
             finalizer = weakref.finalize(self, _destroy, self._group)

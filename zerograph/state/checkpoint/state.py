@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,14 @@ class Parts:
     calls: list[Call] | None = None
 
 
-def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[str, Any]]:
+def state_of(
+    parts: Parts, configuration: str, position: Mapping[str, Any]
+) -> tuple[dict[str, Pieces], dict[str, Any]]:
     """Return this rank's pieces of each tensor, and a document of everything else.
 
     Args:
         configuration: text of the graph's configuration, for readers.
+        position: further entries of the document, such as where a loop is.
 
     Raises:
         ConfigError: a checkpoint cannot hold a part of the state.
@@ -72,6 +75,7 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
     steps, passes, seed = parts.counts
     unsaved = _torch.unsaved_buffers(members.root)
     document = {
+        **{name: encode(value, name) for name, value in position.items()},
         "versions": {"zerograph": sys.modules["zerograph"].__version__, "torch": torch.__version__},
         "configuration": configuration,
         "ranks": job.size,
@@ -104,8 +108,8 @@ def state_of(parts: Parts, configuration: str) -> tuple[dict[str, Pieces], dict[
     return pieces, document
 
 
-def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
-    """Load a checkpoint into a graph and return its counts.
+def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Counts:
+    """Load a checkpoint, or what a reader of one reads, into a graph and return its counts.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -116,7 +120,7 @@ def restore(job: Job, path: str | os.PathLike[str], parts: Parts) -> Counts:
     saved: Written | None = None
     generators: list[str] = []
     try:
-        reader = open_checkpoint(path)
+        reader = path if isinstance(path, Reader) else open_checkpoint(path)
         saved = written(reader)
         _check_fits(reader, saved, parts)
         # Those of a loop are equal on all ranks.

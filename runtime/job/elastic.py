@@ -1,0 +1,168 @@
+"""An elastic job as one of its processes sees it: generations of ranks, which the launcher forms.
+
+The launcher hosts the store, so that it survives every rank. It numbers the processes that it starts, *workers*, and
+writes one key for each generation. A worker that lost others leaves its process group, asks for the next generation and
+waits until the launcher has formed it of all workers that are left. Each worker tells the launcher through a pipe that
+it lives; one that is silent is killed, so that no collective waits for a stopped process until its timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from zerograph.errors import CommunicationError
+from zerograph.runtime.job.environment import listen_on_loopback
+from zerograph.runtime.job.process_group import ELASTIC, enter
+
+# Variables of a worker's environment besides the launcher's store: its number, the file descriptor of its pipe.
+WORKER, PIPE = "ZEROGRAPH_WORKER", "ZEROGRAPH_PIPE"
+# Seconds between two signs of life, between two looks at the store, and until the launcher has seen that a rank ended.
+_BEAT, _LOOK, _NOTICED = 0.5, 0.02, 10.0
+
+
+class JobLostError(CommunicationError):
+    """An elastic job cannot go on."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The ranks that go on together.
+
+    Attributes:
+        number: counts generations from 1.
+        workers: all that take part in the exchange of snapshots; the first are the ranks, in order.
+        ranks: number of ranks. Further workers are spare: they wait for the next generation.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+    ranks: int
+
+
+@functools.cache
+def worker() -> Worker | None:
+    """Return this process's part in an elastic job, connected to the launcher; None in any other job."""
+    if ELASTIC not in os.environ:
+        return None
+    return Worker(int(os.environ[WORKER]), _connect())
+
+
+def _connect() -> Any:
+    host, _, port = os.environ[ELASTIC].rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise CommunicationError(f"the launcher of this elastic job does not answer at {host}:{port}") from error
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process of an elastic job.
+
+    Attributes:
+        number: this worker's.
+        store: the launcher's.
+        generation: the last one that this worker was in.
+    """
+
+    number: int
+    store: Any
+    generation: Generation = Generation(0, (), 0)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True).start()
+
+    def next_generation(self, sizes: Collection[int] | None) -> Generation | None:
+        """Ask for the next generation and wait for it; return None if the others have finished meanwhile.
+
+        Args:
+            sizes: the numbers of ranks that the graph runs on; None: all.
+
+        Raises:
+            JobLostError: the launcher is gone, or has given the job up.
+        """
+        after = self.generation.number
+        try:
+            self.store.set(f"want/{self.number}", json.dumps([after, None if sizes is None else sorted(sizes)]))
+            while True:
+                if self.store.check(["done"]):
+                    return None
+                if self.store.check(["given up"]):
+                    raise JobLostError(self.store.get("given up").decode())
+                if self.store.check(["generation"]):
+                    number, workers, ranks = json.loads(self.store.get("generation"))
+                    if number > after and self.number in workers:
+                        self.generation = Generation(number, tuple(workers), ranks)
+                        return self.generation
+                time.sleep(_LOOK)
+        except RuntimeError as error:
+            if isinstance(error, JobLostError):
+                raise
+            raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
+
+    def enter(self, size: int, part: str) -> None:
+        """Make the default process group of the first workers of the generation, over gloo.
+
+        Args:
+            size: how many.
+            part: names the group among those of the generation.
+
+        Raises:
+            RuntimeError: a worker of the generation has ended.
+        """
+        rank = self.generation.workers.index(self.number)
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        listen_on_loopback()
+        store: Any = dist.PrefixStore(f"generation {self.generation.number} {part}", _connect())  # type: ignore[attr-defined]
+        store.add("arrived", 1)
+        while store.add("arrived", 0) < size:
+            # Gloo's own wait, in C++, would go on until its timeout.
+            if self.is_broken():
+                raise RuntimeError("a worker of the generation has ended")
+            time.sleep(_LOOK)
+        enter(store, rank, size)
+
+    def is_broken(self, *, wait: bool = False) -> bool:
+        """Return whether a worker of the generation has ended.
+
+        Args:
+            wait: give a rank that has reported an error time to end.
+        """
+        end = time.monotonic() + _NOTICED * wait
+        while not self.store.check([f"broken/{self.generation.number}"]):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK)
+        return True
+
+    def may_grow(self) -> bool:
+        """Return whether workers wait with which the next generation would have more ranks."""
+        return bool(self.store.check([f"grow/{self.generation.number}"]))
+
+    def finish(self) -> None:
+        """Tell the launcher, and workers that wait, that all ranks have finished."""
+        self.store.set("done", "")
+
+
+def _beat(pipe: int) -> None:
+    """Write a byte into the pipe again and again; end this process if nobody reads: the launcher is gone."""
+    while True:
+        # A full pipe: the launcher is busy, and has enough to read.
+        with contextlib.suppress(BlockingIOError):
+            try:
+                os.write(pipe, b".")
+            except BrokenPipeError:
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(_BEAT)

@@ -1,0 +1,171 @@
+"""The launcher of an elastic job: it starts processes, notices which are lost, and forms generations of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+# Seconds between two looks, and until a process that has just been started must have shown a sign of life.
+_LOOK, _STARTED = 0.02, 600.0
+
+
+@dataclass(eq=False)
+class _Process:
+    """A worker: a process that may be a rank.
+
+    Attributes:
+        pipe: it writes its signs of life there.
+        alive_at: when it wrote the last one, by ``time.monotonic()``.
+        patience: seconds until a silent one counts as lost.
+    """
+
+    process: subprocess.Popen[bytes]
+    pipe: int
+    alive_at: float
+    patience: float
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """Run a command on ``least`` to ``most`` ranks of this host; see :mod:`zerograph.runtime.job.elastic`.
+
+    Attributes:
+        restarts: number of processes to start in place of lost ones.
+        patience: seconds without a sign of life until a process counts as lost.
+    """
+
+    command: Sequence[str]
+    least: int
+    most: int
+    restarts: int
+    patience: float
+    _processes: dict[int, _Process] = field(default_factory=dict)
+    _started: int = 0
+    # The last generation: its number, workers, and number of ranks.
+    _generation: tuple[int, tuple[int, ...], int] = (0, (), 0)
+    _failed: bool = False
+    _given_up: bool = False
+
+    def run(self) -> int:
+        """Run until all processes have ended; return 0 if the job has finished, and none has failed after that."""
+        import torch.distributed as dist
+
+        self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        try:
+            for _ in range(self.most):
+                self._start()
+            while self._processes:
+                self._watch()
+                if not self._is_done() and not self._given_up:
+                    self._form()
+                time.sleep(_LOOK)
+        finally:
+            for worker in self._processes.values():
+                worker.process.terminate()
+            for worker in self._processes.values():
+                worker.process.wait()
+        return 0 if self._is_done() and not self._failed else 1
+
+    def _is_done(self) -> bool:
+        return bool(self._store.check(["done"]))
+
+    def _start(self) -> None:
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        os.set_blocking(writing, False)
+        number, self._started = self._started, self._started + 1
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "ZEROGRAPH_ELASTIC": f"127.0.0.1:{self._store.port}",
+            "ZEROGRAPH_WORKER": str(number),
+            "ZEROGRAPH_PIPE": str(writing),
+            "MASTER_ADDR": "127.0.0.1",
+            # The store is no rank's.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        process = subprocess.Popen(self.command, env=environment, pass_fds=[writing])
+        os.close(writing)
+        self._processes[number] = _Process(process, reading, time.monotonic(), _STARTED)
+
+    def _watch(self) -> None:
+        """Look for processes that have ended or are silent; start others in their place."""
+        now = time.monotonic()
+        for number, worker in list(self._processes.items()):
+            with contextlib.suppress(BlockingIOError):
+                if os.read(worker.pipe, 4096):
+                    worker.alive_at, worker.patience = now, self.patience
+            code = worker.process.poll()
+            if code is None and now - worker.alive_at > worker.patience:
+                typer.echo(f"zerograph: worker {number} is silent for {worker.patience:g} seconds: killed", err=True)
+                worker.process.send_signal(signal.SIGKILL)
+                code = worker.process.wait()
+            if code is not None:
+                self._lost(number, code)
+
+    def _lost(self, number: int, code: int) -> None:
+        os.close(self._processes.pop(number).pipe)
+        generation, workers, ranks = self._generation
+        if number in workers:
+            self._store.set(f"broken/{generation}", "")
+        if code == 0 and self._is_done():
+            return
+        place = f", rank {workers.index(number)} of {ranks} in generation {generation}" if number in workers else ""
+        how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+        typer.echo(f"zerograph: worker {number}{place} {how}; {len(self._processes)} left", err=True)
+        if self._is_done():
+            self._failed = True
+        elif self.restarts and not self._given_up:
+            self.restarts -= 1
+            self._start()
+
+    def _waiting(self) -> dict[int, list[int] | None]:
+        """Return the living workers that wait for the next generation, each with the numbers of ranks it can run on."""
+        generation, workers, _ = self._generation
+        waiting = {}
+        for number in self._processes:
+            if self._store.check([f"want/{number}"]):
+                after, sizes = json.loads(self._store.get(f"want/{number}"))
+                if number not in workers or after == generation:
+                    waiting[number] = sizes
+        return waiting
+
+    def _form(self) -> None:
+        """Form the next generation once all that are left of the last one wait, or tell it that it may grow."""
+        generation, workers, ranks = self._generation
+        waiting = self._waiting()
+        busy = [number for number in (workers or self._processes) if number in self._processes and number not in waiting]
+        starting = [number for number in self._processes if number not in waiting]
+        if busy:
+            training = sum(number in workers[:ranks] for number in busy)
+            if generation and training == ranks and self._ranks(training + len(waiting), waiting) > ranks:
+                self._store.set(f"grow/{generation}", "")
+            return
+        # Those that hold snapshots first, in the order of their ranks.
+        order = [number for number in workers if number in waiting]
+        order += [number for number in sorted(waiting) if number not in workers]
+        ranks = self._ranks(len(order), waiting)
+        if ranks:
+            self._generation = generation + 1, tuple(order), ranks
+            self._store.set("generation", json.dumps(self._generation))
+        elif not starting:
+            message = f"{len(order)} process(es) are left, which are too few for {self.least} to {self.most} ranks"
+            sizes = next(iter(waiting.values()), None)
+            message += "" if sizes is None else f" and config.virtual_ranks, which runs on {sizes}"
+            self._given_up = True
+            self._store.set("given up", f"the job cannot go on: {message}")
+            typer.echo(f"zerograph: {message}", err=True)
+
+    def _ranks(self, available: int, waiting: dict[int, list[int] | None]) -> int:
+        """Return the most ranks that as many processes allow, or 0."""
+        sizes = next(iter(waiting.values()), None) or range(1, available + 1)
+        return max((size for size in sizes if self.least <= size <= min(available, self.most)), default=0)

@@ -1,0 +1,348 @@
+"""Train on the ranks that are there: after a loss of ranks the others go on from snapshots in their memory.
+
+Every few steps each rank copies its part of a checkpoint into its memory, and another rank, its *buddy*, keeps a copy.
+If ranks are lost, those that are left form a new generation (``runtime.job.elastic``), collect the parts of the newest
+snapshot of which all are there, load them in their own layout, and compute the steps since then again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from zerograph.compiler.virtual_ranks import possible_ranks
+from zerograph.data import batches, is_stateful
+from zerograph.errors import CheckpointError, CommunicationError, ConfigError
+from zerograph.graph import ZeroGraph
+from zerograph.loops.loaders import SplitLoader, distributed_sampler, same_generators
+from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.job import elastic as generations
+from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.process_group import Job, abandon, agree, explaining_failures
+from zerograph.runtime.state import store_of
+
+# The tag of a copy that is sent to its buddy.
+_TAG = 47
+# Losses without a lost rank in a row that are worth another try: a rank that was too slow is there at the next.
+_MOST_FALSE_ALARMS = 3
+
+
+@dataclass(frozen=True)
+class _Label:
+    """A snapshot: the steps done, the generation that took it, and its number of ranks. Later ones are greater."""
+
+    steps: int
+    generation: int
+    ranks: int
+
+    def __lt__(self, other: _Label) -> bool:
+        return (self.steps, self.generation) < (other.steps, other.generation)
+
+
+class _MayGrow(Exception):
+    """More ranks wait to take part."""
+
+
+def elastic(
+    train_step: Callable[[int, Any], object],
+    step: ZeroGraph,
+    loader: Iterable[Any],
+    *,
+    epochs: int = 1,
+    snapshot_every: int = 10,
+    checkpoints: str | os.PathLike[str] | None = None,
+    save_every: int | None = None,
+) -> None:
+    """Call ``train_step(number, batch)`` for each batch, on the ranks that are there.
+
+    Under ``zerograph launch --elastic`` a job goes on when ranks are lost, and with more ranks when others come. What
+    is computed since the last snapshot is computed again then: ``train_step`` is called again with the same numbers and
+    the same whole batches, of which each rank may have other rows. In other jobs this is a loop over the loader.
+
+    Args:
+        train_step: runs the graph once: ``lambda number, batch: step(*batch)``. It is called with the number of the
+            step, from 1, and with this rank's rows. All that it changes besides the graph's state is its own business.
+        step: the graph, on the CPU.
+        loader: yields whole batches, as in a script of one process: a ``DataLoader`` or another iterable. Every rank
+            reads its rows of them.
+        epochs: how often the loader is read.
+        snapshot_every: steps from one snapshot to the next: the most that are computed again.
+        checkpoints: a folder of checkpoints. The job begins with the latest in it, if there is one, and goes on from it
+            if ranks were lost that held the only copies of a part of the state.
+        save_every: steps from one checkpoint to the next, of which two are kept.
+
+    Raises:
+        ConfigError: an argument, the loader or the graph does not suit an elastic job.
+        CommunicationError: ranks are lost, and neither copies of the state in memory nor a checkpoint are left; or too
+            few ranks.
+    """
+    if min(epochs, snapshot_every, save_every or 1) < 1:
+        raise ConfigError("zg.elastic(): epochs, snapshot_every and save_every are whole numbers from 1 up")
+    if save_every is not None and checkpoints is None:
+        raise ConfigError("zg.elastic(): save_every needs a folder, checkpoints=")
+    _check(step, loader)
+    _Loop(train_step, step, loader, epochs, snapshot_every, checkpoints, save_every).run()
+
+
+def _check(step: ZeroGraph, loader: Any) -> None:
+    """Check that the loader yields the same batches on any number of ranks, and that the state can be copied.
+
+    Raises:
+        ConfigError: it does not, or cannot.
+    """
+    if isinstance(loader, (batches, SplitLoader)) or (isinstance(loader, DataLoader) and distributed_sampler(loader)):
+        raise ConfigError(
+            "zg.elastic() takes a loader of whole batches: the loader of zg.batches() or zg.prepare(), or one with a "
+            "DistributedSampler, has this rank's rows of a fixed number of ranks\nPass the DataLoader of one process."
+        )
+    if not isinstance(loader, DataLoader) and is_stateful(loader):
+        raise ConfigError("zg.elastic(): a loader with a state_dict() of its own may depend on the number of ranks")
+    config = step.config
+    if config.placement is not None or max(config.context_parallel, config.expert_parallel) > 1:
+        raise ConfigError("zg.elastic(): a placement, context_parallel or expert_parallel fixes the number of ranks")
+    if any(offload is not None and offload.device == "nvme" for offload in (config.optimizer_offload, config.parameter_offload)):
+        raise ConfigError("zg.elastic(): state in files (nvme) cannot be shared out again between other ranks")
+    if any(parameter.device.type != "cpu" for parameter in step._members().parameters.values()):
+        raise ConfigError("zg.elastic(): ranks come and go over gloo, on CPUs: the model is on another device")
+
+
+@dataclass(eq=False)
+class _Loop:
+    """A loop of :func:`elastic`; its arguments, and where it is.
+
+    Attributes:
+        steps, epoch: the steps and passes done.
+        held: by snapshot the parts that this rank has, by the rank that they are of.
+    """
+
+    train_step: Callable[[int, Any], object]
+    step: ZeroGraph
+    whole_batches: Iterable[Any]
+    epochs: int
+    snapshot_every: int
+    checkpoints: str | os.PathLike[str] | None
+    save_every: int | None
+    steps: int = 0
+    epoch: int = 0
+    held: dict[_Label, dict[int, Tensor]] = field(default_factory=dict)
+    loader: SplitLoader = field(init=False)
+
+    def run(self) -> None:
+        """Train until all ranks have done all steps."""
+        self.worker = generations.worker()
+        if self.worker is None:
+            self._begin()
+            self._train()
+            return
+        alarms, before = 0, (0, ())
+        while True:
+            try:
+                if not self._enter():
+                    return
+                now = (self.steps, self.worker.generation.workers)
+                alarms, before = (alarms + 1 if now == before else 0), now
+                self._train()
+                return
+            except _MayGrow:
+                why = "more ranks take part"
+            except generations.JobLostError:
+                raise
+            except RuntimeError as error:
+                known = isinstance(error, CommunicationError) or not self.worker.is_broken(wait=True)
+                if not self.worker.is_broken() and (not known or alarms >= _MOST_FALSE_ALARMS):
+                    raise
+                why = f"{error}".splitlines()[0]
+            self._leave(why)
+
+    def _leave(self, why: str) -> None:
+        if dist.is_initialized() and dist.get_rank() == 0:
+            print(f"zerograph: after step {self.steps}: {why}", file=sys.stderr, flush=True)
+        self.step._leave_job()
+        abandon(f"a step, to form a new generation: {why}")
+        # Exceptions refer to the groups, whose threads would go on.
+        gc.collect()
+
+    def _enter(self) -> bool:
+        """Join the next generation and load the newest snapshot; return False if the others have finished."""
+        worker = self.worker
+        assert worker is not None
+        while True:
+            sizes = None if self.step.config.virtual_ranks is None else possible_ranks(self.step.config.virtual_ranks)
+            generation = worker.next_generation(sizes)
+            if generation is None:
+                if self.held and self.epoch == self.epochs:
+                    return False
+                raise SystemExit(0)
+            size = len(generation.workers)
+            worker.enter(size, "exchange")
+            reader = self._exchange()
+            if size == generation.ranks:
+                break
+            abandon("the exchange of snapshots")
+            if generation.workers.index(worker.number) < generation.ranks:
+                worker.enter(generation.ranks, "training")
+                break
+        self._begin(reader)
+        return True
+
+    def _exchange(self) -> Reader | None:
+        """Return a reader of the newest snapshot of which the ranks have all parts; None if there is none."""
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, [(label.__dict__, sorted(parts)) for label, parts in self.held.items()])
+        holders: dict[_Label, dict[int, int]] = {}
+        for rank, labels in enumerate(everybody):
+            for label, origins in labels:
+                for origin in origins:
+                    holders.setdefault(_Label(**label), {}).setdefault(origin, rank)
+        whole = [label for label, ranks in holders.items() if len(ranks) == label.ranks]
+        if not whole:
+            return None
+        label, parts = max(whole), []
+        for origin in range(label.ranks):
+            holder = holders[label][origin]
+            part = self.held[label][origin] if dist.get_rank() == holder else torch.empty(0, dtype=torch.uint8)
+            length = torch.tensor([part.numel()])
+            dist.broadcast(length, holder)
+            part = part if dist.get_rank() == holder else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(part, holder)
+            parts.append(part)
+        from zerograph.state.checkpoint.snapshot import snapshot_reader
+
+        return snapshot_reader(parts)
+
+    def _begin(self, reader: Reader | None = None) -> None:
+        """Load the snapshot, else the latest checkpoint; at the beginning of a job share rank 0's parameters."""
+        self.loader = SplitLoader(self.whole_batches, self.step.config)
+        job = self.step._join()
+        worker = self.worker
+        began = worker is not None and worker.store.check(["began"])
+        source = "the snapshot in memory"
+        if reader is None:
+            reader, source = self._checkpoint(), f"the checkpoint in {self.checkpoints}"
+        if reader is not None:
+            self._load(job, reader)
+            if job.rank == 0:
+                generation = f"generation {worker.generation.number}, " if worker is not None else ""
+                print(
+                    f"zerograph: {generation}{job.size} rank(s): on from step {self.steps}, from {source}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            return
+        if began:
+            raise generations.JobLostError(
+                "ranks are lost with the only copies of a part of the state, and there is no checkpoint\n"
+                "Give zg.elastic(checkpoints=folder, save_every=steps), or more ranks."
+            )
+        members = self.step._adopted()
+        plain = [one.data for one in members.parameters.values() if store_of(one) is None]
+        broadcast_from_first(job, [*plain, *members.buffers.values()])
+        self.step._share_seed(job)
+        if job.size > 1:
+            same_generators(self.whole_batches, job)
+
+    def _checkpoint(self) -> Reader | None:
+        from zerograph.state.checkpoint.load import open_checkpoint
+
+        if self.checkpoints is None or not os.path.exists(self.checkpoints):
+            return None
+        with contextlib.suppress(CheckpointError):
+            return open_checkpoint(self.checkpoints)
+        return None
+
+    def _load(self, job: Job, reader: Reader) -> None:
+        from zerograph.state.checkpoint.document import decode
+
+        if "elastic" not in reader.index.document:
+            raise generations.JobLostError(f"the checkpoint in {self.checkpoints} is not one that zg.elastic() has saved")
+        self.step.load(reader)
+        position = decode(reader.index.document["elastic"])
+        self.steps, self.epoch = position["steps"], position["epoch"]
+        # Of ranks that are new the first rank's.
+        names = [f"generators.{rank}.cpu" for rank in (job.rank, 0)]
+        torch.set_rng_state(reader.whole(next(name for name in names if name in reader.index.tensors)))
+        self.loader.load_state_dict(position["loader"])
+
+    def _train(self) -> None:
+        """Do the steps that are left, and end with all ranks."""
+        job = self.step._join()
+        self._snapshot(job)
+        while self.epoch < self.epochs:
+            for batch in self._batches(job):
+                self.train_step(self.steps + 1, batch)
+                self.steps += 1
+                if self.save_every and self.steps % self.save_every == 0:
+                    self._save()
+            self.epoch += 1
+        if self.worker is not None:
+            agree(job, "the end of zg.elastic()", 0, dict)
+            self.worker.finish()
+
+    def _batches(self, job: Job) -> Iterator[Any]:
+        """Yield the batches that are left of the pass; take snapshots between them."""
+        iterator, first = iter(self.loader), self.steps
+        while True:
+            if self.steps % self.snapshot_every == 0 and self.steps != first:
+                self._snapshot(job)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            yield batch
+
+    def _position(self) -> dict[str, Any]:
+        return {"elastic": {"steps": self.steps, "epoch": self.epoch, "loader": self.loader.state_dict()}}
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        self.step._position = self._position
+        try:
+            self.step.save(self.checkpoints, keep=2)
+        finally:
+            self.step._position = dict
+
+    def _snapshot(self, job: Job) -> None:
+        """Copy this rank's part of the state, and its buddy's; forget older ones once all ranks have theirs.
+
+        Raises:
+            _MayGrow: more ranks wait.
+        """
+        worker = self.worker
+        if worker is None:
+            return
+        from zerograph.state.checkpoint import state_of
+        from zerograph.state.checkpoint.snapshot import packed
+
+        problem: BaseException | None = None
+        part = torch.empty(0, dtype=torch.uint8)
+        try:
+            part = packed(*state_of(self.step._parts(), "", self._position()))
+        except Exception as error:
+            problem = error
+        doing = f"the snapshot of step {self.steps}"
+        sizes = agree(job, doing, self.steps, dict, problem, [part.numel(), int(worker.may_grow())])
+        label = _Label(self.steps, worker.generation.number, job.size)
+        self.held[label] = {job.rank: part}
+        if job.size > 1:
+            before = (job.rank - 1) % job.size
+            copy = torch.empty(sizes[before][0], dtype=torch.uint8)
+            with explaining_failures(job, doing):
+                sending = job.control.send([part], (job.rank + 1) % job.size, _TAG)
+                job.control.recv([copy], before, _TAG).wait()
+                sending.wait()
+            self.held[label][before] = copy
+        agree(job, f"the end of {doing}", 0, dict)
+        self.held = {label: self.held[label]}
+        worker.store.set("began", "")
+        if any(grows for _, grows in sizes):
+            raise _MayGrow
