@@ -81,7 +81,9 @@ class Worker:
     generation: Generation = Generation(0, (), 0)
 
     def __post_init__(self) -> None:
-        threading.Thread(target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True).start()
+        threading.Thread(
+            target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True
+        ).start()
 
     def next_generation(self, sizes: Collection[int] | None) -> Generation | None:
         """Ask for the next generation and wait for it; return None if the others have finished meanwhile.

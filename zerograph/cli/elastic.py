@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +83,7 @@ class Supervisor:
         os.set_blocking(reading, False)
         os.set_blocking(writing, False)
         number, self._started = self._started, self._started + 1
-        environment = {
-            "OMP_NUM_THREADS": "1",
-            **os.environ,
+        variables = {
             "ZEROGRAPH_ELASTIC": f"127.0.0.1:{self._store.port}",
             "ZEROGRAPH_WORKER": str(number),
             "ZEROGRAPH_PIPE": str(writing),
@@ -93,9 +91,14 @@ class Supervisor:
             # The store is no rank's.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        process = subprocess.Popen(self.command, env=environment, pass_fds=[writing])
+        process = self._spawn(variables, writing)
         os.close(writing)
         self._processes[number] = _Process(process, reading, time.monotonic(), _STARTED)
+
+    def _spawn(self, variables: Mapping[str, str], pipe: int) -> subprocess.Popen[bytes]:
+        """Start a process that inherits the pipe."""
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **variables}
+        return subprocess.Popen(self.command, env=environment, pass_fds=[pipe])
 
     def _watch(self) -> None:
         """Look for processes that have ended or are silent; start others in their place."""
@@ -143,8 +146,8 @@ class Supervisor:
         """Form the next generation once all that are left of the last one wait, or tell it that it may grow."""
         generation, workers, ranks = self._generation
         waiting = self._waiting()
-        busy = [number for number in (workers or self._processes) if number in self._processes and number not in waiting]
         starting = [number for number in self._processes if number not in waiting]
+        busy = [number for number in starting if number in workers or not workers]
         if busy:
             training = sum(number in workers[:ranks] for number in busy)
             if generation and training == ranks and self._ranks(training + len(waiting), waiting) > ranks:

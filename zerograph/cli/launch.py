@@ -29,7 +29,9 @@ def launch(
     nodes: Annotated[int | None, typer.Option(min=1, help="nodes of Slurm; default: those of the allocation")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="port of the rendezvous of --hosts")] = _PORT,
     max_restarts: Annotated[int, typer.Option(min=0, help="how often failed ranks are started again")] = 0,
-    elastic: Annotated[str | None, typer.Option(help="MIN:MAX ranks here, for zg.elastic(): go on without lost ones")] = None,
+    elastic: Annotated[
+        str | None, typer.Option(help="MIN:MAX ranks for zg.elastic(): it goes on without lost ones")
+    ] = None,
     patience: Annotated[float, typer.Option(min=1, help="seconds of silence until an elastic rank is lost")] = 30.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the commands only")] = False,
 ) -> None:

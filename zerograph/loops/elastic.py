@@ -49,7 +49,7 @@ class _Label:
         return (self.steps, self.generation) < (other.steps, other.generation)
 
 
-class _MayGrow(Exception):
+class _MoreRanksError(Exception):
     """More ranks wait to take part."""
 
 
@@ -110,7 +110,7 @@ def _check(step: ZeroGraph, loader: Any) -> None:
     config = step.config
     if config.placement is not None or max(config.context_parallel, config.expert_parallel) > 1:
         raise ConfigError("zg.elastic(): a placement, context_parallel or expert_parallel fixes the number of ranks")
-    if any(offload is not None and offload.device == "nvme" for offload in (config.optimizer_offload, config.parameter_offload)):
+    if any(one is not None and one.device == "nvme" for one in (config.optimizer_offload, config.parameter_offload)):
         raise ConfigError("zg.elastic(): state in files (nvme) cannot be shared out again between other ranks")
     if any(parameter.device.type != "cpu" for parameter in step._members().parameters.values()):
         raise ConfigError("zg.elastic(): ranks come and go over gloo, on CPUs: the model is on another device")
@@ -144,7 +144,7 @@ class _Loop:
             self._begin()
             self._train()
             return
-        alarms, before = 0, (0, ())
+        alarms, before = 0, (-1, self.worker.generation.workers)
         while True:
             try:
                 if not self._enter():
@@ -153,7 +153,7 @@ class _Loop:
                 alarms, before = (alarms + 1 if now == before else 0), now
                 self._train()
                 return
-            except _MayGrow:
+            except _MoreRanksError:
                 why = "more ranks take part"
             except generations.JobLostError:
                 raise
@@ -264,7 +264,7 @@ class _Loop:
         from zerograph.state.checkpoint.document import decode
 
         if "elastic" not in reader.index.document:
-            raise generations.JobLostError(f"the checkpoint in {self.checkpoints} is not one that zg.elastic() has saved")
+            raise generations.JobLostError(f"zg.elastic() has not saved the checkpoint in {self.checkpoints}")
         self.step.load(reader)
         position = decode(reader.index.document["elastic"])
         self.steps, self.epoch = position["steps"], position["epoch"]
@@ -315,7 +315,7 @@ class _Loop:
         """Copy this rank's part of the state, and its buddy's; forget older ones once all ranks have theirs.
 
         Raises:
-            _MayGrow: more ranks wait.
+            _MoreRanksError: more ranks wait.
         """
         worker = self.worker
         if worker is None:
@@ -345,4 +345,4 @@ class _Loop:
         self.held = {label: self.held[label]}
         worker.store.set("began", "")
         if any(grows for _, grows in sizes):
-            raise _MayGrow
+            raise _MoreRanksError

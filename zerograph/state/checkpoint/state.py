@@ -49,9 +49,7 @@ class Parts:
     calls: list[Call] | None = None
 
 
-def state_of(
-    parts: Parts, configuration: str, position: Mapping[str, Any]
-) -> tuple[dict[str, Pieces], dict[str, Any]]:
+def state_of(parts: Parts, configuration: str, position: Mapping[str, Any]) -> tuple[dict[str, Pieces], dict[str, Any]]:
     """Return this rank's pieces of each tensor, and a document of everything else.
 
     Args:

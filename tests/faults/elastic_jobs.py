@@ -1,0 +1,285 @@
+"""Elastic jobs whose workers are forked, not started: the launcher's part runs in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import signal
+import subprocess
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import zerograph as zg
+from zerograph.cli.elastic import Supervisor
+from zerograph.compiler.compiler import Compiler
+from zerograph.loops import elastic as loop
+from zerograph.runtime.executor import Executor
+from zerograph.runtime.job import elastic as generations
+from zerograph.runtime.job.messages import Notes
+
+EPOCHS, SAMPLES, BATCH = 2, 48, 8
+STEPS = EPOCHS * SAMPLES // BATCH
+# Seconds until a job that has not ended hangs, on a busy machine.
+PATIENCE = 240.0
+
+# What a rank is about to do when it is killed, a little later.
+PLACES: Mapping[str, tuple[type, str]] = {
+    "compilation": (Compiler, "compile"),
+    "step": (Executor, "__call__"),
+    "comparison": (Notes, "compare"),
+    "snapshot": (loop._Loop, "_snapshot"),
+    "save": (zg.ZeroGraph, "save"),
+    "exchange": (loop._Loop, "_exchange"),
+    "recovery": (loop._Loop, "_enter"),
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal for one worker.
+
+    Attributes:
+        worker: its number; a number from 4 up is one that takes a lost one's place.
+        place: what it is about to do, of ``PLACES``.
+        occurrence: for which time, from 1.
+        delay: seconds after that.
+    """
+
+    worker: int
+    place: str
+    occurrence: int = 1
+    delay: float = 0.0
+    signal: int = signal.SIGKILL
+
+    def arrange(self, folder: Path) -> None:
+        """Send the signal to this process when it comes to the place."""
+        owner, name = PLACES[self.place]
+        original, calls = getattr(owner, name), [0]
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == self.occurrence:
+                (folder / f"fault of {self.worker} {self.place}").write_text(str(time.monotonic()))
+                if self.delay:
+                    threading.Timer(self.delay, os.kill, (os.getpid(), self.signal)).start()
+                else:
+                    os.kill(os.getpid(), self.signal)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, patched)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a job's script."""
+
+    virtual: int | None = 4
+    stage: int = 2
+    every: int = 3
+    checkpoints: bool = False
+    save_every: int | None = None
+    # Seconds that a step takes at least.
+    pace: float = 0.0
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 32))
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7))
+        self.set_zero_mode("distributed_split", stage=options.stage)  # type: ignore[arg-type]
+        self.config.virtual_ranks = options.virtual
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(self.model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        return loss
+
+
+def script(folder: Path, options: Options) -> None:
+    """Train, as a user's script does; write a line for each call, and the fingerprint at the end."""
+    step = Step(options)
+    data = torch.randint(32, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
+    worker = generations.worker()
+
+    def train_step(number: int, batch: list[torch.Tensor]) -> None:
+        (rows,) = batch
+        loss = step(data[rows])
+        generation = 0 if worker is None else worker.generation.number
+        line = [number, generation, zg.rank(), zg.world_size(), loss.item().hex(), rows.tolist(), time.monotonic()]
+        with open(folder / f"{os.getpid()}.jsonl", "a") as file:
+            print(json.dumps(line), file=file)
+        time.sleep(options.pace)
+
+    where = folder / "checkpoints" if options.checkpoints else None
+    zg.elastic(
+        train_step,
+        step,
+        loader,
+        epochs=EPOCHS,
+        snapshot_every=options.every,
+        checkpoints=where,
+        save_every=options.save_every,
+    )
+    (folder / f"end {os.getpid()}").write_text(json.dumps([zg.world_size(), step.steps_done, step.fingerprint()]))
+
+
+class _Forked:
+    """A forked process, as far as the launcher looks at one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._code = pid, None
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)  # type: ignore[assignment]
+        return self._code
+
+    def wait(self) -> int | None:
+        return self.poll(0)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Forking(Supervisor):
+    function: Callable[[int], None]
+
+    def _spawn(self, variables: Mapping[str, str], pipe: int) -> subprocess.Popen[bytes]:
+        pid = os.fork()
+        if pid:
+            return _Forked(pid)  # type: ignore[return-value]
+        code = 1
+        try:
+            for worker in self._processes.values():
+                os.close(worker.pipe)
+            os.environ |= variables
+            self.function(int(variables["ZEROGRAPH_WORKER"]))
+            code = 0
+        except SystemExit as error:
+            code = int(error.code or 0)
+        except BaseException:
+            traceback.print_exc()
+        # As Python's end would: the threads that use a store end first.
+        with contextlib.suppress(BaseException):
+            import atexit
+
+            atexit._run_exitfuncs()
+        os._exit(code)
+
+
+def _supervise(
+    folder: Path, faults: list[Fault], options: Options, least: int, most: int, restarts: int, patience: float
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+
+    def work(number: int) -> None:
+        for fault in faults:
+            if fault.worker == number:
+                fault.arrange(folder)
+        script(folder, options)
+
+    supervisor = _Forking([], least, most, restarts, patience)
+    supervisor.function = work
+    code = supervisor.run()
+    (folder / "code").write_text(str(code))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        code: the launcher's exit code; None: it hung.
+        lines: of each call: step, generation, rank, ranks, loss, rows, time.
+        ends: of each rank that came to the end: number of ranks, updates, fingerprint.
+        output: what was printed.
+        seconds: from the last fault to the next step that was done on another generation.
+    """
+
+    code: int | None
+    lines: list[list[Any]]
+    ends: list[list[Any]]
+    output: str
+    happened: int
+    seconds: float | None
+
+    def losses(self) -> dict[int, set[str]]:
+        """Return the losses of each step: one, if all tries on all ranks have the same bits."""
+        losses: dict[int, set[str]] = {}
+        for number, _, _, _, loss, *_ in self.lines:
+            losses.setdefault(number, set()).add(loss)
+        return losses
+
+    def rows(self) -> dict[int, list[int]]:
+        """Return the samples of each step in its last try, in the order of the ranks."""
+        last: dict[int, int] = {}
+        for number, generation, *_ in self.lines:
+            last[number] = max(last.get(number, 0), generation)
+        rows: dict[int, list[int]] = {}
+        for number, _, _, _, _, own, _ in sorted((line for line in self.lines if line[1] == last[line[0]]), key=lambda line: line[:3]):
+            rows.setdefault(number, []).extend(own)
+        return rows
+
+
+def run(
+    folder: Path,
+    faults: list[Fault],
+    options: Options,
+    *,
+    least: int = 1,
+    most: int = 4,
+    restarts: int = 0,
+    patience: float = 60.0,
+) -> Outcome:
+    """Run an elastic job with these faults."""
+    job = mp.get_context("forkserver").Process(
+        target=_supervise, args=(folder, faults, options, least, most, restarts, patience)
+    )
+    job.start()
+    job.join(PATIENCE)
+    hung = job.is_alive()
+    if hung:
+        job.kill()
+        job.join()
+    code = folder / "code"
+    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    times = [float(file.read_text()) for file in folder.glob("fault*")]
+    back = None
+    if times:
+        last = max(times)
+        before = max((line[1] for line in lines if line[6] < last), default=0)
+        back = min((line[6] - last for line in lines if line[1] > before and line[6] > last), default=None)
+    ends = [json.loads(file.read_text()) for file in folder.glob("end *")]
+    text = (folder / "output").read_text() if (folder / "output").exists() else ""
+    return Outcome(
+        int(code.read_text()) if code.exists() and not hung else None, lines, ends, text, len(times), back
+    )
+
+
+def undisturbed(folder: Path, options: Options) -> Outcome:
+    """Run the script in one process."""
+    return run(folder, [], options, least=1, most=1)
