@@ -27,7 +27,7 @@ from zerograph.runtime.job.environment import did_not_meet, init_from_environmen
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
 from zerograph.runtime.job.liveness import Liveness, mark_reported, start_liveness
 from zerograph.runtime.job.messages import Notes, hang_up
-from zerograph.runtime.job.reports import name_ranks
+from zerograph.runtime.job.reports import Answers, name_ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -501,7 +501,9 @@ def communication_error(job: Job, doing: str, error: BaseException) -> Communica
 def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseException) -> str:
     """Ask the other ranks and return the message that says which are lost; publish it for ranks that ask later."""
     own = liveness.own_failure()
-    answers = liveness.ask()
+    # The launcher of an elastic job knows who is lost, and the other ranks wait for this one.
+    is_elastic = ELASTIC in os.environ
+    answers = Answers(liveness.rank, doing, {}) if is_elastic else liveness.ask()
     lost = () if own is not None else answers.lost()
     head = f"rank {liveness.rank} of {liveness.size} lost {liveness.name(lost) if lost else 'the others'} while {doing}"
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -89,15 +89,18 @@ class Options:
     every: int = 3
     checkpoints: bool = False
     save_every: int | None = None
-    # Seconds that a step takes at least.
+    # Seconds that a step takes at least, and until a process that takes a lost one's place begins.
     pace: float = 0.0
+    late: float = 0.0
 
 
 class Step(zg.ZeroGraph):
     def __init__(self, options: Options) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 32))
+        self.model = nn.Sequential(
+            nn.Embedding(32, 16), nn.Linear(16, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 32)
+        )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7))
         self.set_zero_mode("distributed_split", stage=options.stage)  # type: ignore[arg-type]
@@ -200,6 +203,7 @@ def _supervise(
         for fault in faults:
             if fault.worker == number:
                 fault.arrange(folder)
+        time.sleep(options.late if number >= most else 0)
         script(folder, options)
 
     supervisor = _Forking([], least, most, restarts, patience)
@@ -217,6 +221,7 @@ class Outcome:
         lines: of each call: step, generation, rank, ranks, loss, rows, time.
         ends: of each rank that came to the end: number of ranks, updates, fingerprint.
         output: what was printed.
+        happened: number of faults that came to pass.
         seconds: from the last fault to the next step that was done on another generation.
     """
 
@@ -226,6 +231,18 @@ class Outcome:
     output: str
     happened: int
     seconds: float | None
+
+    def repeated(self) -> int:
+        """Return the most steps that were computed again in one go."""
+        most, done = 0, 0
+        for generation in sorted({line[1] for line in self.lines}):
+            numbers = [line[0] for line in self.lines if line[1] == generation]
+            most, done = max(most, done - min(numbers) + 1), max(numbers)
+        return most
+
+    def sizes(self) -> list[int]:
+        """Return the numbers of ranks of the generations, in order."""
+        return list({line[1]: line[3] for line in sorted(self.lines)}.values())
 
     def losses(self) -> dict[int, set[str]]:
         """Return the losses of each step: one, if all tries on all ranks have the same bits."""
@@ -240,7 +257,9 @@ class Outcome:
         for number, generation, *_ in self.lines:
             last[number] = max(last.get(number, 0), generation)
         rows: dict[int, list[int]] = {}
-        for number, _, _, _, _, own, _ in sorted((line for line in self.lines if line[1] == last[line[0]]), key=lambda line: line[:3]):
+        for number, _, _, _, _, own, _ in sorted(
+            (line for line in self.lines if line[1] == last[line[0]]), key=lambda line: line[:3]
+        ):
             rows.setdefault(number, []).extend(own)
         return rows
 
@@ -275,9 +294,7 @@ def run(
         back = min((line[6] - last for line in lines if line[1] > before and line[6] > last), default=None)
     ends = [json.loads(file.read_text()) for file in folder.glob("end *")]
     text = (folder / "output").read_text() if (folder / "output").exists() else ""
-    return Outcome(
-        int(code.read_text()) if code.exists() and not hung else None, lines, ends, text, len(times), back
-    )
+    return Outcome(int(code.read_text()) if code.exists() and not hung else None, lines, ends, text, len(times), back)
 
 
 def undisturbed(folder: Path, options: Options) -> Outcome:
