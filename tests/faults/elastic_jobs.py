@@ -89,9 +89,10 @@ class Options:
     every: int = 3
     checkpoints: bool = False
     save_every: int | None = None
-    # Seconds that a step takes at least, and until a process that takes a lost one's place begins.
+    # Seconds that a step takes at least, and until a process that takes a lost one's place begins: after the first
+    # step of the generation that has gone on without it.
     pace: float = 0.0
-    late: float = 0.0
+    late: float | None = None
 
 
 class Step(zg.ZeroGraph):
@@ -203,7 +204,10 @@ def _supervise(
         for fault in faults:
             if fault.worker == number:
                 fault.arrange(folder)
-        time.sleep(options.late if number >= most else 0)
+        if number >= most and options.late is not None:
+            while not any(json.loads(line)[1] > 1 for file in folder.glob("*.jsonl") for line in _lines(file)):
+                time.sleep(0.02)
+            time.sleep(options.late)
         script(folder, options)
 
     supervisor = _Forking([], least, most, restarts, patience)
@@ -285,7 +289,7 @@ def run(
         job.kill()
         job.join()
     code = folder / "code"
-    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in _lines(file)]
     times = [float(file.read_text()) for file in folder.glob("fault*")]
     back = None
     if times:
@@ -295,6 +299,11 @@ def run(
     ends = [json.loads(file.read_text()) for file in folder.glob("end *")]
     text = (folder / "output").read_text() if (folder / "output").exists() else ""
     return Outcome(int(code.read_text()) if code.exists() and not hung else None, lines, ends, text, len(times), back)
+
+
+def _lines(file: Path) -> list[str]:
+    """Return the complete lines of a file."""
+    return file.read_text().split("\n")[:-1]
 
 
 def undisturbed(folder: Path, options: Options) -> Outcome:
