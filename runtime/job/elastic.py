@@ -100,8 +100,8 @@ class Worker:
             while True:
                 if self.store.check(["done"]):
                     return None
-                if self.store.check(["given up"]):
-                    raise JobLostError(self.store.get("given up").decode())
+                if self.store.check(["job is over"]):
+                    raise JobLostError(self.store.get("job is over").decode())
                 if self.store.check(["generation"]):
                     number, workers, ranks = json.loads(self.store.get("generation"))
                     if number > after and self.number in workers:

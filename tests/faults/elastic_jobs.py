@@ -155,8 +155,12 @@ class _Forked:
                 self._code = os.waitstatus_to_exitcode(status)  # type: ignore[assignment]
         return self._code
 
-    def wait(self) -> int | None:
+    def wait(self, _: float = 0.0) -> int | None:
         return self.poll(0)
+
+    def kill(self) -> None:
+        if self._code is None:
+            self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -218,7 +222,7 @@ def _supervise(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The end of a job.
 
     Attributes:
         code: the launcher's exit code; None: it hung.

@@ -14,8 +14,9 @@ from typing import Any
 
 import typer
 
-# Seconds between two looks, and until a process that has just been started must have shown a sign of life.
-_LOOK, _STARTED = 0.02, 600.0
+# Seconds between two looks, until a process that has just been started must have shown a sign of life, and in which a
+# process that is told to end may do so.
+_LOOK, _STARTED, _TERMINATED = 0.02, 600.0, 30.0
 
 
 @dataclass(eq=False)
@@ -72,7 +73,9 @@ class Supervisor:
             for worker in self._processes.values():
                 worker.process.terminate()
             for worker in self._processes.values():
-                worker.process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(_TERMINATED)
+                worker.process.kill()
         return 0 if self._is_done() and not self._failed else 1
 
     def _is_done(self) -> bool:
@@ -124,7 +127,8 @@ class Supervisor:
             return
         place = f", rank {workers.index(number)} of {ranks} in generation {generation}" if number in workers else ""
         how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
-        typer.echo(f"zerograph: worker {number}{place} {how}; {len(self._processes)} left", err=True)
+        when = " after the end of training" if self._is_done() else ""
+        typer.echo(f"zerograph: worker {number}{place} {how}{when}; {len(self._processes)} left", err=True)
         if self._is_done():
             self._failed = True
         elif self.restarts and not self._given_up:
@@ -165,7 +169,7 @@ class Supervisor:
             sizes = next(iter(waiting.values()), None)
             message += "" if sizes is None else f" and config.virtual_ranks, which runs on {sizes}"
             self._given_up = True
-            self._store.set("given up", f"the job cannot go on: {message}")
+            self._store.set("job is over", f"the job cannot go on: {message}")
             typer.echo(f"zerograph: {message}", err=True)
 
     def _ranks(self, available: int, waiting: dict[int, list[int] | None]) -> int:

@@ -108,6 +108,8 @@ def _check(step: ZeroGraph, loader: Any) -> None:
     if not isinstance(loader, DataLoader) and is_stateful(loader):
         raise ConfigError("zg.elastic(): a loader with a state_dict() of its own may depend on the number of ranks")
     config = step.config
+    if config.stage == "auto":
+        raise ConfigError("zg.elastic(): stage = 'auto' is chosen for one number of ranks: set a stage")
     if config.placement is not None or max(config.context_parallel, config.expert_parallel) > 1:
         raise ConfigError("zg.elastic(): a placement, context_parallel or expert_parallel fixes the number of ranks")
     if any(one is not None and one.device == "nvme" for one in (config.optimizer_offload, config.parameter_offload)):
@@ -147,8 +149,7 @@ class _Loop:
         alarms, before = 0, (-1, self.worker.generation.workers)
         while True:
             try:
-                if not self._enter():
-                    return
+                self._enter()
                 now = (self.steps, self.worker.generation.workers)
                 alarms, before = (alarms + 1 if now == before else 0), now
                 self._train()
@@ -158,8 +159,10 @@ class _Loop:
             except generations.JobLostError:
                 raise
             except RuntimeError as error:
-                known = isinstance(error, CommunicationError) or not self.worker.is_broken(wait=True)
-                if not self.worker.is_broken() and (not known or alarms >= _MOST_FALSE_ALARMS):
+                is_loss = isinstance(error, CommunicationError)
+                # Another rank may have raised, and ends.
+                is_broken = self.worker.is_broken(wait=not is_loss)
+                if not is_broken and (not is_loss or alarms >= _MOST_FALSE_ALARMS):
                     raise
                 why = f"{error}".splitlines()[0]
             self._leave(why)
@@ -172,28 +175,34 @@ class _Loop:
         # Exceptions refer to the groups, whose threads would go on.
         gc.collect()
 
-    def _enter(self) -> bool:
-        """Join the next generation and load the newest snapshot; return False if the others have finished."""
-        worker = self.worker
+    def _enter(self) -> None:
+        """Join the next generation and load the newest snapshot.
+
+        Raises:
+            JobLostError: the others have finished, and this rank has not.
+        """
+        worker, virtual = self.worker, self.step.config.virtual_ranks
         assert worker is not None
         while True:
-            sizes = None if self.step.config.virtual_ranks is None else possible_ranks(self.step.config.virtual_ranks)
-            generation = worker.next_generation(sizes)
+            generation = worker.next_generation(None if virtual is None else possible_ranks(virtual))
             if generation is None:
-                if self.held and self.epoch == self.epochs:
-                    return False
-                raise SystemExit(0)
-            size = len(generation.workers)
-            worker.enter(size, "exchange")
-            reader = self._exchange()
-            if size == generation.ranks:
-                break
-            abandon("the exchange of snapshots")
-            if generation.workers.index(worker.number) < generation.ranks:
-                worker.enter(generation.ranks, "training")
-                break
-        self._begin(reader)
-        return True
+                if worker.number not in worker.generation.workers[: worker.generation.ranks]:
+                    # Spare, or started in place of a lost rank, and not needed any more.
+                    raise SystemExit(0)
+                raise generations.JobLostError("a rank was lost at the end: the others had finished before this one")
+            try:
+                worker.enter(len(generation.workers), "exchange")
+                reader = self._exchange()
+                if len(generation.workers) > generation.ranks:
+                    abandon("the exchange of snapshots")
+                if generation.workers.index(worker.number) >= generation.ranks:
+                    continue
+                if not dist.is_initialized():
+                    worker.enter(generation.ranks, "training")
+            except RuntimeError as error:
+                raise CommunicationError(f"a rank was lost while a generation was formed: {error}") from error
+            self._begin(reader)
+            return
 
     def _exchange(self) -> Reader | None:
         """Return a reader of the newest snapshot of which the ranks have all parts; None if there is none."""
