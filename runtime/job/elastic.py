@@ -27,8 +27,8 @@ from zerograph.runtime.job.process_group import ELASTIC, enter
 
 # Variables of a worker's environment besides the launcher's store: its number, the file descriptor of its pipe.
 WORKER, PIPE = "ZEROGRAPH_WORKER", "ZEROGRAPH_PIPE"
-# Seconds between two signs of life, between two looks at the store, and until the launcher has seen that a rank ended.
-_BEAT, _LOOK, _NOTICED = 0.5, 0.02, 10.0
+# Seconds between two signs of life, and between two looks at the store.
+_BEAT, _LOOK = 0.5, 0.02
 
 
 class JobLostError(CommunicationError):
@@ -136,13 +136,9 @@ class Worker:
             time.sleep(_LOOK)
         enter(store, rank, size)
 
-    def is_broken(self, *, wait: bool = False) -> bool:
-        """Return whether a worker of the generation has ended.
-
-        Args:
-            wait: give a rank that has reported an error time to end.
-        """
-        end = time.monotonic() + _NOTICED * wait
+    def is_broken(self, wait: float = 0.0) -> bool:
+        """Return whether a worker of the generation has ended, or ends within so many seconds."""
+        end = time.monotonic() + wait
         while not self.store.check([f"broken/{self.generation.number}"]):
             if time.monotonic() >= end:
                 return False

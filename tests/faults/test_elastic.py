@@ -101,6 +101,7 @@ def test_what_an_elastic_job_cannot_do_is_refused_by_name(tmp_path: Path) -> Non
     loaders: Mapping[str, object] = {
         "loader of whole batches": DataLoader(dataset, sampler=DistributedSampler(dataset, 2, 0)),
         "prepare": zg.batches(DataLoader(dataset)),
+        "yields each batch once": iter([torch.zeros(4)]),
     }
     for message, loader in loaders.items():
         with pytest.raises(zg.ConfigError, match=message):

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from zerograph.compiler.virtual_ranks import possible_ranks
 from zerograph.data import batches, is_stateful
-from zerograph.errors import CheckpointError, CommunicationError, ConfigError
+from zerograph.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError
 from zerograph.graph import ZeroGraph
 from zerograph.loops.loaders import SplitLoader, distributed_sampler, same_generators
 from zerograph.runtime.checkpoint.storage import Reader
@@ -105,6 +105,11 @@ def _check(step: ZeroGraph, loader: Any) -> None:
             "zg.elastic() takes a loader of whole batches: the loader of zg.batches() or zg.prepare(), or one with a "
             "DistributedSampler, has this rank's rows of a fixed number of ranks\nPass the DataLoader of one process."
         )
+    if isinstance(loader, Iterator):
+        raise ConfigError(
+            "zg.elastic(): an iterator yields each batch once, so that batches cannot be read again after a loss of ranks\n"
+            "Pass a DataLoader, or an iterable that begins anew each time."
+        )
     if not isinstance(loader, DataLoader) and is_stateful(loader):
         raise ConfigError("zg.elastic(): a loader with a state_dict() of its own may depend on the number of ranks")
     config = step.config
@@ -160,8 +165,9 @@ class _Loop:
                 raise
             except RuntimeError as error:
                 is_loss = isinstance(error, CommunicationError)
-                # Another rank may have raised, and ends.
-                is_broken = self.worker.is_broken(wait=not is_loss)
+                # A rank that has raised an error, which the others have as this one, ends some seconds later.
+                waits = 10.0 if isinstance(error, RankMismatchError) else 1.0
+                is_broken = self.worker.is_broken(waits * (not is_loss))
                 if not is_broken and (not is_loss or alarms >= _MOST_FALSE_ALARMS):
                     raise
                 why = f"{error}".splitlines()[0]
