@@ -149,6 +149,11 @@ class Worker:
         """Return whether workers wait with which the next generation would have more ranks."""
         return bool(self.store.check([f"grow/{self.generation.number}"]))
 
+    def job_lost(self, message: str) -> JobLostError:
+        """Tell the launcher that the job cannot go on, and return the error that says so."""
+        self.store.set("job is over", message)
+        return JobLostError(message)
+
     def finish(self) -> None:
         """Tell the launcher, and workers that wait, that all ranks have finished."""
         self.store.set("done", "")

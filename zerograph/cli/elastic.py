@@ -54,7 +54,6 @@ class Supervisor:
     # The last generation: its number, workers, and number of ranks.
     _generation: tuple[int, tuple[int, ...], int] = (0, (), 0)
     _failed: bool = False
-    _given_up: bool = False
 
     def run(self) -> int:
         """Run until all processes have ended; return 0 if the job has finished, and none has failed after that."""
@@ -66,7 +65,7 @@ class Supervisor:
                 self._start()
             while self._processes:
                 self._watch()
-                if not self._is_done() and not self._given_up:
+                if not self._is_over():
                     self._form()
                 time.sleep(_LOOK)
         finally:
@@ -80,6 +79,9 @@ class Supervisor:
 
     def _is_done(self) -> bool:
         return bool(self._store.check(["done"]))
+
+    def _is_over(self) -> bool:
+        return self._is_done() or bool(self._store.check(["job is over"]))
 
     def _start(self) -> None:
         reading, writing = os.pipe()
@@ -131,7 +133,7 @@ class Supervisor:
         typer.echo(f"zerograph: worker {number}{place} {how}{when}; {len(self._processes)} left", err=True)
         if self._is_done():
             self._failed = True
-        elif self.restarts and not self._given_up:
+        elif self.restarts and not self._is_over():
             self.restarts -= 1
             self._start()
 
@@ -168,7 +170,6 @@ class Supervisor:
             message = f"{len(order)} process(es) are left, which are too few for {self.least} to {self.most} ranks"
             sizes = next(iter(waiting.values()), None)
             message += "" if sizes is None else f" and config.virtual_ranks, which runs on {sizes}"
-            self._given_up = True
             self._store.set("job is over", f"the job cannot go on: {message}")
             typer.echo(f"zerograph: {message}", err=True)
 

@@ -107,7 +107,7 @@ def _check(step: ZeroGraph, loader: Any) -> None:
         )
     if isinstance(loader, Iterator):
         raise ConfigError(
-            "zg.elastic(): an iterator yields each batch once, so that batches cannot be read again after a loss of ranks\n"
+            "zg.elastic(): an iterator yields each batch once, and batches are read again after a loss of ranks\n"
             "Pass a DataLoader, or an iterable that begins anew each time."
         )
     if not isinstance(loader, DataLoader) and is_stateful(loader):
@@ -255,7 +255,8 @@ class _Loop:
                 )
             return
         if began:
-            raise generations.JobLostError(
+            assert worker is not None
+            raise worker.job_lost(
                 "ranks are lost with the only copies of a part of the state, and there is no checkpoint\n"
                 "Give zg.elastic(checkpoints=folder, save_every=steps), or more ranks."
             )
