@@ -47,7 +47,7 @@ def check_same(outcome: Outcome, expected: Outcome, *, bitwise: bool = True) -> 
     assert outcome.ends, outcome.output
     if bitwise:
         assert outcome.losses() == expected.losses(), outcome.output
-        assert {str(state) for _, _, state in outcome.ends} == {str(expected.ends[0][2])}
+        assert all(state == expected.ends[0][2] for _, _, state in outcome.ends)
         return
     wanted = {number: float.fromhex(*losses) for number, losses in expected.losses().items()}
     for number, losses in outcome.losses().items():
@@ -183,7 +183,8 @@ def test_a_kill_at_a_drawn_moment_changes_nothing(
     place, faults, options, restarts = drawn(number)
     outcome = run(tmp_path, faults, options, restarts=restarts)
     assert outcome.code is not None, f"it hangs\n{outcome.output}"
-    if outcome.code == 1 and len(faults) == 2 and not options.checkpoints and NO_COPY in outcome.output:
+    saved = any((tmp_path / "checkpoints").glob("step-*/index.json"))
+    if outcome.code == 1 and len(faults) == 2 and not saved and NO_COPY in outcome.output:
         # A rank and the buddy that had the copy of its part.
         tally(f"elastic: two are killed, the second in {place}: an error says that no copy is left").add(True)
         return
