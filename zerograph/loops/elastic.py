@@ -33,7 +33,7 @@ from zerograph.runtime.state import store_of
 
 # The tag of a copy that is sent to its buddy.
 _TAG = 47
-# Losses without a lost rank in a row that are worth another try: a rank that was too slow is there at the next.
+# Failures in a row, without a lost rank and without a further step, that are worth another try.
 _MOST_FALSE_ALARMS = 3
 
 
@@ -151,12 +151,10 @@ class _Loop:
             self._begin()
             self._train()
             return
-        alarms, before = 0, (-1, self.worker.generation.workers)
+        alarms, furthest = 0, -1
         while True:
             try:
                 self._enter()
-                now = (self.steps, self.worker.generation.workers)
-                alarms, before = (alarms + 1 if now == before else 0), now
                 self._train()
                 return
             except _MoreRanksError:
@@ -168,6 +166,8 @@ class _Loop:
                 # A rank that has raised an error, which the others have as this one, ends some seconds later.
                 waits = 10.0 if isinstance(error, RankMismatchError) else 1.0
                 is_broken = self.worker.is_broken(waits * (not is_loss))
+                alarms = 0 if is_broken or self.steps > furthest else alarms + 1
+                furthest = max(furthest, self.steps)
                 if not is_broken and (not is_loss or alarms >= _MOST_FALSE_ALARMS):
                     raise
                 why = f"{error}".splitlines()[0]
@@ -263,6 +263,8 @@ class _Loop:
         members = self.step._adopted()
         plain = [one.data for one in members.parameters.values() if store_of(one) is None]
         broadcast_from_first(job, [*plain, *members.buffers.values()])
+        # Some may have one from an earlier generation, which has not come so far as to keep a snapshot.
+        self.step._seed = None
         self.step._share_seed(job)
         if job.size > 1:
             same_generators(self.whole_batches, job)
