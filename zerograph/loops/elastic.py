@@ -263,8 +263,9 @@ class _Loop:
         members = self.step._adopted()
         plain = [one.data for one in members.parameters.values() if store_of(one) is None]
         broadcast_from_first(job, [*plain, *members.buffers.values()])
-        # Some may have one from an earlier generation, which has not come so far as to keep a snapshot.
-        self.step._seed = None
+        if worker is not None:
+            # Some have one from an earlier generation, which has not come so far as to keep a snapshot.
+            self.step._seed = None
         self.step._share_seed(job)
         if job.size > 1:
             same_generators(self.whole_batches, job)
