@@ -63,7 +63,8 @@ class Supervisor:
         try:
             for _ in range(self.most):
                 self._start()
-            while self._processes:
+            # Those that have not taken part when the job is over need not come so far.
+            while self._processes and not (self._is_over() and self._processes.keys().isdisjoint(self._generation[1])):
                 self._watch()
                 if not self._is_over():
                     self._form()
