@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import multiprocessing as mp
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -170,29 +172,45 @@ class _Forked:
 
 
 class _Forking(Supervisor):
-    function: Callable[[int], None]
+    """A launcher whose workers are forked before it has a store: a thread of that may hold a lock during a fork."""
+
+    def fork(self, count: int, function: Callable[[int], None]) -> None:
+        """Fork workers, which wait until they are started and then call the function with their number."""
+        self.idle: list[tuple[int, socket.socket]] = []
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if not pid:
+                _work(theirs, function)
+            theirs.close()
+            self.idle.append((pid, ours))
 
     def _spawn(self, variables: Mapping[str, str], pipe: int) -> subprocess.Popen[bytes]:
-        pid = os.fork()
-        if pid:
-            return _Forked(pid)  # type: ignore[return-value]
-        code = 1
-        try:
-            for worker in self._processes.values():
-                os.close(worker.pipe)
-            os.environ |= variables
-            self.function(int(variables["ZEROGRAPH_WORKER"]))
-            code = 0
-        except SystemExit as error:
-            code = int(error.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        # As Python's end would: the threads that use a store end first.
-        with contextlib.suppress(BaseException):
-            import atexit
+        pid, ours = self.idle.pop(0)
+        socket.send_fds(ours, [json.dumps(dict(variables)).encode()], [pipe])
+        ours.close()
+        return _Forked(pid)  # type: ignore[return-value]
 
-            atexit._run_exitfuncs()
-        os._exit(code)
+
+def _work(start: socket.socket, function: Callable[[int], None]) -> None:
+    """Wait for the environment of a worker, and be one."""
+    start.settimeout(2 * PATIENCE)
+    code = 1
+    try:
+        content, pipes, _, _ = socket.recv_fds(start, 4096, 1)
+        variables = {**json.loads(content), "ZEROGRAPH_PIPE": str(pipes[0])}
+        os.set_blocking(pipes[0], False)
+        os.environ |= variables
+        function(int(variables["ZEROGRAPH_WORKER"]))
+        code = 0
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    # As Python's end would: the threads that use a store end first.
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def _supervise(
@@ -215,8 +233,10 @@ def _supervise(
         script(folder, options)
 
     supervisor = _Forking([], least, most, restarts, patience)
-    supervisor.function = work
+    supervisor.fork(most + restarts, work)
     code = supervisor.run()
+    for pid, _ in supervisor.idle:
+        os.kill(pid, signal.SIGKILL)
     (folder / "code").write_text(str(code))
 
 
