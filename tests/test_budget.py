@@ -12,29 +12,29 @@ import pytest
 from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
-    "zerograph": 1_225,
+    "zerograph": 1_240,
     "zerograph/_torch": 1_265,
     "zerograph/artifact": 1_150,
     "zerograph/base": 520,
     "zerograph/capture": 3_670,
-    "zerograph/cli": 1_055,
+    "zerograph/cli": 1_210,
     "zerograph/compat": 3_235,
     "zerograph/compiler": 4_345,
     "zerograph/eager": 940,
     "zerograph/inspection": 2_520,
     "zerograph/integrations": 825,
     "zerograph/ir": 2_960,
-    "zerograph/loops": 1_980,
+    "zerograph/loops": 2_245,
     "zerograph/ops": 1_310,
     "zerograph/optim": 1_265,
     "zerograph/planner": 2_050,
-    "zerograph/state": 3_205,
+    "zerograph/state": 3_275,
     "passes": 8_470,
-    "runtime": 5_995,
+    "runtime": 6_135,
     "benchmarks": 6_170,
-    "tests": 39_355,
+    "tests": 39_760,
 }
-PACKAGE = 47_935
+PACKAGE = 48_590
 
 
 @pytest.fixture(scope="module")
