@@ -94,7 +94,7 @@ class Shampoo(Optimizer):
 
 
 class Assigning(Optimizer):
-    """Assigns its state instead of changing it in place, and swaps two entries."""
+    """Assigns state and parameters instead of changing them in place, and swaps two entries."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -106,7 +106,7 @@ class Assigning(Optimizer):
                 state["step"], state["mean"], state["last"] = 0, torch.zeros_like(param), param.grad
             state["step"] = state["step"] + 1
             state["mean"] = 0.9 * state["mean"] + param.grad
-            param.sub_(group["lr"] * (state["mean"] + state["last"]) / state["step"])
+            param.data = param - group["lr"] * (state["mean"] + state["last"]) / state["step"]
             state["mean"], state["last"] = param.grad.sign() * state["last"], state["mean"]
 
 

@@ -446,6 +446,10 @@ class Objects(torch.optim.Optimizer):
                     param.sub_(param.grad, alpha=round(group["lr"]))
                 elif self.kind == "later" and state:
                     state["more"] = param.grad.clone()
+                elif self.kind == "rate":
+                    group["lr"] = group["lr"] * 0.9
+                elif self.kind == "memory":
+                    state["before"] = param.data
                 state["mean"] = param.grad
 
 
@@ -456,6 +460,8 @@ class Objects(torch.optim.Optimizer):
         ("values", r"Objects\.step\(\) has tensors whose shapes depend on values"),
         ("number", r"Objects\.step\(\) cannot be traced .*: TypeError: .*round"),
         ("later", r"has other state, after its first step: more"),
+        ("rate", r"Objects\.step\(\) changes its learning rate"),
+        ("memory", r"has state that shares memory with other tensors: the parameter and before"),
     ],
 )
 def test_what_no_update_can_have_is_refused(kind: str, message: str) -> None:
@@ -496,3 +502,22 @@ def test_numbers_of_a_group_follow_the_optimizers_code() -> None:
             assert run._compilations == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
     assert numbers[0] == numbers[1]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Runs another optimizer, as wrappers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def test_a_wrapper_around_another_optimizer_is_refused() -> None:
+    net = model()
+    before = [one.clone() for one in net.parameters()]
+    with pytest.raises(zg.ConfigError, match=r"Lookahead is a wrapper around SGD, whose step\(\) the graph would not"):
+        Step(net, [Lookahead(torch.optim.SGD(net.parameters(), lr=0.1))], 2)
+    assert all(map(torch.equal, net.parameters(), before))

@@ -146,4 +146,10 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             f"{type(optimizer).__name__} is a torch.optim.Optimizer whose __init__ was never run: a wrapper around "
             "another\nGive add_optimizer() the optimizer inside."
         )
+    held = next((one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)), None)
+    if held is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} is a wrapper around {type(held).__name__}, whose step() the graph would not "
+            f"run\nRegister the {type(held).__name__}, or write a subclass of it with its own step()."
+        )
     return optimizer

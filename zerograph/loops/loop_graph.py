@@ -96,7 +96,7 @@ class Update(LoopGraph):
         """Compute nothing: the gradients are there."""
         return []
 
-    def _calls(self) -> list[Call] | None:
+    def _kinds_of_calls(self) -> list[Call] | None:
         return None if self.noted is None else self.noted.graphs()
 
     def _take_calls(self, calls: list[Call]) -> None:

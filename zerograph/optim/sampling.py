@@ -173,8 +173,14 @@ class Sample:
             # The class's own step, without the wrappers of torch's profiler and of schedulers.
             function = _torch.unhooked_step(type(twin))
             mode.watching = True
+            version = _torch.version(lr)
             function(twin)
             mode.watching = False
+            if twin.param_groups[0].get("lr") is not lr or _torch.version(lr) != version:
+                raise CaptureError(
+                    f"{type(twin).__name__}.step() changes its learning rate\n"
+                    "Use a scheduler, or a number of its own in the group or in the parameter's state."
+                )
             changed = [] if state is None else _changed(numbers, numbers_of(twin))
             changed = [place for place in changed if place not in map(location, self.counts)]
             if changed:
@@ -186,6 +192,7 @@ class Sample:
                 is_new = len(counters) == len(changed) and not counters <= self.counters
                 raise _CountsError(message, counters) if is_new else CaptureError(message)
             entries = flat_state(twin.state.get(leaves[0], {}))
+            _check_separate_memory(type(twin).__name__, {"the parameter": leaves[0], **entries})
             after.update({key: value for key, value in entries.items() if isinstance(value, Tensor)})
             self._kept = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
             if state is None:
@@ -301,6 +308,19 @@ class Sample:
 
     def _fake_state(self, spec: StateTensor) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)
+
+
+def _check_separate_memory(optimizer: str, entries: Mapping[str, Any]) -> None:
+    """Raise a CaptureError for state that shares memory with other state or with its parameter."""
+    places: dict[Any, str] = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor):
+            other = places.setdefault(_torch.storage_key(value.untyped_storage()), name)
+            if other != name:
+                raise CaptureError(
+                    f"{optimizer} has state that shares memory with other tensors: {other} and {name}\n"
+                    "A graph stores each for itself. Store a copy (clone())."
+                )
 
 
 def _write_back(optimizer: str, before: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:

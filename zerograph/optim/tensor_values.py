@@ -64,6 +64,9 @@ class ValuesAsTensors(TorchFunctionMode):
         return result
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func == _SET_DATA and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype:
+            # The graph writes to the parameter's memory.
+            return args[0].detach().copy_(args[1].detach())
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
@@ -97,6 +100,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "is_python_number")
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IN_PLACE: dict[Any, Any] = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow")
