@@ -244,10 +244,10 @@ class Sample:
         for tensors in each:
             leaves.append(nn.Parameter(tensors["param"]))
             leaves[-1].grad = tensors["grad"]
-        # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
-        # instance is left out, because the twin must run the class's.
         if isinstance(lr, Tensor) and not isinstance(self._group.get("lr"), Tensor):
             number(lr)
+        # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
+        # instance is left out, because the twin must run the class's.
         twin = object.__new__(type(self._optimizer))
         own = ("step", "state", "param_groups")
         vars(twin).update({key: _containers(value) for key, value in vars(self._optimizer).items() if key not in own})
@@ -369,9 +369,12 @@ def flat_state(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that :func:`flat_state` flattened."""
-    entries = {name.removesuffix("[]"): value for name, value in flat.items() if "[" not in name or name[-2:] == "[]"}
-    for name in flat.keys() & {f"{name}[]" for name in entries}:
-        entries[name[:-2]] = [flat.get(f"{name[:-2]}[{index}]", one) for index, one in enumerate(flat[name])]
+    entries: dict[str, Any] = {}
+    for name, value in flat.items():
+        if name.endswith("[]"):
+            entries[name[:-2]] = [flat.get(f"{name[:-2]}[{index}]", one) for index, one in enumerate(value)]
+        elif f"{name.rpartition('[')[0]}[]" not in flat:
+            entries[name] = value
     return entries
 
 
