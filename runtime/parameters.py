@@ -116,8 +116,8 @@ def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
         return
     _READERS[parameter] = [*readers, weakref.ref(reader)]
     if isinstance(parameter, SplitParameter):
-        plain = getattr(parameter, "_plain_class", nn.Parameter)
-        parameter._plain_class = _with_reader(plain)  # type: ignore[attr-defined]
+        plain = getattr(parameter, "_zerograph_plain_class", nn.Parameter)
+        parameter._zerograph_plain_class = _with_reader(plain)  # type: ignore[attr-defined]
     else:
         parameter.__class__ = _with_reader(type(parameter))
 
@@ -303,12 +303,12 @@ def hide(parameter: nn.Parameter) -> None:
     if getattr(parameter, "_zerograph_whole", None) is None:
         # Not through the readers, which reject what the user sets.
         _STORED.__set__(parameter, None)
-    parameter._plain_class = type(parameter)  # type: ignore[attr-defined]
+    parameter._zerograph_plain_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = SplitParameter
 
 
 def show(parameter: nn.Parameter, values: Tensor) -> None:
     """Turn a split parameter into a plain one in place, with ``values`` as its data."""
     if isinstance(parameter, SplitParameter):
-        parameter.__class__ = parameter._plain_class  # type: ignore[attr-defined]
+        parameter.__class__ = parameter._zerograph_plain_class  # type: ignore[attr-defined]
     DATA.__set__(parameter, values)

@@ -267,7 +267,7 @@ def test_a_number_of_the_optimizer_that_changes_between_steps_is_refused() -> No
     net = model()
     step = Step(net, [Counting(net.parameters(), 0.1, False)], 2)
     (x, y), *_ = data()
-    with pytest.raises(zg.CaptureError, match=r"keeps a number that changes from step to step: counts\[0\]"):
+    with pytest.raises(zg.CaptureError, match=r"keeps a value that changes from step to step: self.counts\[0\]"):
         step(x, y)
 
 

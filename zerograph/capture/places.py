@@ -114,7 +114,8 @@ class Place:
             if kind == "attr":
                 name = f"{name}.{key}" if name else str(key)
             elif kind != "cell":
-                name = f"len({name})" if kind == "len" else f"{name}[{key!r:.60}]" if name else str(key)
+                shown = type(key).__name__ if isinstance(key, Tensor) else f"{key!r:.60}"
+                name = f"len({name})" if kind == "len" else f"{name}[{shown}]" if name else str(key)
         return name
 
     @property
@@ -411,6 +412,9 @@ class PythonState:
             names = next((names for kind, names in WRAPPERS.items() if isinstance(value, kind)), ("func",))
             if not callable(value := getattr(value, names[0], None)):
                 return
+        if not source.is_users(value.__code__.co_filename) and hasattr(value, "__wrapped__"):
+            # A decorator of torch's, no_grad for instance.
+            self._meet(value.__wrapped__, owner)
         if (id(value), owner) not in self._met and source.is_users(value.__code__.co_filename):
             self._met.add((id(value), owner))
             self._functions.append((value, owner))

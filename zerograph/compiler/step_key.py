@@ -7,7 +7,7 @@ running a small step. Any difference leads back to those facts, which decide.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,7 @@ class Call:
         job: the ranks.
         attributes: the graph's public attributes, by name.
         optimizers: those of the graph, in order of registration.
+        of_optimizers: returns the attributes of users' optimizers, with their values.
         config: the graph's options.
         request: what the caller asks for.
         arguments: ``(args, kwargs)``.
@@ -139,6 +140,7 @@ class Call:
     job: Job
     attributes: Mapping[str, Any]
     optimizers: Optimizers
+    of_optimizers: Callable[[], Hashable]
     config: Config
     request: StepRequest
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -167,6 +169,7 @@ class Snapshot:
         self._dictionaries = Dictionaries([vars(call.config), *map(vars, parameters), *hooks])
         self._optimizers = [(optimizer, type(optimizer)) for optimizer in call.optimizers]
         self._groups = [_Group(group) for optimizer in call.optimizers for group in optimizer.param_groups]
+        self._of_optimizers = call.of_optimizers()
         leaves: list[Any] = []
         self._nesting = collect_leaves(call.arguments, leaves)
         # Without its tensors, which live no longer than their step.
@@ -199,6 +202,7 @@ class Snapshot:
             )
             and len(groups) == len(self._groups)
             and all(before.is_same(group) for before, group in zip(self._groups, groups, strict=True))
+            and call.of_optimizers() == self._of_optimizers
             and not torch.is_autocast_enabled("cpu")
             and not torch.is_autocast_enabled("cuda")
         )

@@ -211,7 +211,9 @@ class Steps:
             counts: returns the numbers of steps so far as text, by name.
             check: a further check of the call; an error that it raises on one rank is raised on all.
         """
-        call = Call(job, self._attributes(), self._compiler.optimizers, self._compiler.config, request, arguments)
+        compiler = self._compiler
+        of_optimizers = compiler.updates.all_attributes
+        call = Call(job, self._attributes(), compiler.optimizers, of_optimizers, compiler.config, request, arguments)
         selection: Selection | None = None
         problem: BaseException | None = None
         try:

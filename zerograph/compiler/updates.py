@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,16 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.layout import Update, stays_whole
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
+from zerograph.errors import CaptureError
 from zerograph.ir.offload import offload_device
 from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
+from zerograph.optim.alone import check_alone, is_separate
 from zerograph.optim.coded import with_coded_state
 from zerograph.optim.counts import advance, counts_of, without
 from zerograph.optim.hyperparameters import NotLiftedError
 from zerograph.optim.step_hooks import check_step
+from zerograph.optim.surroundings import Attributes, is_known
 
 
 @dataclass
@@ -45,6 +48,9 @@ class Updates:
     _constant: set[tuple[int, int, Path]] = field(default_factory=set)
     # By (optimizer, group): the numbers that change in each step.
     _counts: dict[tuple[int, int], tuple[Path, ...]] = field(default_factory=dict)
+    # By optimizer, for those of users: the attributes, and their values with which parameters are updated as alone.
+    _attributes: dict[int, Attributes] = field(default_factory=dict)
+    _checked: dict[int, Hashable] = field(default_factory=dict)
 
     def of(
         self,
@@ -81,6 +87,7 @@ class Updates:
                                 self._coded[program] = with_coded_state(program, name)
                             program = self._coded[program]
                         updates[name] = Update(program, group_name, group, optimizer)
+            self._check_alone(number, names)
         return updates
 
     def expect_changes(self, number: int, scheduler: object) -> None:
@@ -93,13 +100,36 @@ class Updates:
     def constants(self, number: int, index: int) -> Mapping[str, Any]:
         """Return an optimizer's group as compiled steps depend on it.
 
-        A hyperparameter that is an input is replaced by the results of the update's comparisons with it.
+        A hyperparameter that is an input is replaced by the results of the update's comparisons with it. Attributes of
+        a user's optimizer are among its first group.
         """
         group = without(self.optimizers[number].param_groups[index], self._counted(number, index))
         for path, thresholds in self._lifted.get((number, index), {}).items():
             value = hyperparameters.read(group, path)
             group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
-        return group
+        return group if index else {**group, "the optimizer's attributes": self.attributes(number)}
+
+    def attributes(self, number: int) -> tuple[tuple[str, Hashable], ...]:
+        """Return the attributes of a user's optimizer and of its parameters, but for counts, with their values."""
+        optimizer = self.optimizers[number]
+        if is_known(optimizer):
+            return ()
+        if number not in self._attributes or not self._attributes[number].are_complete:
+            self._attributes[number] = Attributes(optimizer)
+        groups = range(len(optimizer.param_groups))
+        counts = {hyperparameters.name(path) for index in groups for path in self._counted(number, index)}
+        return self._attributes[number].values(counts)
+
+    def all_attributes(self) -> Hashable:
+        """Return :meth:`attributes` of all optimizers."""
+        return tuple(self.attributes(number) for number in range(len(self.optimizers)))
+
+    def _check_alone(self, number: int, names: Mapping[int, str]) -> None:
+        optimizer = self.optimizers[number]
+        key = tuple(self.constants(number, index) for index in range(len(optimizer.param_groups)))
+        if not is_known(optimizer) and repr(self._checked.get(number)) != repr(key):
+            check_alone(optimizer, names)
+            self._checked[number] = key
 
     def advance(self, number: int) -> None:
         """Advance the numbers of an optimizer that count steps, after its update."""
@@ -157,7 +187,7 @@ class Updates:
         constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
         # Only this graph has the numbers that the update compares a lifted hyperparameter with.
         owner, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
-        kind = (owner, constants, tuple(lifted), counts, parameter.dtype, device)
+        kind = (owner, constants, self.attributes(number), tuple(lifted), counts, parameter.dtype, device)
         key = (*kind, parameter.shape)
         traced = programs.traced
         if kind in traced:
@@ -170,7 +200,11 @@ class Updates:
             for path, thresholds in lifted.items():
                 thresholds |= program.thresholds[hyperparameters.name(path)]
         if kind not in programs.separate:
-            check_separate(optimizer, group, parameter.shape, parameter.dtype, device, counts)
+            try:
+                check_separate(optimizer, group, parameter.shape, parameter.dtype, device, counts)
+            except CaptureError:
+                if is_known(optimizer) or not is_separate(optimizer):
+                    raise
             programs.separate.add(kind)
         if traced[key].any_shape:
             traced[kind] = traced[key]

@@ -15,7 +15,8 @@ import torch
 
 from zerograph.ir.update_program import Path
 from zerograph.optim.hyperparameters import OF_OPTIMIZER, place
-from zerograph.optim.sampling import Sample, numbers_of
+from zerograph.optim.sampling import Sample
+from zerograph.optim.surroundings import is_known, numbers_of, restored
 
 
 def counts_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[Path, ...]:
@@ -23,18 +24,19 @@ def counts_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tup
 
     Only numbers that change alike for any number of parameters and groups, and for any state, are among them.
     """
-    if type(optimizer).__module__.startswith("torch.optim.") or not group["params"]:
+    if is_known(optimizer) or not group["params"]:
         return ()
     parameter = group["params"][0]
     sample = Sample(optimizer, group, parameter.shape or torch.Size((1,)), parameter.dtype, parameter.device)
     try:
-        alone, *others = (
-            sample.numbers_over_steps(1, 1),
-            sample.numbers_over_steps(2, 2),
-            sample.numbers_over_steps(1, 1, answer=True),
-            sample.numbers_over_steps(1, 1, forgets=True),
-        )
-        after = numbers_of(_after_step(optimizer, group))
+        with restored(optimizer):
+            alone, *others = (
+                sample.numbers_over_steps(1, 1),
+                sample.numbers_over_steps(2, 2),
+                sample.numbers_over_steps(1, 1, answer=True),
+                sample.numbers_over_steps(1, 1, forgets=True),
+            )
+            after = numbers_of(_after_step(optimizer, group))
     except Exception:
         # The trace of the update reports it.
         return ()
@@ -53,7 +55,8 @@ def _path(where: str) -> Path | None:
     in_group = re.fullmatch(r"param_groups\['(.*)'\]", where)
     if in_group:
         return (in_group[1],)
-    return (where, *OF_OPTIMIZER) if where.isidentifier() else None
+    in_optimizer = re.fullmatch(r"self\.(\w+)", where)
+    return (in_optimizer[1], *OF_OPTIMIZER) if in_optimizer else None
 
 
 def without(group: Mapping[str, Any], counts: Sequence[Path]) -> Mapping[str, Any]:

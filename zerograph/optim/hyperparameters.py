@@ -218,6 +218,8 @@ class Lift:
             base, exponent = read.all_input_nodes[0], node.all_input_nodes[-1]
             if node.target is aten.pow.Scalar and exponent.meta["val"].dtype is fake.dtype:
                 node.target, node.args = aten.pow.Tensor_Tensor, (base, exponent)
+            elif node.target is aten.fill_.Scalar:
+                node.target, node.args = aten.fill_.Tensor, (node.args[0], base)
         for read in reads.values():
             if not read.users:
                 graph.erase_node(read)

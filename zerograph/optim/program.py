@@ -29,6 +29,7 @@ from zerograph.optim.hyperparameters import Lift, Watched
 from zerograph.optim.memory import FACTORIES, root_of
 from zerograph.optim.proofs import mixing, refuse_random
 from zerograph.optim.sampling import Sample, StateTensor, both, width
+from zerograph.optim.surroundings import is_known
 
 aten = torch.ops.aten
 
@@ -57,7 +58,7 @@ def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashab
     graph's cache ``own``.
     """
     kind: Any = type(optimizer)
-    if kind.__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim.")):
+    if is_known(optimizer):
         # They can be replaced.
         modules = {one.__module__: sys.modules[one.__module__] for one in kind.__mro__[:-1]}
         return (

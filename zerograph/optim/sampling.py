@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
 from zerograph.optim.branches import Answers, Trace, over_branches
 from zerograph.optim.memory import FACTORIES
+from zerograph.optim.surroundings import copied, flat_state, is_known, numbers_of, restored, single_process
 from zerograph.optim.tensor_values import ValuesAsTensors, number
 
 aten = torch.ops.aten
@@ -182,11 +184,12 @@ class Sample:
                     "Use a scheduler, or a number of its own in the group or in the parameter's state."
                 )
             changed = [] if state is None else _changed(numbers, numbers_of(twin))
-            changed = [place for place in changed if place not in map(location, self.counts)]
+            counted = [*map(location, self.counts), *(f"self.{name}" for name in _numbers_in(twin))]
+            changed = [place for place in changed if place not in counted]
             if changed:
                 message = (
-                    f"{type(twin).__name__} keeps a number that changes from step to step: {', '.join(changed)}\n"
-                    "Keep it as a number or a 0-d tensor in the parameter's state, so that it is an input of the graph."
+                    f"{type(twin).__name__} keeps a value that changes from step to step: {', '.join(changed)}\n"
+                    "Keep a number, or a 0-d tensor, in the parameter's state, so that it is an input of the graph."
                 )
                 counters = {name for name in self._kept if f"state[{name!r}]" in changed}
                 is_new = len(counters) == len(changed) and not counters <= self.counters
@@ -209,7 +212,9 @@ class Sample:
                 for value in (self._fake(), self._fake(), *map(self._fake_state, (state or {}).values()))
             ]
             values += [torch.empty((), dtype=torch.float64) for _ in self.counts]
-            traced = _trace(step, [lr, *values], type(self._optimizer).__name__, mode)
+            is_own = not is_known(self._optimizer)
+            with restored(self._optimizer) if is_own else contextlib.nullcontext(), single_process():
+                traced = _trace(step, [lr, *values], type(self._optimizer).__name__, mode)
         self._check(traced)
         self.asks_sizes |= mode.asks_sizes
         inputs = ["lr", *names, *(f"{name} {number}" for number in range(1, parameters) for name in names)]
@@ -229,32 +234,33 @@ class Sample:
                 "Use torch.where or masks in place of indexing by masks, or another optimizer."
             )
         constants = {node for node in traced.graph.nodes if node.op == "get_attr"}
+        # A 0-d tensor of the optimizer that the update overwrites first is no state.
+        own = {id(value) for value in vars(self._optimizer).values()}
+        copies = {one for node in constants if id(getattr(traced, str(node.target))) in own for one in node.users}
+        overwritten = {copy for copy in copies if next(iter(copy.users), copy).target in _OVERWRITES}
+        kept = constants | copies - overwritten
         if any(isinstance(getattr(traced, str(node.target)), _torch.FakeTensor) for node in constants) or any(
-            not constants.isdisjoint(_torch.written_arguments(node)) for node in traced.graph.nodes
+            not kept.isdisjoint(_torch.written_arguments(node)) for node in traced.graph.nodes
         ):
             raise CaptureError(
                 f"{name} keeps tensors in objects of a parameter's state, or outside of it\n"
                 "Keep them as tensors, or in lists of tensors, in the parameter's state."
             )
+        for copy in overwritten:
+            value = copy.meta["val"]
+            options: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+            copy.target, copy.args, copy.kwargs = aten.full.default, ([], 0), options
 
     def _twin(
         self, each: Sequence[Mapping[str, Tensor]], lr: Any, kept: Mapping[str, Any]
     ) -> tuple[list[nn.Parameter], Any]:
-        leaves = []
-        for tensors in each:
-            leaves.append(nn.Parameter(tensors["param"]))
-            leaves[-1].grad = tensors["grad"]
+        leaves = [leaf_of(tensors["param"], tensors["grad"]) for tensors in each]
         if isinstance(lr, Tensor) and not isinstance(self._group.get("lr"), Tensor):
             number(lr)
-        # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
-        # instance is left out, because the twin must run the class's.
-        twin = object.__new__(type(self._optimizer))
-        own = ("step", "state", "param_groups")
-        vars(twin).update({key: _containers(value) for key, value in vars(self._optimizer).items() if key not in own})
-        group = {**_containers({**self._group, "params": leaves}), "lr": lr}
+        twin = twin_of(self._optimizer, {})
+        group = {**copied({**self._group, "params": leaves}, {}), "lr": lr}
         group.update({key: value for key, value in self._loops.items() if key in group})
         twin.param_groups = [group]
-        _torch.mark_devices_checked(twin)
         twin.state = defaultdict(lambda: _State(self.counters, {}))
         states = [
             {**kept, **{name: value for name, value in tensors.items() if name not in ("param", "grad")}}
@@ -280,8 +286,9 @@ class Sample:
             each = [{"param": self._fake(), "grad": self._fake()} for _ in range(parameters + groups - 1)]
             leaves, twin = self._twin(each, self._group.get("lr", 0.0), {})
             first = twin.param_groups[0]
-            twin.param_groups = [{**_containers(first), "params": leaves[:parameters]}] + [
-                {**_containers(first), "params": [leaf]} for leaf in leaves[parameters:]
+            twin.param_groups = [
+                {**copied(first, {}), "params": own}
+                for own in (leaves[:parameters], *([leaf] for leaf in leaves[parameters:]))
             ]
             numbers = [numbers_of(twin)]
             for _ in range(3):
@@ -308,6 +315,31 @@ class Sample:
 
     def _fake_state(self, spec: StateTensor) -> Tensor:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)
+
+
+def leaf_of(param: Tensor, grad: Tensor) -> nn.Parameter:
+    """Return a parameter with these values and gradient."""
+    leaf = nn.Parameter(param)
+    leaf.grad = grad
+    return leaf
+
+
+def twin_of(optimizer: Any, leaves: Mapping[int, Tensor]) -> Any:
+    """Return a copy of the optimizer without parameters and state, which its ``step()`` may change.
+
+    Args:
+        optimizer: the optimizer.
+        leaves: parameters that replace the optimizer's in what it holds, by ``id`` of these.
+    """
+    # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
+    # instance is left out, because the twin must run the class's.
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state", "param_groups"):
+            is_number = isinstance(value, Tensor) and not value.dim() and id(value) not in leaves
+            vars(twin)[name] = value.clone() if is_number else copied(value, leaves)
+    _torch.mark_devices_checked(twin)
+    return twin
 
 
 def _check_separate_memory(optimizer: str, entries: Mapping[str, Any]) -> None:
@@ -352,21 +384,6 @@ def _forms(entries: Mapping[str, Any]) -> dict[str, object]:
     return {name: (value.shape, width(value)) for name, value in entries.items() if isinstance(value, Tensor)}
 
 
-def flat_state(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with the tensors of a list as entries of their own: ``bases[0]``.
-
-    The rest of a list is the entry ``bases[]``.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in entries.items():
-        if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
-            flat |= {f"{name}[{index}]": one for index, one in enumerate(value) if isinstance(one, Tensor)}
-            flat[f"{name}[]"] = [None if isinstance(one, Tensor) else one for one in value]
-        else:
-            flat[name] = value
-    return flat
-
-
 def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state that :func:`flat_state` flattened."""
     entries: dict[str, Any] = {}
@@ -387,14 +404,7 @@ def _set(twin: Any, path: Path, value: Any) -> None:
 
 def location(path: Path) -> str:
     """Return the location of a number among :func:`numbers_of`."""
-    return str(path[0]) if path[1:] == hyperparameters.OF_OPTIMIZER else f"param_groups[{path[0]!r}]"
-
-
-def _containers(value: Any) -> Any:
-    """Copy nested lists and dicts, but not their values, so that tracing may change them."""
-    if type(value) is dict:
-        return {key: _containers(item) for key, item in value.items()}
-    return [_containers(item) for item in value] if type(value) is list else value
+    return f"self.{path[0]}" if path[1:] == hyperparameters.OF_OPTIMIZER else f"param_groups[{path[0]!r}]"
 
 
 def _trace(
@@ -489,42 +499,13 @@ def _replace_zero(graph: fx.Graph, quotient: fx.Node, divisor: fx.Node) -> None:
     quotient.update_arg(1, safe)
 
 
+_OVERWRITES = (aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default, aten.zero_.default)
 _SIZED = {aten.zeros.default: 0, aten.ones.default: 0, aten.full.default: 0, aten.new_zeros.default: 1}
 
 
-def numbers_of(optimizer: Any) -> dict[str, Any]:
-    """Return the numbers that the optimizer stores outside the parameters' states, by their location.
-
-    Python numbers by value, tensors by identity and version: both would be constants of the graph.
-    """
-    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    constants: dict[str, Any] = {}
-
-    def collect(where: str, value: Any) -> None:
-        if isinstance(value, (int, float)):
-            constants[where] = value
-        elif isinstance(value, Tensor):
-            constants[where] = id(value), _torch.version(value)
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                collect(f"{where}[{index}]", item)
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                collect(f"{where}[{key!r}]", item)
-
-    for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups", "defaults"):
-            collect(name, value)
-    for owner, state in optimizer.state.items():
-        if id(owner) not in parameters:
-            collect(f"state[{owner!r:.40}]", state)
-        else:
-            for key, value in flat_state(state).items():
-                if not isinstance(value, Tensor):
-                    collect(f"state[{key!r}]", value)
-    for group in optimizer.param_groups:
-        collect("param_groups", {key: value for key, value in group.items() if key not in ("params", "lr")})
-    return constants
+def _numbers_in(twin: Any) -> list[str]:
+    """Return the names of attributes that are 0-d tensors: the graph shows what the update does to them."""
+    return [name for name, value in vars(twin).items() if isinstance(value, Tensor) and not value.dim()]
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -67,8 +67,11 @@ class ValuesAsTensors(TorchFunctionMode):
         if func == _SET_DATA and args[0].shape == args[1].shape and args[0].dtype is args[1].dtype:
             # The graph writes to the parameter's memory.
             return args[0].detach().copy_(args[1].detach())
-        if getattr(func, "__name__", "") == "__get__":
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
             return func(*args, **kwargs)
+        if name.startswith("_foreach_"):
+            return self._each(name.removeprefix("_foreach_"), args, kwargs)
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
             if is_number(args[0] if args else None) and func in _IN_PLACE:
                 # ``rate *= 2`` binds a name to another number, and changes none.
@@ -88,6 +91,22 @@ class ValuesAsTensors(TorchFunctionMode):
                     return func(args[0], end, weight.item())
             return func(*args, **kwargs)
 
+    def _each(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Compute a function of lists of tensors for each of their tensors, which does not read the others."""
+        if name in _WITH_VALUE and len(args) == 4:
+            args, kwargs = args[:3], {"value": args[3]}
+        function = torch.linalg.vector_norm if name == "norm" else getattr(torch, name, None) or getattr(Tensor, name)
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+        results = [
+            self._computed(
+                function,
+                tuple(value[at] if isinstance(value, (list, tuple)) else value for value in args),
+                {key: value[at] if isinstance(value, (list, tuple)) else value for key, value in kwargs.items()},
+            )
+            for at in range(len(lists[0]))
+        ]
+        return None if name.endswith("_") else tuple(results)
+
 
 def number(tensor: Tensor) -> Tensor:
     """Mark a 0-d tensor as one that stands for a Python number, and return it."""
@@ -105,6 +124,7 @@ _IN_PLACE: dict[Any, Any] = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder", "pow")
 }
+_WITH_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")
 # Functions of step counts.
 _OF_MATH = ("sqrt", "exp", "log", "cos", "sin", "tanh", "floor", "ceil", "pow")
 

@@ -1,0 +1,229 @@
+"""A user's optimizer is that of plain PyTorch, or refused: attributes and places of parameters, Python state."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerograph as zg
+from tests.models import TrainStep, part, train_plainly
+from tests.optim.test_update import data, matrices, model, vectors
+from tests.pool import Pool
+
+
+class Scaled(torch.optim.Optimizer):
+    """SGD whose rate ``scale`` changes: takes the optimizer, a group, the group's parameters, and an index there."""
+
+    steps = 0
+
+    def __init__(self, params: Any, scale: Callable[..., Any], **attributes: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.scale = scale
+        vars(self).update(attributes)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                param.sub_(group["lr"] * self.scale(self, param, group["params"], index) * param.grad)
+
+
+def marked(net: nn.Module) -> Scaled:
+    for number, parameter in enumerate(net.parameters()):
+        parameter.scale = 0.5**number  # type: ignore[attr-defined]
+    return Scaled(net.parameters(), lambda self, param, params, index: getattr(param, "scale", 1.0))
+
+
+OTHERWISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "attributes": marked,
+    "set": lambda net: Scaled(
+        net.parameters(),
+        lambda self, param, params, index: 0.5 if param in self.slow else 1.0,
+        slow=set(matrices(net)),
+    ),
+    "table of ids": lambda net: Scaled(
+        net.parameters(),
+        lambda self, param, params, index: self.scales.get(id(param), 1.0),
+        scales={id(parameter): 0.5 for parameter in matrices(net)},
+    ),
+    "index": lambda net: Scaled(net.parameters(), lambda self, param, params, index: 0.5**index),
+    "number of parameters": lambda net: Scaled(net.parameters(), lambda self, param, params, index: 1 / len(params)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_an_update_that_depends_on_which_parameter_it_is_is_refused(kind: str) -> None:
+    net = model()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with pytest.raises(zg.CaptureError, match=r"Scaled\.step\(\) updates model\.\d\.\w+ in another way than a param"):
+        TrainStep(net, OTHERWISE[kind](net), 2)(*data()[0])
+    assert all(map(torch.equal, net.parameters(), before))
+
+
+def test_attributes_that_are_given_to_parameters_later_are_refused() -> None:
+    net = model()
+    step = TrainStep(net, Scaled(net.parameters(), lambda self, param, *_: getattr(param, "scale", 1.0)), 2)
+    for batch in data()[:3]:
+        step(*batch)
+    net[0].weight.scale = 0.5
+    with pytest.raises(zg.CaptureError, match=r"updates model\.0\.weight in another way"):
+        step(*data()[3])
+
+
+def counting_in_class(self: Any, *_: Any) -> float:
+    type(self).steps += 1
+    return 1 / type(self).steps
+
+
+def counting_in_object(self: Any, *_: Any) -> float:
+    self.own.steps += 1
+    return 1 / self.own.steps
+
+
+def counting_in_table(self: Any, *_: Any) -> float:
+    self.table["steps"] += 1
+    return 1 / self.table["steps"]
+
+
+def by_text(self: Any, param: Tensor, *_: Any) -> float:
+    state = self.state[param]
+    state["phase"] = "slow" if state.get("phase") == "fast" else "fast"
+    return 1.0 if state["phase"] == "fast" else 0.5
+
+
+def by_length(self: Any, *_: Any) -> float:
+    self.history.append("a step")
+    return 1 / len(self.history)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (counting_in_class, r"keeps a value that changes from step to step: Scaled\.steps"),
+        (counting_in_object, r"keeps a value that changes from step to step: self\.own\.steps"),
+        (counting_in_table, r"keeps a value that changes from step to step: .*self\.table\['steps'\]"),
+        (by_text, r"keeps a value that changes from step to step: state\['phase'\]"),
+        (by_length, r"keeps a value that changes from step to step: len\(self\.history\)"),
+        (lambda *_: random.random(), r"Scaled\.step\(\) draws random numbers of random"),
+    ],
+)
+def test_python_values_that_change_are_refused_and_stay_as_they_are(scale: Any, message: str) -> None:
+    net = model()
+    own, table, history = SimpleNamespace(steps=0), defaultdict(int), ["before"]
+    optimizer = Scaled(net.parameters(), scale, own=own, table=table, history=history)
+    drawn = random.getstate()
+    with pytest.raises(zg.CaptureError, match=message):
+        TrainStep(net, optimizer, 2)(*data()[0])
+    assert (Scaled.steps, own.steps, dict(table), history) == (0, 0, {}, ["before"])
+    assert random.getstate() == drawn
+
+
+def set_number(optimizer: Any) -> None:
+    optimizer.strength = 0.25
+
+
+def set_number_of_object(optimizer: Any) -> None:
+    optimizer.own.strength = 0.25
+
+
+def set_tensor(optimizer: Any) -> None:
+    optimizer.tensor.fill_(0.25)
+
+
+@pytest.mark.parametrize("change", [set_number, set_number_of_object, set_tensor])
+def test_a_value_that_the_user_sets_between_steps_counts_from_then_on(change: Callable[[Any], None]) -> None:
+    def scale(self: Any, *_: Any) -> Any:
+        return self.strength * self.own.strength * self.tensor
+
+    results = []
+    for graph in (False, True):
+        net = model()
+        own = SimpleNamespace(strength=1.0)
+        optimizer = Scaled(net.parameters(), scale, strength=2, own=own, tensor=torch.ones((), dtype=torch.float64))
+        run = TrainStep(net, optimizer, 2) if graph else None
+        losses = []
+        for number, batch in enumerate(data()):
+            if number == 3:
+                change(optimizer)
+            losses += [run(*batch)] if run else train_plainly(net, optimizer, [batch])
+        results.append(losses)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+class Stacking(torch.optim.Optimizer):
+    """As nanochat's: stacks matrices, communicates if there are several processes, keeps scratch tensors of itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
+        self.rate, self.momentum = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            gradients = [param.grad for param in group["params"]]
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                for gradient in gradients:
+                    dist.all_reduce(gradient)
+            means = torch._foreach_mul(gradients, 0.5)
+            for param, mean in zip(group["params"], means, strict=True):
+                self.state[param].setdefault("mean", torch.zeros_like(param)).lerp_(mean, 0.1)
+            torch._foreach_add_(gradients, [self.state[param]["mean"] for param in group["params"]], alpha=0.5)
+            if group["params"][0].dim() == 2:
+                stacked = torch.stack(gradients)
+                stacked = stacked / stacked.norm(dim=(-2, -1), keepdim=True)
+                gradients = list((stacked @ stacked.mT @ stacked).unbind(0))
+            self.rate.fill_(group["lr"])
+            self.momentum.fill_(group["momentum"])
+            torch._foreach_copy_(
+                group["params"],
+                [
+                    param - self.rate * self.momentum * one
+                    for param, one in zip(group["params"], gradients, strict=True)
+                ],
+            )
+
+
+def stacking(graph: bool, stage: int) -> list[Tensor]:
+    net = model()
+    optimizer = Stacking([{"params": matrices(net)}, {"params": vectors(net)}])
+    run = TrainStep(net, optimizer, stage) if graph else None
+    losses = []
+    for number, (x, y) in enumerate(data()):
+        for group in optimizer.param_groups:
+            group["lr"], group["momentum"] = 0.1 * 0.9**number, 0.9 - 0.1 * number
+        losses += [run(part(x), part(y))] if run else train_plainly(net, optimizer, [(x, y)])
+    return [loss.detach() for loss in losses]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_optimizer_that_stacks_parameters_communicates_and_has_scratch_tensors_is_the_plain_one(
+    pool: Pool, stage: int
+) -> None:
+    (plain,) = pool.run(1, stacking, False, stage)
+    for losses in pool.run(2, stacking, True, stage):
+        torch.testing.assert_close(losses, plain, rtol=1e-12, atol=1e-12)
+
+
+class Centering(Stacking):
+    """Subtracts the mean over all matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            stacked = torch.stack([param.grad for param in group["params"]])
+            torch._foreach_sub_(group["params"], list((stacked - stacked.mean(0)).unbind(0)))
+
+
+def test_an_optimizer_that_mixes_what_it_stacks_is_refused() -> None:
+    net = model()
+    step = TrainStep(net, Centering([{"params": matrices(net)}]), 2)
+    with pytest.raises(zg.CaptureError, match=r"Centering updates a parameter from other parameters' values"):
+        step(*data()[0])

@@ -1,0 +1,160 @@
+"""Check by running that an optimizer updates each parameter as it would alone: so the graph does.
+
+The graph's update was traced for a parameter without attributes, the only one of its group. Here, steps of a twin with
+a small parameter for each of the optimizer's, with its attributes and its place in groups and tables, are compared with
+steps of twins that have one parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.errors import CaptureError
+from zerograph.optim.sampling import leaf_of, twin_of
+from zerograph.optim.surroundings import copied, own_attributes, restored, single_process
+
+_STEPS = 2
+# Sizes are cut to this one, if the optimizer can be run so; such parameters are fp64.
+_SMALL = 4
+_TOLERANCE = 1e-4
+_FACTORS = (1e3, float("nan"))
+
+
+class _Rehearsal:
+    """Steps of twins of an optimizer, on the CPU.
+
+    Args:
+        optimizer: the optimizer.
+        small: cut sizes, and compute in fp64.
+    """
+
+    def __init__(self, optimizer: Any, *, small: bool) -> None:
+        self._optimizer = optimizer
+        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        generator = torch.Generator().manual_seed(0)
+        self.starts, self._gradients = list[Tensor](), list[list[Tensor]]()
+        for parameter in self.parameters:
+            shape = [min(size, _SMALL) if small else size for size in parameter.shape]
+            dtype = torch.float64 if small and parameter.dtype.is_floating_point else parameter.dtype
+            start, *gradients = (
+                torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(_STEPS + 1)
+            )
+            self.starts.append(start)
+            self._gradients.append(gradients)
+
+    def together(self, factors: Sequence[float]) -> list[Tensor]:
+        """Return all parameters after steps with all of them, with their gradients scaled by these factors."""
+        leaves = [leaf_of(start.clone(), start) for start in self.starts]
+        for leaf, parameter in zip(leaves, self.parameters, strict=True):
+            vars(leaf).update(own_attributes(parameter))
+        of_parameters = {id(parameter): leaf for parameter, leaf in zip(self.parameters, leaves, strict=True)}
+        groups = [copied(group, of_parameters) for group in self._optimizer.param_groups]
+        return self._run(of_parameters, groups, leaves, self._gradients, factors)
+
+    def alone(self) -> list[Tensor]:
+        """Return each parameter after steps of an optimizer that has no other."""
+        results, number = [], 0
+        for group in self._optimizer.param_groups:
+            for _ in group["params"]:
+                leaf = leaf_of(self.starts[number].clone(), self.starts[number])
+                own = [{**copied({**group, "params": ()}, {}), "params": [leaf]}]
+                results += self._run({}, own, [leaf], [self._gradients[number]], [1.0])
+                number += 1
+        return results
+
+    def _run(
+        self,
+        of_parameters: Mapping[int, Tensor],
+        groups: list[dict[str, Any]],
+        leaves: Sequence[nn.Parameter],
+        gradients: Sequence[Sequence[Tensor]],
+        factors: Sequence[float],
+    ) -> list[Tensor]:
+        twin = twin_of(self._optimizer, of_parameters)
+        twin.param_groups, twin.state = groups, defaultdict(dict)
+        for group in groups:
+            # In a warm-up it may be 0.
+            group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group.get("lr"), Tensor) else 0.1
+        for leaf in leaves:
+            if entries := _torch.initial_state(twin, leaf):
+                twin.state[leaf] = entries
+        step = _torch.unhooked_step(type(twin))
+        with torch.no_grad(), _torch.compiling(), single_process():
+            for at in range(_STEPS):
+                for leaf, own, factor in zip(leaves, gradients, factors, strict=True):
+                    leaf.grad = own[at] * factor
+                step(twin)
+        return [leaf.detach() for leaf in leaves]
+
+
+def check_alone(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Check that the optimizer updates each parameter as it would alone.
+
+    Args:
+        optimizer: the optimizer.
+        names: of its parameters, by ``id``.
+
+    Raises:
+        CaptureError: it updates one otherwise; names it.
+    """
+    rehearsal, together, alone = _rehearsed(optimizer)
+    for parameter, start, one, other in zip(rehearsal.parameters, rehearsal.starts, together, alone, strict=True):
+        if not _close(one, other, start):
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step() updates {names[id(parameter)]} in another way than a parameter "
+                "alone in its group: by attributes of the parameter, by its place among the others, or by what the "
+                "optimizer knows of it\nThe graph updates each parameter by itself. Make a group for each way, with "
+                "hyperparameters of its own."
+            )
+
+
+def is_separate(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether no parameter's update changes with the other gradients, NaN included.
+
+    Data flow cannot tell where an optimizer stacks parameters, and computes with each part of the stack. A step that
+    fails with such gradients cannot tell either.
+    """
+    try:
+        return _is_separate(*_rehearsed(optimizer))
+    except Exception:
+        return False
+
+
+def _is_separate(rehearsal: _Rehearsal, together: Sequence[Tensor], _: object) -> bool:
+    numbers = range(len(together))
+    for bit in range(len(together).bit_length()):
+        for changed in (0, 1):
+            for factor in _FACTORS:
+                results = rehearsal.together([factor if number >> bit & 1 == changed else 1.0 for number in numbers])
+                for number in numbers:
+                    unchanged = number >> bit & 1 != changed
+                    if unchanged and not _close(results[number], together[number], rehearsal.starts[number]):
+                        return False
+    return True
+
+
+def _rehearsed(optimizer: torch.optim.Optimizer) -> tuple[_Rehearsal, list[Tensor], list[Tensor]]:
+    """Return a rehearsal, its parameters after steps together, and those after steps alone."""
+    # Where small ones fail, shapes or dtypes matter.
+    for small in (True, False):
+        try:
+            with restored(optimizer):
+                rehearsal = _Rehearsal(optimizer, small=small)
+                return rehearsal, rehearsal.together([1.0] * len(rehearsal.parameters)), rehearsal.alone()
+        except Exception as error:
+            problem = error
+    raise CaptureError(
+        f"{type(optimizer).__name__}.step() cannot be run for a copy of its parameters, nor for one of them alone: "
+        f"{type(problem).__name__}: {problem}\nUse another optimizer."
+    )
+
+
+def _close(first: Tensor, second: Tensor, start: Tensor) -> bool:
+    first, second, start = first.double(), second.double(), start.double()
+    return bool((first - second).norm() <= _TOLERANCE * (second - start).norm())

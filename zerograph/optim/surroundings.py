@@ -1,0 +1,197 @@
+"""The Python values that an optimizer's ``step()`` can reach besides its parameters, and copies of them for a twin."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import types
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from zerograph import _torch
+from zerograph.capture.places import CONTAINERS, Identity, Place, PythonState, is_users_object, token, walk
+from zerograph.capture.state_changes import Snapshot
+from zerograph.errors import CaptureError
+
+# Attributes that torch, its schedulers and zerograph set, and what is compared elsewhere. Tables of hooks are others.
+_NOT_READ = {
+    *("defaults", "param_groups", "state", "step", "state_dict", "load_state_dict", "_zerograph_graphs"),
+    *("_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+}
+
+
+def is_known(optimizer: Any) -> bool:
+    """Return True for an optimizer of torch or ``flow.optim``: it computes with its groups and tensors alone."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim."))
+
+
+def _attributes(optimizer: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _NOT_READ and "hooks" not in name}
+
+
+def _shared(optimizer: Any) -> PythonState:
+    """Return what twins share with it: attributes of the class, globals and closures of ``step()`` and functions."""
+    step: Any = _torch.unhooked_step(type(optimizer))
+    functions = object.__new__(type(optimizer))
+    vars(functions).update({name: value for name, value in _attributes(optimizer).items() if callable(value)})
+    return PythonState(types.MethodType(step, functions), nn.Module(), ())
+
+
+def _reached(optimizer: Any, others: PythonState) -> Iterator[tuple[Place, Any]]:
+    places = [(Place(optimizer, "self", (("attr", name),)), value) for name, value in _attributes(optimizer).items()]
+    for place, value, is_entered in walk([*places, *others.places()]):
+        if not is_entered:
+            yield place, value
+        elif isinstance(value, CONTAINERS):
+            length = place.at(("len", False))
+            yield length, length.value()
+
+
+def _comparable(value: Any) -> Hashable:
+    """Return a number as it is, a tensor by identity and version: both would be constants of a graph."""
+    if isinstance(value, Tensor):
+        return Identity(value), _torch.version(value)
+    return value if isinstance(value, (int, float)) and value == value else token(value)
+
+
+def numbers_of(optimizer: Any) -> dict[str, Any]:
+    """Return what the optimizer's ``step()`` can read besides tensors of a parameter's state, by location."""
+    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    places = [
+        (Place(group, "param_groups", (("key", key),)), value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("params", "lr")
+    ]
+    for owner, state in optimizer.state.items():
+        is_own = id(owner) in parameters
+        title = "state" if is_own else f"state[{owner!r:.40}]"
+        entries = flat_state(state) if is_own else state
+        places += [
+            (Place(entries, title, (("key", key),)), value)
+            for key, value in entries.items()
+            if not is_own or not isinstance(value, Tensor)
+        ]
+    found = {}
+    for place, value, is_entered in walk(places):
+        if not is_entered:
+            found[place.name] = _comparable(value)
+        elif isinstance(value, CONTAINERS):
+            found[f"len({place.name})"] = len(value)
+    return found | {place.name: _comparable(value) for place, value in _reached(optimizer, _shared(optimizer))}
+
+
+def own_attributes(parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's attributes, without zerograph's."""
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_zerograph")}
+
+
+class Attributes:
+    """The attributes of an optimizer, its class and its parameters that a compiled update depends on."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._names = optimizer, list(_attributes(optimizer))
+        self._places = [
+            place
+            for place, _ in _reached(optimizer, _shared(optimizer))
+            if place.root is optimizer or isinstance(place.root, type)
+        ]
+
+    @property
+    def are_complete(self) -> bool:
+        """False if the optimizer has other attributes now."""
+        return list(_attributes(self._optimizer)) == self._names
+
+    def values(self, counts: Collection[str]) -> tuple[tuple[str, Hashable], ...]:
+        """Return the present values by location, without the numbers that count steps."""
+        values = [(place.name, _comparable(place.value())) for place in self._places if place.name not in counts]
+        for number, group in enumerate(self._optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                values += [
+                    (f"param_groups[{number}]['params'][{index}].{name}", _comparable(value))
+                    for name, value in own_attributes(parameter).items()
+                ]
+        return tuple(values)
+
+
+def copied(value: Any, leaves: Mapping[int, Tensor]) -> Any:
+    """Copy containers and objects of a user's class, with what is inside, so that a twin's step may change them.
+
+    Args:
+        value: an attribute of an optimizer, or an entry of a group.
+        leaves: the twin's parameters by ``id`` of the optimizer's, which they replace; an ``id`` is replaced too.
+    """
+    if isinstance(value, Tensor):
+        return leaves.get(id(value), value)
+    if type(value) is int and value in leaves:
+        return id(leaves[value])
+    if isinstance(value, dict):
+        entries = {copied(key, leaves): copied(entry, leaves) for key, entry in value.items()}
+        return type(value)(value.default_factory, entries) if isinstance(value, defaultdict) else type(value)(entries)
+    if isinstance(value, deque):
+        return deque([copied(entry, leaves) for entry in value], value.maxlen)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(copied(entry, leaves) for entry in value)
+    if is_users_object(value) and hasattr(value, "__dict__"):
+        twin = copy.copy(value)
+        vars(twin).update({name: copied(entry, leaves) for name, entry in vars(value).items()})
+        return twin
+    return value
+
+
+@contextlib.contextmanager
+def restored(optimizer: Any) -> Iterator[None]:
+    """Restore what all instances of the optimizer's class share, and random generators, after steps of a twin.
+
+    Raises:
+        CaptureError: the steps drew random numbers of Python or numpy.
+    """
+    state = _shared(optimizer)
+    before = Snapshot(state)
+    try:
+        yield
+        if drawn := before.drawn(Snapshot(state)):
+            raise CaptureError(
+                f"{type(optimizer).__name__}.step() draws random numbers of {', '.join(drawn)}\n"
+                "They would be drawn once, while the update is traced. Use another optimizer."
+            )
+    finally:
+        before.restore()
+
+
+@contextlib.contextmanager
+def single_process() -> Iterator[None]:
+    """Make this thread seem to be the only process: optimizers that communicate then compute all by themselves."""
+    thread = threading.get_ident()
+    with contextlib.ExitStack() as stack:
+        for name, answer in {"is_initialized": False, "get_world_size": 1, "get_rank": 0}.items():
+            plain = getattr(torch.distributed, name)
+            replacement = functools.partial(_answer, thread, answer, plain)
+            stack.enter_context(mock.patch.object(torch.distributed, name, replacement))
+        yield
+
+
+def _answer(thread: int, answer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return answer if threading.get_ident() == thread else plain(*args, **kwargs)
+
+
+def flat_state(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with the tensors of a list as entries of their own: ``bases[0]``.
+
+    The rest of a list is the entry ``bases[]``.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
+            flat |= {f"{name}[{index}]": one for index, one in enumerate(value) if isinstance(one, Tensor)}
+            flat[f"{name}[]"] = [None if isinstance(one, Tensor) else one for one in value]
+        else:
+            flat[name] = value
+    return flat
