@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +30,8 @@ _OF_ALL_RANKS = (
     "zg.prepare() too, such as range(steps): plain tensors are then whole."
 )
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__}
+
+_WARN_OF_SIZES = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 
 
 class GlobalTensor(Tensor):
@@ -77,15 +81,20 @@ class GlobalTensor(Tensor):
             return func(value)
         with _torch.without_torch_function():
             try:
-                return func(*args, **kwargs)
-            except (ZeroGraphError, RuntimeError, ValueError, IndexError) as error:
+                if func not in _WARN_OF_SIZES:
+                    return func(*args, **kwargs)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", UserWarning)
+                    return func(*args, **kwargs)
+            except (ZeroGraphError, RuntimeError, ValueError, IndexError, UserWarning) as error:
                 # Rows that ranks have cut differ between them.
                 differs = isinstance(error, RankMismatchError) and world().rows_of_ranks
                 if isinstance(error, ZeroGraphError) and not differs:
                     raise
-                if (parts := _with_parts((args, kwargs))) is None:
+                parts = _with_parts((args, kwargs))
+                if parts is None and not isinstance(error, UserWarning):
                     raise
-            args, kwargs = parts
+            args, kwargs = parts or (args, kwargs)
             return func(*args, **kwargs)
 
     @classmethod
