@@ -8,7 +8,6 @@ an exchange has two hops (``across_hosts``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -86,24 +85,15 @@ def _exchange_rows(
         received: number of rows from each rank, along dimension 0 of the result.
         shape: shape of the result.
     """
-    result = x.new_empty(shape)
+    group, result = _torch.process_group(group_name), x.new_empty(shape)
     incoming = [piece.view(-1) for piece in result.split(list(received))]
-    return _exchange_parts(result, x.view(-1), list(sent), incoming, group_name)
-
-
-def _exchange_parts(
-    result: Tensor, x: Tensor, sent: Sequence[int], incoming: Sequence[Tensor], group_name: str
-) -> Tensor:
-    """Start an all-to-all of flat pieces, of which the incoming ones lie one after the other in the result."""
-    group = _torch.process_group(group_name)
-    outgoing = x.split(list(sent))
     if group.name() == "gloo":
+        outgoing = x.view(-1).split(list(sent))
         incoming[group.rank()].copy_(outgoing[group.rank()])
         _exchange(result, outgoing, incoming, group_name)
     else:
         counts = [piece.numel() for piece in incoming]
-        whole = result.view(-1)[: sum(counts)]
-        work = dist.all_to_all_single(whole, x, counts, list(sent), group=group, async_op=True)
+        work = dist.all_to_all_single(result.view(-1), x.view(-1), counts, list(sent), group=group, async_op=True)
         assert work is not None
         _torch.register_works(result, [work])
     return result
@@ -115,17 +105,6 @@ def _shift_rows(x: Tensor, ranks: int, group_name: str) -> Tensor:
     sent, received = [0] * ranks, [0] * ranks
     sent[(rank + 1) % ranks], received[(rank - 1) % ranks] = x.numel(), x.shape[0]
     return _exchange_rows(x, sent, received, x.shape, group_name)
-
-
-def _shift_either(near: Tensor, far: Tensor, distance: int, ranks: int, group_name: str) -> Tensor:
-    """Start to send one of two tensors to the rank at a distance; see :mod:`zerograph.ops.rows`."""
-    rank, sent, received = _torch.process_group(group_name).rank(), [0] * ranks, [0] * ranks
-    own, arriving = near if rank + distance < ranks else far, near if rank >= distance else far
-    sent[(rank + distance) % ranks] = own.numel()
-    received[(rank - distance) % ranks] = arriving.numel()
-    result = near.new_empty((near.shape[0], max(math.prod(near.shape[1:]), math.prod(far.shape[1:]))))
-    incoming = result.view(-1)[: arriving.numel()].split(received)
-    return _exchange_parts(result, own.view(-1), sent, incoming, group_name)
 
 
 def _exchange_pieces(whole: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -305,7 +284,6 @@ for _device in ("CPU", "CUDA"):
     rows_library.impl("gather_rows", _gather_rows, _device)
     rows_library.impl("exchange_rows", _exchange_rows, _device)
     rows_library.impl("shift_rows", _shift_rows, _device)
-    rows_library.impl("shift_either", _shift_either, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
     "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -27,14 +26,6 @@ exchange_rows = torch.ops.zerograph.exchange_rows.default
 library.define("shift_rows(Tensor x, int ranks, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 # Start to send a contiguous tensor to the next rank and to receive one of its shape from the rank before.
 shift_rows = torch.ops.zerograph.shift_rows.default
-
-library.define(
-    "shift_either(Tensor near, Tensor far, int distance, int ranks, str group_name) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-# Start to send contiguous ``near`` to the rank at a distance, or ``far`` if that one comes first again after the last.
-# Of the result [near.shape[0], numbers] so many elements are filled as the rank before has sent.
-shift_either = torch.ops.zerograph.shift_either.default
 
 library.define(
     "shift_offsets(Tensor offsets, SymInt[] bags, SymInt[] indices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
@@ -67,10 +58,3 @@ torch.library.register_fake("zerograph::shift_rows", lambda x, ranks, group_name
 torch.library.register_fake(
     "zerograph::exchange_rows", lambda x, sent, received, shape, group_name: x.new_empty(shape), lib=library
 )
-
-
-def _shift_either_fake(near: Tensor, far: Tensor, distance: int, ranks: int, group_name: str) -> Tensor:
-    return near.new_empty((near.shape[0], max(math.prod(near.shape[1:]), math.prod(far.shape[1:]))))
-
-
-torch.library.register_fake("zerograph::shift_either", _shift_either_fake, lib=library)

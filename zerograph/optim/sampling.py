@@ -156,7 +156,9 @@ class Sample:
     ) -> Trace:
         """Trace one ``step()`` with these answers to its questions for the truth of tensors; fill ``after``."""
         names = ["param", "grad", *(state or ())]
-        mode = ValuesAsTensors(answers)
+        # Torch's fused updates count the steps of all buckets at once.
+        is_own = not is_known(self._optimizer)
+        mode = ValuesAsTensors(answers, keeps_lists=not is_own)
 
         def step(lr: Tensor, *values: Tensor) -> list[Tensor]:
             values, counts = values[: parameters * len(names)], values[parameters * len(names) :]
@@ -212,7 +214,6 @@ class Sample:
                 for value in (self._fake(), self._fake(), *map(self._fake_state, (state or {}).values()))
             ]
             values += [torch.empty((), dtype=torch.float64) for _ in self.counts]
-            is_own = not is_known(self._optimizer)
             with restored(self._optimizer) if is_own else contextlib.nullcontext(), single_process():
                 traced = _trace(step, [lr, *values], type(self._optimizer).__name__, mode)
         self._check(traced)

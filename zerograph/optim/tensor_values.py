@@ -27,13 +27,15 @@ class ValuesAsTensors(TorchFunctionMode):
 
     Args:
         answers: the first answers to ``bool(tensor)``; later ones are False.
+        keeps_lists: leave functions of lists of tensors as they are.
 
     Attributes:
         asked: the tensors whose truth was asked for.
     """
 
-    def __init__(self, answers: Sequence[bool] = ()) -> None:
+    def __init__(self, answers: Sequence[bool] = (), *, keeps_lists: bool = False) -> None:
         super().__init__()
+        self._keeps_lists = keeps_lists
         self.watching = self.asks_sizes = False
         self.answers, self.asked = answers, list[Tensor]()
 
@@ -70,7 +72,7 @@ class ValuesAsTensors(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return func(*args, **kwargs)
-        if name.startswith("_foreach_"):
+        if name.startswith("_foreach_") and not self._keeps_lists:
             return self._each(name.removeprefix("_foreach_"), args, kwargs)
         with _torch.annotated({"line": source.running_line(optimizers=True)[0]}):
             if is_number(args[0] if args else None) and func in _IN_PLACE:
