@@ -13,7 +13,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -219,7 +219,7 @@ def _check_variable() -> None:
 
 def _connect(job: Job) -> _HostGroups:
     """Find the ranks that can read and write each other's memory, and let job notes use their mailboxes."""
-    shared = _share(job, (_host(), platform.node()))
+    shared = job.channel.share((_host(), platform.node()))
     job.liveness.host_names = [name for _, name in shared]
     ranks_by_host = _ranks_by_host([host for host, _ in shared])
     host_ranks = next(ranks for ranks in ranks_by_host if job.rank in ranks)
@@ -250,7 +250,7 @@ def _connect(job: Job) -> _HostGroups:
         if in_order and grid.dim() == 1 and 1 < len(host_ranks) < job.size:
             local = HostGroup(place, tuple(peers.get(rank) for rank in host_ranks))
             spanning = SpanningGroup(job.groups[0], ranks_by_host.index(host_ranks), len(ranks_by_host), local)
-        job.notes.use(peers, host_ranks, sorted(ranks[place] for ranks in ranks_by_host))
+        job.channel.use(peers, host_ranks, sorted(ranks[place] for ranks in ranks_by_host))
     # Where memory cannot be read across processes, the host's name says which ranks share one.
     names = [host or name for host, name in shared]
     layout = HostLayout(tuple(names.index(names[rank]) for rank in grid.flatten().tolist()), once=spanning is not None)
@@ -268,12 +268,12 @@ def _reach(job: Job, peers: Mapping[int, Peer]) -> list[set[int]]:
     # One word for each other rank to write: permission to read does not imply permission to write.
     probes = torch.zeros(job.size, dtype=torch.int64, device="cpu")
     inboxes = {rank: ctypes.addressof(peer.inbox) for rank, peer in peers.items()}
-    addresses = _share(job, (os.getpid(), nonce.data_ptr(), int(nonce), probes.data_ptr(), inboxes))
+    addresses = job.channel.share((os.getpid(), nonce.data_ptr(), int(nonce), probes.data_ptr(), inboxes))
     reasons = {rank: _refusal(peer, job.rank, *addresses[rank]) for rank, peer in peers.items()}
     if refused := next(((rank, reason) for rank, reason in reasons.items() if reason is not None), None):
         _log.info("rank %d exchanges tensors over sockets, not through memory: rank %d: %s", job.rank, *refused)
     # Other ranks use ``nonce`` and ``probes`` until all have come here.
-    return _share(job, {rank for rank, reason in reasons.items() if reason is None})
+    return job.channel.share({rank for rank, reason in reasons.items() if reason is None})
 
 
 def _ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
@@ -282,13 +282,6 @@ def _ranks_by_host(hosts: Sequence[str]) -> list[list[int]]:
     for rank, host in enumerate(hosts):
         ranks.setdefault(host or rank, []).append(rank)
     return list(ranks.values())
-
-
-def _share(job: Job, value: T) -> list[T]:
-    """Return every rank's value. No rank returns before all have called."""
-    values: list[Any] = [None] * job.size
-    dist.all_gather_object(values, value, group=job.control)
-    return values
 
 
 def _host() -> str:

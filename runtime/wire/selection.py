@@ -199,7 +199,7 @@ def _fastest(job: Job, run: Callable[[Tensor], Tensor], whole: Tensor) -> float:
     """Return the seconds of the fastest of some runs, after one that is not counted."""
     seconds = []
     for _ in range(1 + _REPETITIONS):
-        dist.barrier(job.control)
+        dist.barrier(job.channel.group)
         began = time.perf_counter()
         c10d.wait_tensor(run(whole))
         seconds.append(time.perf_counter() - began)

@@ -219,8 +219,8 @@ def on_hosts(hosts: str) -> list[Any]:
         step = TrainStep(model, adamw(model), 2, placement=grid, timeout=40.0, backend="eager")
         losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
         job = join(40.0, grid)
-    assert not job.notes._mailboxes
-    answers = [job.notes.compare(7 + (job.rank == odd), job.rank == odd)[:2] for odd in range(-1, job.size)]
+    assert not job.channel._mailboxes
+    answers = [job.channel.compare(7 + (job.rank == odd), job.rank == odd)[:2] for odd in range(-1, job.size)]
     assert answers == [(True, False), *[(False, True)] * job.size]
     return [*losses, *step.state_dict()["modules"]["model"].values()]
 
@@ -332,17 +332,17 @@ def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
         job = join(timeout)
         direct.host_groups(job)
     last = job.size - 1
-    assert len(job.notes._mailboxes) == (host or job.size) - 1
-    equal = [job.notes.compare(number, False)[:2] for number in range(MANY)]
-    different = [job.notes.compare(7 + (rank == one), False)[:2] for one in range(job.size)]
-    flagged = [job.notes.compare(7, rank == one)[:2] for one in range(job.size)]
+    assert len(job.channel._mailboxes) == (host or job.size) - 1
+    equal = [job.channel.compare(number, False)[:2] for number in range(MANY)]
+    different = [job.channel.compare(7 + (rank == one), False)[:2] for one in range(job.size)]
+    flagged = [job.channel.compare(7, rank == one)[:2] for one in range(job.size)]
     assert set(equal) == {(True, False)}
     assert set(different) == {(False, False)}
     assert set(flagged) == {(True, True)}
-    gathered = job.notes.compare(7, False, [rank, 5 * rank])[2]
+    gathered = job.channel.compare(7, False, [rank, 5 * rank])[2]
     assert gathered == [[one, 5 * one] for one in range(job.size)]
-    assert job.notes.compare(7, False, range(9))[2] is None
-    return [job.notes.compare(-5 if rank == last else 2**62, rank == 0)[:2], job.notes.compare(-(2**63), False)[:2]]
+    assert job.channel.compare(7, False, range(9))[2] is None
+    return [job.channel.compare(-5 if rank == last else 2**62, rank == 0)[:2], job.channel.compare(-(2**63), False)[:2]]
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(2, 0), (3, 0), (4, 2)])
@@ -356,11 +356,11 @@ def hung_up() -> tuple[str, str]:
     job = join(72.5)
     direct.host_groups(job)
     if job.rank == 1:
-        job.notes.hang_up()
+        job.channel.hang_up()
     told = []
     for _ in range(2):
         with pytest.raises(RuntimeError, match="hung up") as caught:
-            job.notes.compare(7, False)
+            job.channel.compare(7, False)
         told.append(str(caught.value))
     return told[0], told[1]
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerograph import _torch
 from zerograph.base.progress import tell
 from zerograph.planner import operators
 from zerograph.planner.front import probe
@@ -289,11 +288,7 @@ class _Measure:
 
     def _agreed(self, mine: float) -> float:
         """Return the median over ranks."""
-        if self._job.size == 1:
-            return mine
-        everyone = torch.empty(self._job.size, dtype=torch.float64)
-        _torch.all_gather(everyone, torch.tensor([mine], dtype=torch.float64), self._job.control)
-        return float(everyone.median())
+        return float(self._job.channel.gather(torch.tensor(mine, dtype=torch.float64)).median())
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
