@@ -2,6 +2,7 @@
 
 ``job``              the processes of a job: joining, comparing notes, liveness
 ``wire``             collectives and transports
+``peer_memory``      a transport between ranks of one host; may be removed
 ``backends``         compile the local graph to a callable
 ``executor``         bind a compiled step to tensors, run it, explain failures
 ``reduce_overhead``  a form of the graph that is cheaper to call

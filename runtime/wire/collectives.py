@@ -2,8 +2,8 @@
 
 Each operator starts its exchange and returns at once; ``_c10d_functional.wait_tensor`` waits for it, as for torch's own
 collectives. The memory that an exchange sends stays alive until then; a gather or a sum sends from its result. Ranks of
-one host read each other's memory (``direct``); others send and receive over gloo. Where each host has several ranks,
-an exchange has two hops (``across_hosts``).
+one host use its transport (``direct``), if it has one; others send and receive over gloo. Where each host has several
+ranks, an exchange has two hops (``across_hosts``).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from zerograph.ops import blocks
 from zerograph.ops.blocks import Code, Codec
 from zerograph.ops.rows import library as rows_library
 from zerograph.runtime.wire import across_hosts, direct
-from zerograph.runtime.wire.direct import DirectExchange, HostGroup
-from zerograph.runtime.wire.peer import INLINE
+
+if TYPE_CHECKING:
+    from zerograph.runtime.peer_memory.exchange import HostGroup
 
 _SMALL = SMALL_SUM
 # Time between two checks on the other ranks while this one waits for gloo.
@@ -198,7 +200,7 @@ def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     host_group, hosts = direct.host_group(group), direct.spanning_group(group)
     if hosts is not None and total.nbytes > _SMALL:
         work: dist.Work = across_hosts.Sum(hosts, total.view(-1))
-    elif host_group is not None and total.nbytes <= INLINE:
+    elif host_group is not None and total.nbytes <= host_group.inline:
         work = _SumOfAll(host_group, total)
     elif host_group is not None and total.nbytes > _SMALL:
         work = _SumOfPieces(host_group, total.view(-1))
@@ -223,7 +225,7 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
     """
     group = _torch.process_group(group_name)
     if (host_group := direct.host_group(group)) is not None:
-        _torch.register_works(result, [DirectExchange(host_group, outgoing, incoming)])
+        _torch.register_works(result, [host_group.exchange(outgoing, incoming)])
         return
     rank, ranks = group.rank(), group.size()
     works: list[dist.Work | None] = []
@@ -243,8 +245,8 @@ class _SumOfAll(dist.Work):
     def __init__(self, host_group: HostGroup, total: Tensor) -> None:
         super().__init__()
         self._rank, self._total = host_group.rank, total
-        self._parts = list(total.new_empty((len(host_group.peers), *total.shape)))  # [ranks][*shape]
-        self._exchange = DirectExchange(host_group, [total] * len(host_group.peers), self._parts)
+        self._parts = list(total.new_empty((host_group.size, *total.shape)))  # [ranks][*shape]
+        self._exchange = host_group.exchange([total] * host_group.size, self._parts)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete."""
@@ -261,13 +263,13 @@ class _SumOfPieces(dist.Work):
 
     def __init__(self, host_group: HostGroup, total: Tensor) -> None:
         super().__init__()
-        self._host_group, self._pieces = host_group, total.tensor_split(len(host_group.peers))
-        self._own = [self._pieces[host_group.rank]] * len(host_group.peers)
-        self._reduction = DirectExchange(host_group, self._pieces, self._own, adds=True)
+        self._host_group, self._pieces = host_group, total.tensor_split(host_group.size)
+        self._own = [self._pieces[host_group.rank]] * host_group.size
+        self._reduction = host_group.exchange(self._pieces, self._own, adds=True)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete and the others have read this rank's piece."""
-        return self._reduction.wait() and DirectExchange(self._host_group, self._own, self._pieces).wait()
+        return self._reduction.wait() and self._host_group.exchange(self._own, self._pieces).wait()
 
 
 class _CheckedWork(dist.Work):
@@ -286,8 +288,7 @@ class _CheckedWork(dist.Work):
                 if self._work.is_completed():
                     # It failed, or it completed a moment later after all.
                     return self._work.wait()
-            for _, peer in self._host_group.others():
-                peer.check_going_on()
+            self._host_group.check_going_on()
 
 
 def _define(

@@ -18,8 +18,8 @@ from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.faults.survival_table import Tally
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.runtime.job.channel import Channel
+from zerograph.runtime.peer_memory.peer import Peer
 from zerograph.runtime.wire import collectives
-from zerograph.runtime.wire.peer import Peer
 
 # Seconds until all know, for a machine that is busy with other tests; the timeout is longer, but for a stopped rank.
 SOON, TIMEOUT, SHORT_TIMEOUT = 15.0, 120.0, 6.0

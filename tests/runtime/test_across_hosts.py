@@ -18,6 +18,7 @@ from zerograph.ir.mesh import line
 from zerograph.ir.wire import wire
 from zerograph.ops import blocks
 from zerograph.planner.front import calibrate
+from zerograph.runtime import peer_memory
 from zerograph.runtime.job.process_group import join
 from zerograph.runtime.wire import collectives, direct, selection
 
@@ -26,8 +27,8 @@ c10d = torch.ops._c10d_functional
 
 def on_host(hosts: str) -> Any:
     """Let each rank be on the host that a letter names."""
-    host = direct._host
-    return patch.object(direct, "_host", lambda: f"{host()} {hosts[dist.get_rank()]}")
+    host = peer_memory.host
+    return patch.object(peer_memory, "host", lambda: f"{host()} {hosts[dist.get_rank()]}")
 
 
 def mine(size: int, dtype: torch.dtype, rank: int) -> Tensor:

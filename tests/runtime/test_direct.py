@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +20,12 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.ir.sbp import Split
+from zerograph.runtime import peer_memory
 from zerograph.runtime.job.exchange import start_gather
 from zerograph.runtime.job.process_group import Job, join
-from zerograph.runtime.wire import collectives, cross_memory, direct, selection
-from zerograph.runtime.wire.cross_memory import bytes_read
+from zerograph.runtime.peer_memory import cross_memory
+from zerograph.runtime.peer_memory.cross_memory import bytes_read
+from zerograph.runtime.wire import collectives, direct, selection
 
 c10d = torch.ops._c10d_functional
 
@@ -214,7 +218,7 @@ def on_hosts(hosts: str) -> list[Any]:
     """
     grid = zg.placement("cpu", ranks=[[0, 1], [2, 3]] if len(hosts) == 4 else [0, 1, 2])
     mine = hosts[zg.rank()].strip()
-    with patch.object(direct, "_host", lambda: mine):
+    with patch.object(peer_memory, "host", lambda: mine):
         model = make("mlp")
         step = TrainStep(model, adamw(model), 2, placement=grid, timeout=40.0, backend="eager")
         losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
@@ -280,6 +284,31 @@ def test_ranks_that_may_not_read_and_write_use_sockets_and_say_why(
         assert any(f"over sockets, not through memory: rank {1 - rank}" in line and said in line for line in lines)
 
 
+def without_the_folder() -> tuple[bool, list[float]]:
+    """Return whether ranks have no transport of their own, and the losses of some steps."""
+    with patch.dict(sys.modules, {"zerograph.runtime.peer_memory": None}):
+        model = make("mlp")
+        step = TrainStep(model, adamw(model), 2, backend="eager", timeout=63.0)
+        losses = [float(step(*map(part, data))) for data in batches("mlp", 3)]
+        return direct.host_groups(join(63.0)) == (None,), losses
+
+
+def test_the_transport_is_a_folder_that_can_be_removed(pool: Pool) -> None:
+    model = make("mlp")
+    losses = list(map(float, train_plainly(model, adamw(model), batches("mlp", 3))))
+    for sockets, found in pool.run(2, without_the_folder):
+        assert sockets
+        assert found == pytest.approx(losses, rel=1e-5)
+    folder = Path(peer_memory.__file__).parent
+    importers = {
+        path.relative_to(folder.parent).as_posix()
+        for path in folder.parent.rglob("*.py")
+        if path.parent != folder and re.search(r"^( *)(from|import) .*peer_memory", path.read_text(), re.M)
+    }
+    # The latter only for types.
+    assert importers == {"wire/direct.py", "wire/collectives.py"}
+
+
 def in_a_new_world(store: str) -> tuple[bool, int, bool]:
     """Return whether a new world reuses a group's name, the messages of a gather there, and whether it is right."""
     old_job, old_name = connected(70.0)
@@ -321,8 +350,8 @@ def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: s
 
 def hosts_of(size: int) -> Any:
     """Pretend that each ``size`` neighbouring ranks have a host of their own; 0: keep the real host."""
-    name = direct._host()
-    return patch.object(direct, "_host", lambda: f"{name} {int(os.environ['RANK']) // size}" if size else name)
+    name = peer_memory.host()
+    return patch.object(peer_memory, "host", lambda: f"{name} {int(os.environ['RANK']) // size}" if size else name)
 
 
 def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
