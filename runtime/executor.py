@@ -25,10 +25,11 @@ from zerograph.ir.pause import pause_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.ops.offload import FETCH, TRANSFER
 from zerograph.runtime.backends.backends import Compiled
+from zerograph.runtime.feedback import received, residual
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.offload.threads import offloads, threads, update_threads
 from zerograph.runtime.reduce_overhead import reduce_overhead
-from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory, received, residual
+from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory
 
 Lookup = Callable[[], Tensor]
 T = TypeVar("T")

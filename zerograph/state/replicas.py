@@ -21,8 +21,7 @@ from zerograph.ir.sbp import NdSbp, Split, all_broadcast, is_dtensor
 from zerograph.ir.slots import unravel
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explaining_failures
-from zerograph.runtime.optimizer_state import text_of
-from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
+from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of, text_of
 from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 
 # Bytes of each rank that the search for a difference exchanges at a time.
