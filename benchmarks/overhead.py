@@ -109,7 +109,7 @@ def steps(kind: str) -> list[tuple[float, float]]:
 def exchanges(times: int) -> list[tuple[float, float]]:
     """(wall, CPU) milliseconds of an agreement through memory, over sockets, and of an all-gather, on this rank."""
     job = join(600.0)
-    direct.host_groups(job)
+    direct.hosts(job)
     ranks = dist.get_world_size()
     sockets = Channel(job.channel.group)
     mine, everybodys = torch.zeros(2, dtype=torch.int64), torch.empty(2 * ranks, dtype=torch.int64)

@@ -136,7 +136,7 @@ def _start_along(job: Job, part: Tensor, dim: int, placement: Split) -> Callable
     with explaining_failures(job, _GATHERING):
         if over_gloo:
             # Finds out which ranks share a host.
-            direct.host_groups(job)
+            direct.hosts(job)
         pieces = start(part.contiguous().unsqueeze(0), job.mesh.shape[dim], job.mesh.groups[dim])
 
     def finish() -> Tensor:

@@ -59,10 +59,6 @@ def _gather_into(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> 
     return buffer
 
 
-def _gather_into_fake(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> Tensor:
-    return buffer
-
-
 def _gather_rows(part: Tensor, rows: Sequence[int], total: int, group_name: str) -> Tensor:
     """Start gathering parts of unequal length along dimension 0; ``rows`` has the length of each rank's part."""
     whole = part.new_empty((total, *part.shape[1:]))
@@ -190,10 +186,6 @@ def _sum_ranks(part: Tensor, ranks: int, group_name: str) -> Tensor:
     return _sum_ranks_(part.clone(), ranks, group_name)
 
 
-def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
-    return torch.empty_like(part)
-
-
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-reduce by sum in the memory of the contiguous tensor."""
     group = _torch.process_group(group_name)
@@ -209,10 +201,6 @@ def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
         assert all_reduce is not None
         work = all_reduce if host_group is None else _CheckedWork(host_group, all_reduce)
     _torch.register_works(total, [work])
-    return total
-
-
-def _sum_ranks_in_place_fake(total: Tensor, ranks: int, group_name: str) -> Tensor:
     return total
 
 
@@ -309,12 +297,16 @@ for _device in ("CPU", "CUDA"):
     rows_library.impl("shift_either", _shift_either, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
-    "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"
+    "gather_into",
+    _gather_into,
+    lambda shard, buffer, *_: buffer,
+    takes="Tensor shard, Tensor(a!) buffer",
+    returns="Tensor(a!)",
 )
 exchange_pieces = _define("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
 reduce_pieces = _define("reduce_pieces", _reduce_pieces, _reduce_pieces_fake)
 reduce_coded = _define(
     "reduce_coded", _reduce_coded, _reduce_coded_fake, takes=f"Tensor x, {blocks.CODEC}, ScalarType dtype"
 )
-sum_ranks = _define("sum_ranks", _sum_ranks, _sum_ranks_fake)
-sum_ranks_ = _define("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", returns="Tensor(a!)")
+sum_ranks = _define("sum_ranks", _sum_ranks, lambda part, *_: torch.empty_like(part))
+sum_ranks_ = _define("sum_ranks_", _sum_ranks_, lambda total, *_: total, takes="Tensor(a!) x", returns="Tensor(a!)")

@@ -49,8 +49,8 @@ class SpanningGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class _HostGroups:
-    """The host groups of a job.
+class Hosts:
+    """The hosts of a job.
 
     Attributes:
         groups: by mesh dimension; None where its ranks are on several hosts or cannot read each other's memory.
@@ -65,7 +65,7 @@ class _HostGroups:
     spanning: SpanningGroup | None = None
 
 
-_by_job: WeakKeyDictionary[Job, _HostGroups] = WeakKeyDictionary()
+_by_job: WeakKeyDictionary[Job, Hosts] = WeakKeyDictionary()
 # By the group itself: a destroyed world may have had a group of the same name, and its job may still be in memory.
 _by_process_group: WeakKeyDictionary[dist.ProcessGroup, HostGroup] = WeakKeyDictionary()
 _spanning: WeakKeyDictionary[dist.ProcessGroup, SpanningGroup] = WeakKeyDictionary()
@@ -81,46 +81,17 @@ def spanning_group(process_group: dist.ProcessGroup) -> SpanningGroup | None:
     return _spanning.get(process_group)
 
 
-def spans(job: Job) -> bool:
-    """Return whether the ranks are several on each of several hosts, on a mesh of one dimension.
-
-    Every rank must call it.
-
-    Raises:
-        CommunicationError: a rank did not answer.
-    """
-    return _host_groups(job).spanning is not None
-
-
 def layout(job: Job) -> HostLayout | None:
-    """Return which ranks share a host; None before :func:`host_groups`, :func:`everywhere` or :func:`spans`."""
-    groups = _by_job.get(job)
-    return None if groups is None else groups.layout
+    """Return which ranks share a host; None before :func:`hosts`."""
+    return None if job not in _by_job else _by_job[job].layout
 
 
-def host_groups(job: Job) -> tuple[HostGroup | None, ...]:
-    """Return the host group of each mesh dimension, None where its ranks cannot read each other's memory.
-
-    Every rank must call it.
+def hosts(job: Job) -> Hosts:
+    """Return the hosts of a job. Every rank must call it.
 
     Raises:
         CommunicationError: a rank did not answer.
     """
-    return _host_groups(job).groups
-
-
-def everywhere(job: Job) -> bool:
-    """Return whether the ranks of every group, other ranks' groups included, can read each other's memory.
-
-    Every rank must call it.
-
-    Raises:
-        CommunicationError: a rank did not answer.
-    """
-    return _host_groups(job).everywhere
-
-
-def _host_groups(job: Job) -> _HostGroups:
     if job not in _by_job:
         with explaining_failures(job, "finding out which ranks share a host"):
             _by_job[job] = _connect(job)
@@ -132,7 +103,7 @@ def _host_groups(job: Job) -> _HostGroups:
     return _by_job[job]
 
 
-def _connect(job: Job) -> _HostGroups:
+def _connect(job: Job) -> Hosts:
     """Find the ranks that a transport joins, and let the job's channel use their mailboxes."""
     transport = _transport()
     shared = job.channel.share((None if transport is None else str(transport.host()), platform.node()))
@@ -163,7 +134,7 @@ def _connect(job: Job) -> _HostGroups:
     # Where a host has no transport, its name says which ranks share it.
     names = [host or name for host, name in shared]
     layout = HostLayout(tuple(names.index(names[rank]) for rank in grid.flatten().tolist()), once=spanning is not None)
-    return _HostGroups(groups, everywhere=all(map(joined, rows)), layout=layout, spanning=spanning)
+    return Hosts(groups, everywhere=all(map(joined, rows)), layout=layout, spanning=spanning)
 
 
 def _transport() -> ModuleType | None:

@@ -139,10 +139,11 @@ def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
     """
     if job.size == 1 or any(group.name() != "gloo" for group in job.groups):
         return {}
+    hosts = direct.hosts(job)
     # All ranks' groups count: if hosts have differently shaped parts of the mesh, other ranks have other groups.
-    if direct.everywhere(job):
+    if hosts.everywhere:
         return _ALWAYS | _DIRECT | _MEASURED
-    if direct.spans(job):
+    if hosts.spanning is not None:
         return _ALWAYS | _DIRECT | _ACROSS_HOSTS
     return _ALWAYS | (_MEASURED if _exchange_is_faster(job) else {})
 

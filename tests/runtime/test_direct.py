@@ -36,7 +36,7 @@ MANY = 300
 def connected(timeout: float = 60.0) -> tuple[Job, str]:
     """A job whose ranks read each other's memory, and the name of its group."""
     job = join(timeout)
-    assert direct.host_groups(job) != (None,), "this machine's ranks cannot read each other's memory"
+    assert direct.hosts(job).groups != (None,), "this machine's ranks cannot read each other's memory"
     return job, job.mesh.groups[0]
 
 
@@ -83,7 +83,7 @@ def test_ranks_sum_in_each_others_memory(pool: Pool, ranks: int, shape: tuple[in
 
 
 def kept(job: Job) -> int:
-    (group,) = direct.host_groups(job)
+    (group,) = direct.hosts(job).groups
     assert group is not None
     return sum(len(peer._kept) for _, peer in group.others())
 
@@ -122,7 +122,7 @@ def gathered_outside_of_steps(sockets: bool) -> tuple[bool, int]:
     """Gather parts that are split along each dimension, all in flight at once; return bytes received through memory."""
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}):
         job = join(52.0 + sockets)
-        direct.host_groups(job)
+        direct.hosts(job)
         before = bytes_read()
         shapes, dims = [(3,), (40, 50), (7, 5), (0, 4)], [0, 1, 0, 0]
         started = [
@@ -163,7 +163,7 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
             losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
             read = bytes_read() - before
             job = join(timeout)
-            assert (direct.host_groups(job) == (None,)) == sockets
+            assert (direct.hosts(job).groups == (None,)) == sockets
             planned = sum(one.bytes for one in step.collectives())
             state = step.state_dict()["modules"]["model"]
             results.append(([*losses, *state.values()], 3 * planned, read, 0 if sockets else kept(job)))
@@ -261,7 +261,7 @@ def over_sockets_where(what: str, error: BaseException | None) -> tuple[bool, li
             step = TrainStep(model, adamw(model), 2, backend="eager", timeout=timeout)
             (data,) = batches("mlp", 1)
             loss = float(step(*map(part, data)))
-            return direct.host_groups(join(timeout)) == (None,), lines, loss
+            return direct.hosts(join(timeout)).groups == (None,), lines, loss
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -290,7 +290,7 @@ def without_the_folder() -> tuple[bool, list[float]]:
         model = make("mlp")
         step = TrainStep(model, adamw(model), 2, backend="eager", timeout=63.0)
         losses = [float(step(*map(part, data))) for data in batches("mlp", 3)]
-        return direct.host_groups(join(63.0)) == (None,), losses
+        return direct.hosts(join(63.0)).groups == (None,), losses
 
 
 def test_the_transport_is_a_folder_that_can_be_removed(pool: Pool) -> None:
@@ -331,7 +331,7 @@ def test_a_group_named_as_one_of_a_destroyed_world_does_not_use_its_mailboxes(po
 
 def asked_for(value: str) -> str:
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": value}), pytest.raises(zg.ConfigError) as caught:
-        direct.host_groups(join(62.0))
+        direct.hosts(join(62.0))
     return str(caught.value)
 
 
@@ -359,7 +359,7 @@ def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
     rank = torch.distributed.get_rank()
     with patch.dict(os.environ, {"RANK": str(rank)}), hosts_of(host):
         job = join(timeout)
-        direct.host_groups(job)
+        direct.hosts(job)
     last = job.size - 1
     assert len(job.channel._mailboxes) == (host or job.size) - 1
     equal = [job.channel.compare(number, False)[:2] for number in range(MANY)]
@@ -383,7 +383,7 @@ def test_ranks_compare_notes_through_mailboxes(pool: Pool, ranks: int, host: int
 def hung_up() -> tuple[str, str]:
     """Return the errors of two comparisons after rank 1 has hung up."""
     job = join(72.5)
-    direct.host_groups(job)
+    direct.hosts(job)
     if job.rank == 1:
         job.channel.hang_up()
     told = []
