@@ -101,7 +101,7 @@ PAGES: Mapping[str, Generated] = dict(
         _page("features", command="make bench-memory"),
         _page("memory", "zerograph/ir/memory.py"),
         _page("offload"),
-        _page("overhead", "runtime/job/messages.py", "runtime/reduce_overhead.py"),
+        _page("overhead", "runtime/job/channel.py", "runtime/reduce_overhead.py"),
         _page("recompute"),
         _page(
             "scripts",

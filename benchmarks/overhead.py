@@ -33,7 +33,7 @@ import zerograph as zg  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 from zerograph import _torch  # noqa: E402
-from zerograph.runtime.job.messages import Notes  # noqa: E402
+from zerograph.runtime.job.channel import Channel  # noqa: E402
 from zerograph.runtime.job.process_group import join  # noqa: E402
 from zerograph.runtime.wire import direct  # noqa: E402
 
@@ -109,15 +109,15 @@ def steps(kind: str) -> list[tuple[float, float]]:
 def exchanges(times: int) -> list[tuple[float, float]]:
     """(wall, CPU) milliseconds of an agreement through memory, over sockets, and of an all-gather, on this rank."""
     job = join(600.0)
-    direct.host_groups(job)
+    direct.hosts(job)
     ranks = dist.get_world_size()
-    sockets = Notes(job.control)
+    sockets = Channel(job.channel.group)
     mine, everybodys = torch.zeros(2, dtype=torch.int64), torch.empty(2 * ranks, dtype=torch.int64)
     return measured(
         [
-            lambda: job.notes.compare(7, False),
+            lambda: job.channel.compare(7, False),
             lambda: sockets.compare(7, False),
-            lambda: _torch.all_gather(everybodys, mine, job.control),
+            lambda: _torch.all_gather(everybodys, mine, job.channel.group),
         ],
         times,
     )

@@ -49,7 +49,7 @@ from zerograph.optim.coded import with_coded_state  # noqa: E402
 from zerograph.passes.buckets.coded_updates import CodedUpdate  # noqa: E402
 from zerograph.passes.context import BucketUpdate  # noqa: E402
 from zerograph.runtime.backends.coded_kernels import compile_update  # noqa: E402
-from zerograph.runtime.wire import cross_memory  # noqa: E402
+from zerograph.runtime.peer_memory import cross_memory  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "thin.md"
 # How far a run is from another that differs in rounding only: the scale for all other rows.

@@ -42,9 +42,9 @@ def groups() -> tuple[str, str]:
     """Names of a group whose ranks use sockets, and of one whose ranks read each other's memory."""
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": "sockets"}):
         far = join(300.0)
-        assert direct.host_groups(far) == (None,)
+        assert direct.hosts(far).groups == (None,)
     near = join(301.0)
-    assert direct.host_groups(near) != (None,), "ranks of this machine cannot read each other's memory"
+    assert direct.hosts(near).groups != (None,), "ranks of this machine cannot read each other's memory"
     return far.mesh.groups[0], near.mesh.groups[0]
 
 

@@ -25,10 +25,11 @@ from zerograph.ir.pause import pause_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.ops.offload import FETCH, TRANSFER
 from zerograph.runtime.backends.backends import Compiled
+from zerograph.runtime.feedback import received, residual
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.offload.threads import offloads, threads, update_threads
 from zerograph.runtime.reduce_overhead import reduce_overhead
-from zerograph.runtime.state import Store, TensorOrExtent, accumulated, in_memory, received, residual
+from zerograph.runtime.state import Store, accumulated, in_memory
 
 Lookup = Callable[[], Tensor]
 T = TypeVar("T")
@@ -267,28 +268,8 @@ def bind(
     seed = torch.zeros((), dtype=torch.int64)
     for node in placeholders(graph.graph):
         role: Role = meta(node)["role"]
-        if role.kind == "bucket":
-            feeds.append(_feed_of(stores[role.name].flat, node, copied))
-        elif role.kind == "gather_buffer":
-            assert role.bucket is not None
-            gather_buffer = stores[role.bucket].gather_buffer
-            assert gather_buffer is not None
-            feeds.append(gather_buffer)
-        elif role.kind == "state":
-            assert role.bucket is not None
-            assert role.entry is not None
-            feeds.append(_feed_of(stores[role.bucket].state[role.entry], node, copied))
-        elif role.kind == "accumulated":
-            assert role.bucket is not None
-            feeds.append(functools.partial(accumulated, stores[role.bucket]))
-        elif role.kind == "residual":
-            assert role.bucket is not None
-            assert role.entry is not None
-            store, dim = stores[role.bucket], int(role.entry)
-            feeds.append(functools.partial(residual, store, dim, meta(node)["sbp"], node.meta["val"].dtype))
-        elif role.kind == "received":
-            assert role.bucket is not None
-            feeds.append(functools.partial(received, stores[role.bucket], node.meta["val"].dtype))
+        if role.bucket is not None:
+            feeds.append(_feed_of_store(stores[role.bucket], role, node, copied))
         elif role.kind == "hyperparameter":
             numbers[role.name] = torch.zeros((), dtype=torch.float64)
             feeds.append(numbers[role.name])
@@ -340,8 +321,17 @@ def _input_of(feed: Lookup | int | SizeInput, batch: Sequence[Tensor], sizes: Ma
     return sizes[feed] if isinstance(feed, SizeInput) else feed()
 
 
-def _feed_of(value: TensorOrExtent, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:
-    """Return the feed of a stored tensor; the graph fetches one that a file holds by its handle."""
+def _feed_of_store(store: Store, role: Role, node: fx.Node, copied: Collection[fx.Node] | None) -> Tensor | Lookup:
+    """Return the feed of a tensor that belongs to a store; the graph fetches one that a file holds by its handle."""
+    if role.kind == "accumulated":
+        return functools.partial(accumulated, store)
+    if role.kind == "residual":
+        return functools.partial(residual, store, int(role.entry or 0), meta(node)["sbp"], node.meta["val"].dtype)
+    if role.kind == "received":
+        return functools.partial(received, store, node.meta["val"].dtype)
+    values = {"bucket": store.flat, "gather_buffer": store.gather_buffer}
+    value = store.state[role.entry or ""] if role.kind == "state" else values[role.kind]
+    assert value is not None
     if isinstance(value, Tensor):
         return value
     return functools.partial(in_memory, value) if copied is not None and node in copied else value.handle

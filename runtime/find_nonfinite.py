@@ -23,6 +23,7 @@ from zerograph.ir.finite_check import has_fractions
 from zerograph.ir.loop import Loop, accumulate, collect, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, origin, role
 from zerograph.ir.rewrite import ancestors
+from zerograph.ir.step_graph import placeholders
 from zerograph.ops.tree_sum import accumulate_in_tree
 
 aten = torch.ops.aten
@@ -180,7 +181,7 @@ class _Run:
         results = tuple(result.zero_() for result in loop.make_results(operands))
         result_causes: list[Cause | None] = [None] * len(results)
         body = loop.body.graph
-        result_nodes = _result_placeholders(body)
+        result_nodes = placeholders(body, "result")
         for micro_batch in range(loop.micro_batches):
             run = _Run(order=(*self.order, number, micro_batch), micro_batch=micro_batch)
             inputs = loop.inputs(operands, results, torch.tensor(micro_batch), micro_batch)
@@ -245,12 +246,6 @@ def _source(node: fx.Node) -> Role | str:
 
 def _first(causes: Sequence[Cause]) -> Cause:
     return min(causes, key=lambda cause: cause.order)
-
-
-def _result_placeholders(body: fx.Graph) -> list[fx.Node]:
-    """Return the placeholders of a loop's results."""
-    placeholders = body.find_nodes(op="placeholder")
-    return [node for node in placeholders if (node_role := role(node)) is not None and node_role.kind == "result"]
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, list[fx.Node]]:

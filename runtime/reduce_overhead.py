@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,9 +70,7 @@ def reduce_overhead(
     """
     rewritten = _Rewriter(graph, feeds)
     operators: dict[str, Any] = {}
-    rewritten.graph.on_generate_code(
-        lambda earlier: lambda body: _bind_operators(_yielding(body) if pauses else body, operators)
-    )
+    rewritten.graph.on_generate_code(lambda earlier: lambda body: _bind_operators(body, operators, pauses=pauses))
     module = fx.GraphModule(rewritten.attributes, rewritten.graph)
     for name, tensor in rewritten.tensors.items():
         # Not as a buffer: torch's modules look those up slowly.
@@ -149,7 +148,7 @@ class _Rewriter:
         # Not arguments of create_node(), which walks through them once more.
         _torch.set_arguments(copy, args, kwargs)
         if node.op == "get_attr":
-            self.attributes[str(node.target)] = _attribute(self._original, str(node.target))
+            self.attributes[str(node.target)] = attrgetter(str(node.target))(self._original)
         returned = _RETURNED_ARGUMENT.get(target)
         if returned is not None and _argument(node, returned) in self._constants:
             self._constants[node] = self._constants[_argument(node, returned)]
@@ -205,20 +204,11 @@ def _argument(node: fx.Node, place: int | str) -> fx.Node:
     return argument
 
 
-def _attribute(root: torch.nn.Module, path: str) -> Any:
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
+def _bind_operators(body: list[str], operators: dict[str, Any], *, pauses: bool) -> list[str]:
+    """Return lines of generated code that call operators by local names; add those to ``operators``.
 
-
-def _yielding(body: list[str]) -> list[str]:
-    """Return lines of generated code that yield the arguments of a pause."""
-    return [line.replace(_PAUSE, "(yield ") for line in body]
-
-
-def _bind_operators(body: list[str], operators: dict[str, Any]) -> list[str]:
-    """Return lines of generated code that call operators by local names; add those to ``operators``."""
+    With ``pauses`` the lines yield the arguments of a pause.
+    """
 
     def bind(match: re.Match[str]) -> str:
         namespace, packet, overload = match.groups()
@@ -229,5 +219,5 @@ def _bind_operators(body: list[str], operators: dict[str, Any]) -> list[str]:
         operators[local] = _torch.unwrapped(operator)
         return f"{local}("
 
-    lines = [_CALL.sub(bind, line) for line in body]
+    lines = [_CALL.sub(bind, line.replace(_PAUSE, "(yield ") if pauses else line) for line in body]
     return [*(f"{local} = self.{local}\n" for local in operators), *lines]

@@ -2,35 +2,40 @@
 
 A *store* is one bucket with its state. A parameter belongs to at most one store, which is an attribute of the
 parameter, so every graph that shares the module uses the same one. The parameters of an unsplit bucket are views of it;
-those of a split bucket are hidden (``parameters``).
+those of a split bucket are hidden (``parameters``). ``optimizer.state`` of an optimizer whose state stores hold is a
+:class:`StoredState`: whole and writable in ``full_parameters()``, an error elsewhere.
 """
 
 from __future__ import annotations
 
+import copy
 import enum
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zerograph.errors import InputError
-from zerograph.ir.buckets import Bucket
+from zerograph import _torch
+from zerograph.errors import InputError, SplitParameterError
+from zerograph.ir.buckets import Bucket, Parameter, plan_buckets
 from zerograph.ir.coded_state import decode_entry, encode_entry
 from zerograph.ir.mesh import local_part, local_shape
-from zerograph.ir.sbp import NdSbp, PartialSum
+from zerograph.ir.sbp import NdSbp, Split, broadcast, is_dtensor
 from zerograph.ir.slots import Slot, from_rows, to_rows
 from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.ops import blocks
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
-from zerograph.runtime.job.exchange import gather_whole, start_gather
-from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.job.exchange import broadcast_from_first, gather_whole, start_gather
+from zerograph.runtime.job.process_group import Job, agree
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
-from zerograph.runtime.parameters import hide, show
+from zerograph.runtime.parameters import hide, parameters_of, show
 from zerograph.runtime.tensor_hash import hash_bits
 
 PlainState = dict[str, Tensor]
@@ -89,9 +94,9 @@ class Store:
         gather_buffer: memory for the whole bucket; ``flat`` is this rank's piece of it, and the other pieces are those
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
         accumulated: the sum of gradients that the next update uses; None: none were added up.
-        residuals: by mesh dimension, what this rank's codes of gradients have lacked; see :func:`residual`.
+        residuals: by mesh dimension, what this rank's codes of gradients have lacked; see ``feedback``.
         own_residual: the mesh dimension of the residual of gradients that no two ranks share; None: there is none.
-        received: the bucket as all ranks have it from gathers that send differences; see :func:`received`.
+        received: the bucket as all ranks have it from gathers that send differences; see ``feedback``.
         unsharded_bits: a hash of the whole values that parameters got, where ``received`` depends on them.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
     """
@@ -182,81 +187,6 @@ def accumulated(store: Store) -> Tensor:
     return store.accumulated
 
 
-def residual(store: Store, dim: int, sbp: NdSbp, dtype: torch.dtype) -> Tensor:
-    """Return this rank's residual of the reductions along a mesh dimension.
-
-    Before the first step that of each rank's own gradients has what a checkpoint held (:func:`set_residuals`), whatever
-    mesh that was of. Others are zeros.
-
-    Args:
-        sbp: the placement of the gradients that are coded.
-        dtype: dtype of the residual.
-    """
-    sizes = store.job.mesh.shape
-    is_own = all(isinstance(entry, PartialSum) for entry, size in zip(sbp, sizes, strict=False) if size > 1)
-    if is_own:
-        store.own_residual = dim
-    if dim not in store.residuals:
-        layout = store.layout
-        shape = local_shape(layout.shape, sbp, store.job.mesh)
-        store.residuals[dim] = new = torch.zeros(shape, dtype=dtype, device=layout.device)
-        for parameter, slot in store.slots():
-            for saved_dim, loaded in pending_residuals(parameter).items() if is_own else ():
-                del vars(parameter)[_LOADED_RESIDUALS][saved_dim]
-                if shape == layout.shape == (layout.padded,):
-                    new[slot.offset : slot.offset + slot.numel].copy_(loaded)
-    return store.residuals[dim]
-
-
-def received(store: Store, dtype: torch.dtype) -> Tensor:
-    """Return the bucket as all ranks have it from gathers that send differences.
-
-    Before the first gather it is what a checkpoint held, else the exact bucket: a collective then. So it is where the
-    step before computed with another dtype.
-
-    Args:
-        dtype: the dtype that the step computes with.
-    """
-    if store.received is None or store.received.dtype is not dtype:
-        layout = store.layout
-        whole = gather_whole(store.job, in_memory(store.flat).to(layout.device), layout.sbp).to(dtype)
-        store.received = whole[local_part(layout.shape, layout.gathered, store.job.mesh)].clone()
-        for parameter, slot in store.slots():
-            loaded = vars(parameter).get(_LOADED_RESIDUALS, {}).pop(RECEIVED, None)
-            if loaded is not None and store.received.shape == (layout.padded,):
-                store.received[slot.offset : slot.offset + slot.numel].copy_(loaded)
-    return store.received
-
-
-_LOADED_RESIDUALS = "_zerograph_residuals"
-# The key of received weights beside residuals, whose keys are mesh dimensions.
-RECEIVED = -1
-
-
-def pending_residuals(parameter: nn.Parameter) -> dict[int, Tensor]:
-    """Return this rank's residuals of a checkpoint, by mesh dimension, that no step has read yet."""
-    pending: dict[int, Tensor] = vars(parameter).get(_LOADED_RESIDUALS, {})
-    return {dim: tensor for dim, tensor in pending.items() if dim != RECEIVED}
-
-
-def set_residuals(parameters: Iterable[nn.Parameter], loaded: Mapping[int, dict[int, Tensor]]) -> None:
-    """Replace this rank's residuals of these parameters.
-
-    Args:
-        parameters: the parameters.
-        loaded: by ``id`` of a parameter, its parts of the residuals by mesh dimension, [numel], and under ``RECEIVED``
-            of the weights that all ranks have. Other residuals become 0, other weights are gathered.
-    """
-    for parameter in parameters:
-        vars(parameter).pop(_LOADED_RESIDUALS, None)
-        if id(parameter) in loaded:
-            vars(parameter)[_LOADED_RESIDUALS] = loaded[id(parameter)]
-        store = store_of(parameter)
-        if store is not None:
-            store.residuals.clear()
-            store.received = None
-
-
 def accumulated_gradients(store: Store) -> list[Tensor]:
     """Return the whole accumulated gradient of each parameter, views of one bucket. A collective where split."""
     layout = store.layout
@@ -337,11 +267,6 @@ def bind_parameters(store: Store) -> None:
             hide(parameter)
 
 
-def _gather(job: Job, layout: Bucket, shard: TensorOrExtent) -> Tensor:
-    """Return a whole bucket or state entry, in memory of its own. A collective where split."""
-    return gather_whole(job, in_memory(shard).to(layout.device), layout.sbp)
-
-
 def gather_parts(store: Store, indices: Sequence[int], name: str = "") -> Iterator[tuple[int, Tensor]]:
     """Yield the whole values of some parameters, by index, or of their parts of an entry. A collective where split.
 
@@ -352,13 +277,9 @@ def gather_parts(store: Store, indices: Sequence[int], name: str = "") -> Iterat
         # A step count that all parameters share.
         yield from ((index, in_memory(shard)) for index in indices)
         return
-    whole = _gather(store.job, layout, shard)
+    whole = gather_whole(store.job, in_memory(shard).to(layout.device), layout.sbp)
     for index in indices:
         yield index, _slot_part(whole, layout.slots[index])
-
-
-def _gather_all(store: Store, name: str = "") -> list[Tensor]:
-    return [part for _, part in gather_parts(store, range(len(store.parameters)), name)]
 
 
 def _slot_part(whole: Tensor, slot: Slot) -> Tensor:
@@ -367,7 +288,7 @@ def _slot_part(whole: Tensor, slot: Slot) -> Tensor:
 
 def plain_parameters(store: Store) -> list[Tensor]:
     """Return the whole value of each parameter, in memory of its own. A collective where split."""
-    return [part.clone() for part in _gather_all(store)]
+    return [part.clone() for _, part in gather_parts(store, range(len(store.parameters)))]
 
 
 def plain_states(store: Store) -> list[PlainState]:
@@ -376,8 +297,9 @@ def plain_states(store: Store) -> list[PlainState]:
     if store.fresh:
         return states
     for name, spec in store.specs.items():
-        for (_, slot), state, value in zip(store.slots(), states, _gather_all(store, name), strict=True):
-            state[name] = plain_entry(store, name, value, slot).to(spec.plain_dtype, copy=True)
+        for index, value in gather_parts(store, range(len(states)), name):
+            plain = plain_entry(store, name, value, store.layout.slots[index])
+            states[index][name] = plain.to(spec.plain_dtype, copy=True)
     return states
 
 
@@ -398,18 +320,13 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
         entry = store.state[name]
         if layout is not None and not store.fresh:
             values = [state.get(name) for state in states]
-            load_part(
-                store.job,
-                layout,
-                entry,
-                [
-                    value if value is None or spec.codec is None else encode_entry(_whole(value), spec.codec)
-                    for value in values
-                ],
-            )
+            if spec.codec is not None:
+                values = [None if value is None else encode_entry(_whole(value), spec.codec) for value in values]
+            load_part(store.job, layout, entry, values)
             continue
         if layout is not None and spec.codec is not None:
-            _overwrite(entry, initial_entry(store, name))
+            initial = initial_entry(store, name)
+            write(entry, initial) if isinstance(entry, Extent) else entry.copy_(initial)
             continue
         value = states[0][name] if layout is None and states[0] else initial_value(spec)
         if isinstance(entry, Extent):
@@ -448,13 +365,6 @@ def coded_entry(store: Store, name: str, value: Tensor) -> Tensor:
 
 def _whole(value: Any) -> Tensor:
     return value.whole() if isinstance(value, FileTensor) else torch.as_tensor(value)
-
-
-def _overwrite(target: TensorOrExtent, value: Tensor) -> None:
-    if isinstance(target, Extent):
-        write(target, value)
-    else:
-        target.copy_(value)
 
 
 def load_part(job: Job, layout: Bucket, target: TensorOrExtent, values: Sequence[Any]) -> None:
@@ -500,5 +410,461 @@ def extents(store: Store) -> dict[str, Extent]:
 
 def holds_state_of(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether stores, rather than the optimizer itself, hold some of the optimizer's state."""
-    stores = (store_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    return any(store is not None and store.optimizer is optimizer for store in stores)
+    return any(store.optimizer is optimizer for store in stores_of(parameters_of(optimizer)))
+
+
+# Which store holds a parameter, and where its tensors are. Values travel one bucket at a time, so about one bucket of
+# each kind is whole at once.
+
+
+def create_store(
+    job: Job,
+    layout: Bucket,
+    parameters: Sequence[nn.Parameter],
+    specs: Mapping[str, StateSpec],
+    layouts: Mapping[str, Bucket],
+    first_differs: bool,
+    optimizer: torch.optim.Optimizer | None,
+    extents: Extents,
+) -> Store:
+    """Move parameters, and their state in ``optimizer``, into a new store. A collective.
+
+    Plain parameters take rank 0's values. Other stores that hold some of the parameters lose them: a store that has
+    lost all is released, and optimizers other than ``optimizer`` get their state back. Takes memory for one whole
+    bucket, and for one whole source bucket, beside what is there already.
+
+    Args:
+        layout: the new bucket; the slots are those of ``parameters``, in order.
+        specs: the entries of the optimizer state.
+        layouts: by name the layout of each entry that is not 0-d.
+        first_differs: the first update is another program than later ones.
+        extents: where tensors go that are offloaded to files.
+
+    Raises:
+        OffloadError: a file could not be written.
+    """
+    sources = stores_of(parameters)
+    for source in sources:
+        if source.optimizer is not optimizer:
+            _return_state(source, parameters)
+    states = [_state_in(optimizer, parameter) for parameter in parameters]
+    with torch.no_grad():
+        whole = _gather_parameters(job, layout, parameters)
+        in_buffer = layout.storage.gather_buffer
+        shard = _view_of_part(job, layout, whole) if in_buffer else _own_part(job, layout, whole)
+        store = Store(
+            job,
+            layout,
+            tuple(parameters),
+            _stored(shard, extents.get("")),
+            specs=specs,
+            layouts=layouts,
+            fresh=not any(states),
+            first_differs=first_differs,
+            optimizer=optimizer,
+            gather_buffer=whole if in_buffer else None,
+        )
+        del whole, shard
+        for name, spec in specs.items():
+            store.state[name] = _create_entry(store, name, spec, states, extents.get(name))
+        for parameter in parameters:
+            parameter._zerograph_store = store  # type: ignore[attr-defined]
+            if optimizer is not None:
+                own_state(optimizer).pop(parameter, None)
+        if optimizer is not None:
+            guard_state(optimizer)
+        bind_parameters(store)
+        for source in sources:
+            if source.accumulated is not None:
+                values = dict(zip(map(id, source.parameters), accumulated_gradients(source), strict=True))
+                load_accumulated(store, [values.get(id(parameter)) for parameter in parameters])
+            _release_if_empty(source)
+    return store
+
+
+def _state_in(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
+    """Return the optimizer state of the parameter, by name: a tensor, or the store that holds it."""
+    store = store_of(parameter)
+    if store is not None and store.optimizer is optimizer and not store.fresh:
+        return dict.fromkeys(store.specs, store)
+    return {} if optimizer is None else own_state(optimizer).get(parameter, {})
+
+
+def _gather_parameters(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return a new whole bucket of the parameters, plain or in other stores. A collective."""
+    whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    for source in stores_of(parameters):
+        _copy_parts(whole, layout, parameters, source)
+    for parameter, slot in zip(parameters, layout.slots, strict=True):
+        if store_of(parameter) is None:
+            _write_slot(whole, layout, slot, parameter.detach())
+    if any((store := store_of(parameter)) is None or store.layout.is_whole for parameter in parameters):
+        broadcast_from_first(job, [whole])
+    return whole
+
+
+def _copy_parts(
+    whole: Tensor,
+    layout: Bucket,
+    parameters: Sequence[nn.Parameter],
+    source: Store,
+    name: str = "",
+    convert: Callable[[Tensor, nn.Parameter], Tensor] | None = None,
+) -> None:
+    """Copy parameters, or their parts of the state entry ``name``, from another store. A collective if that is split.
+
+    ``convert`` changes a part from the form that the source stores to that of ``layout``.
+
+    A function of its own: no part of one source stays alive while the next source is gathered.
+    """
+    slots = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
+    indices = [index for index, parameter in enumerate(source.parameters) if id(parameter) in slots]
+    for index, part in gather_parts(source, indices, name):
+        slot = slots[id(source.parameters[index])]
+        _write_slot(whole, layout, slot, part if convert is None else convert(part, source.parameters[index]))
+
+
+def _write_slot(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
+    # An optimizer's state of a global tensor is a global tensor too.
+    part = part.full_tensor() if is_dtensor(part) else part
+    whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot)
+
+
+def _create_entry(
+    store: Store, name: str, spec: StateSpec, states: Sequence[Mapping[str, Any]], extent: Extent | None
+) -> TensorOrExtent:
+    """Create one entry of a new store's state. A collective unless no parameter has one yet.
+
+    Args:
+        states: of each parameter, as :func:`_state_in` returns it.
+    """
+    layout = store.layouts.get(name)
+    if layout is None:
+        value = states[0][name] if states and name in states[0] else initial_value(spec)
+        value = in_memory(value.state[name]) if isinstance(value, Store) else value
+        return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
+    if not any(name in state for state in states):
+        if extent is not None and spec.codec is not None:
+            return _stored(initial_entry(store, name), extent)
+        if extent is not None:
+            folder = store.layout.storage.state
+            fill(extent, initial_value(spec), fast=folder is not None and folder.fast)
+            return extent
+        return initial_entry(store, name)
+    whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+    values = [state[name] for state in states]
+    for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
+        convert = functools.partial(_entry_from, store, name, source)
+        _copy_parts(whole, layout, store.parameters, source, name, convert)
+    for slot, value in zip(layout.slots, values, strict=True):
+        if not isinstance(value, Store):
+            plain = torch.as_tensor(value)
+            plain = plain.full_tensor() if is_dtensor(plain) else plain
+            _write_slot(whole, layout, slot, coded_entry(store, name, plain))
+    if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
+        broadcast_from_first(store.job, [whole])
+    return _stored(_own_part(store.job, layout, whole), extent)
+
+
+def _entry_from(store: Store, name: str, source: Store, part: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's entry of another store in the form that ``store`` keeps it in."""
+    if source.specs[name].codec == store.specs[name].codec:
+        return part
+    slot = next(slot for other, slot in source.slots() if other is parameter)
+    return coded_entry(store, name, plain_entry(source, name, part, slot))
+
+
+def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp: NdSbp) -> None:
+    """Create a provisional store for a parameter of which each rank holds a piece. Nothing is sent.
+
+    Args:
+        parameter: of the global shape; its data are dropped.
+        piece: this rank's slice along the split dimension.
+        sbp: split along one mesh dimension, broadcast along the others.
+    """
+    split_mesh_dim = next(dim for dim, placement in enumerate(sbp) if isinstance(placement, Split))
+    described = Parameter(name, tuple(parameter.shape), parameter.dtype, piece.device, None, sbp)
+    (layout,) = plan_buckets(
+        [described], mesh=job.mesh, zero_dims=(split_mesh_dim,), split=True, min_split_numel=0, bucket_bytes=None
+    )
+    shard = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=piece.dtype, device=piece.device)
+    shard[0, : piece.numel()] = piece.reshape(-1)
+    create_provisional_store(job, layout, parameter, shard)
+
+
+def provisional_layout(job: Job, parameter: Tensor) -> Bucket:
+    """Return the layout of a bucket of this parameter alone, split along the last mesh dimension."""
+    mesh = job.mesh
+    with _torch.plain_tensors():
+        ranks, numel = mesh.shape[-1], parameter.numel()
+        sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0))
+        slot = Slot("parameter", tuple(parameter.shape), 0, numel)
+        kind = parameter.dtype, parameter.device, sbp
+    return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, (mesh.dims - 1,))
+
+
+def create_provisional_store(job: Job, layout: Bucket, parameter: nn.Parameter, shard: Tensor) -> Store:
+    """Create a provisional store of one parameter and drop the parameter's data.
+
+    Args:
+        layout: a split bucket of this parameter alone.
+        shard: this rank's part of the bucket, [padded / ranks] or [1, padded / ranks].
+    """
+    store = Store(job, layout, (parameter,), shard, sharded_state=ShardedState.PROVISIONAL)
+    parameter._zerograph_store = store  # type: ignore[attr-defined]
+    bind_parameters(store)
+    return store
+
+
+def split_part(job: Job, layout: Bucket, value: Tensor) -> Tensor:
+    """Return this rank's part of a bucket of one parameter, from the whole value. No collective.
+
+    Args:
+        value: the parameter's value, equal on all ranks.
+    """
+    part = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=layout.dtype, device=layout.device)
+    load_part(job, layout, part, [value])
+    return part
+
+
+def move(store: Store, layout: Bucket, extents: Extents) -> Store:
+    """Move the store's tensors to where ``layout`` keeps them, into a new store. No collective.
+
+    Raises:
+        OffloadError: a file could not be read or written.
+    """
+    moved = replace(store, layout=layout)
+    before = store.layout.storage
+    if layout.storage.gather_buffer and not before.gather_buffer:
+        moved.gather_buffer = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
+        moved.flat = _view_of_part(store.job, layout, moved.gather_buffer).copy_(in_memory(store.flat))
+    elif (layout.storage.parameters, layout.storage.gather_buffer) != (before.parameters, before.gather_buffer):
+        moved.flat = _stored(_copy_home(in_memory(store.flat), layout), extents.get(""))
+        moved.gather_buffer = None
+    # The same dict: each entry is freed as it has moved, since a second copy of all may not fit.
+    moved.state = store.state
+    if layout.storage.state != before.state:
+        for name in store.layouts:
+            moved.state[name] = _stored(in_memory(store.state[name]), extents.get(name))
+    if store.accumulated is not None:
+        moved.accumulated = store.accumulated.to(layout.storage_device)
+    store.sharded_state = ShardedState.RELEASED
+    for parameter in store.parameters:
+        parameter._zerograph_store = moved  # type: ignore[attr-defined]
+    return moved
+
+
+def release(store: Store) -> None:
+    """Make the store's parameters plain, and return their state to the optimizer. A collective."""
+    _return_state(store, store.parameters)
+    indices = [index for index, parameter in enumerate(store.parameters) if store_of(parameter) is store]
+    for index, part in gather_parts(store, indices):
+        show(store.parameters[index], part.clone())
+        del store.parameters[index]._zerograph_store  # type: ignore[attr-defined]
+    _release_if_empty(store)
+
+
+def abandon(store: Store) -> None:
+    """Release the store without its values, parts of which are lost with their ranks. Parameters become plain zeros."""
+    for parameter, slot in store.slots():
+        if store_of(parameter) is store:
+            show(parameter, torch.zeros(slot.shape, dtype=store.layout.dtype, device=store.layout.device))
+            del parameter._zerograph_store  # type: ignore[attr-defined]
+    _release_if_empty(store)
+
+
+def _return_state(store: Store, parameters: Sequence[nn.Parameter]) -> None:
+    """Give the state of those of the parameters that are in the store back to its optimizer. A collective."""
+    if store.optimizer is None or store.fresh:
+        return
+    for parameter, state in zip(store.parameters, plain_states(store), strict=True):
+        if store_of(parameter) is store and any(parameter is other for other in parameters):
+            own_state(store.optimizer)[parameter] = state
+
+
+def _release_if_empty(store: Store) -> None:
+    """Release the store, and free its memory, if no parameter belongs to it any more."""
+    if not any(store_of(parameter) is store for parameter in store.parameters):
+        store.sharded_state = ShardedState.RELEASED
+        store.flat, store.gather_buffer, store.accumulated, store.state = torch.empty(0), None, None, {}
+        store.residuals, store.received = {}, None
+
+
+def _own_part(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
+    """Return this rank's part of a bucket, on the device where it is kept."""
+    return whole if layout.is_whole else _copy_home(_view_of_part(job, layout, whole), layout)
+
+
+def _view_of_part(job: Job, layout: Bucket, whole: Tensor) -> Tensor:
+    return whole[local_part(whole.shape, layout.sbp, job.mesh)]
+
+
+def _copy_home(shard: Tensor, layout: Bucket) -> Tensor:
+    """Copy the shard to the device where the layout keeps it."""
+    copy = shard.to(layout.storage_device, copy=True)
+    return copy.pin_memory() if layout.storage_device != layout.device and layout.storage.pinned else copy
+
+
+def _stored(value: Tensor, extent: Extent | None) -> TensorOrExtent:
+    """Write the tensor to its extent, if it has one, and return what holds it."""
+    if extent is None:
+        return value
+    write(extent, value)
+    return extent
+
+
+# ``optimizer.state`` while stores hold the state.
+
+
+class StoredState(MutableMapping[Any, Any]):
+    """The attribute ``state`` of an optimizer whose state is in stores.
+
+    Inside ``full_parameters()`` it is whole from the first access on, and may be written. Elsewhere an access is an
+    error while the stores have state; before the first update the mapping is empty, as that of a plain optimizer.
+
+    Attributes:
+        optimizer: the optimizer.
+        plain: the state that is in no store, by parameter.
+        whole: the state of all parameters, inside the block and after the first access; else None.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plain: MutableMapping[Any, Any]) -> None:
+        self.optimizer, self.plain = optimizer, plain
+        self.whole: defaultdict[Any, Any] | None = None
+        self._before: dict[str, str] = {}
+        self._job: Job | None = None
+
+    def open(self, job: Job) -> None:
+        """Let the state be read and written until :meth:`close`."""
+        self._job = job
+
+    def written(self) -> dict[str, str] | None:
+        """Return hashes of the whole state by name if it was read since :meth:`open`, else None."""
+        return None if self.whole is None else _hashes(self._numbered())
+
+    def changes(self) -> dict[int, dict[str, Any]] | None:
+        """Return the state as the block has left it, by number of the parameter, or None if nothing was changed."""
+        if self.whole is None or _hashes(self._numbered()) == self._before:
+            return None
+        return self._numbered()
+
+    def close(self) -> None:
+        """Drop the whole state."""
+        self.whole, self._job, self._before = None, None, {}
+
+    def _stores(self) -> list[Store]:
+        return [store for store in stores_of(parameters_of(self.optimizer)) if store.optimizer is self.optimizer]
+
+    def _numbered(self) -> dict[int, dict[str, Any]]:
+        assert self.whole is not None
+        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.optimizer))}
+        strange = [key for key in self.whole if id(key) not in numbers]
+        if strange:
+            raise SplitParameterError(
+                f"{type(self.optimizer).__name__}.state has an entry for {strange[0]!r:.60}, which is none of its "
+                "parameters: state of the optimizer as a whole cannot be kept in a graph"
+            )
+        return {numbers[id(key)]: dict(entries) for key, entries in self.whole.items() if entries}
+
+    def _entries(self, *, reads: bool = False) -> MutableMapping[Any, Any]:
+        stores = self._stores()
+        if not stores:
+            return self.plain
+        if self._job is not None:
+            if self.whole is None:
+                agree(self._job, f"reading {type(self.optimizer).__name__}.state", 0, dict)
+                self.whole = defaultdict(dict, {key: dict(entries) for key, entries in self.plain.items()})
+                for store in stores:
+                    states = zip(store.parameters, plain_states(store), strict=True)
+                    self.whole |= {p: state for p, state in states if state and store_of(p) is store}
+                self._before = _hashes(self._numbered())
+            return self.whole
+        if reads and all(store.fresh for store in stores):
+            return self.plain
+        raise SplitParameterError(
+            f"{type(self.optimizer).__name__}.state is read or changed, but a graph has the state in shards\n"
+            "Save it by state_dict() and change it by load_state_dict(), of the optimizer after zg.prepare() or of the "
+            "graph. Or use it inside 'with zg.full_parameters(model):' or 'with step.full_parameters():', on all ranks."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._entries()[key]
+
+    def copy(self) -> dict[Any, Any]:
+        """Return the state as a dictionary."""
+        return dict(self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of a parameter, or the default."""
+        return self._entries(reads=True).get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries(reads=True)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._entries()[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._entries()[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._entries(reads=True))
+
+    def __len__(self) -> int:
+        return len(self._entries(reads=True))
+
+    def __bool__(self) -> bool:
+        """Return whether there is state, in stores or not; torch's checkpoints ask before they call state_dict()."""
+        return bool(self.plain) or not all(store.fresh for store in self._stores())
+
+    def __repr__(self) -> str:
+        return f"<state of {type(self.optimizer).__name__} in a graph>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(self._entries(reads=True)))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(defaultdict(dict, self._entries(reads=True)), memo)
+
+
+def own_state(optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
+    """Return the state that the optimizer itself holds, by parameter: that which is in no store."""
+    state: Any = optimizer.state
+    return state.plain if isinstance(state, StoredState) else state
+
+
+def guard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make ``optimizer.state`` a :class:`StoredState`."""
+    if not isinstance(optimizer.state, StoredState):
+        optimizer.state = StoredState(optimizer, optimizer.state)  # type: ignore[assignment]
+
+
+def guarded_state(optimizer: torch.optim.Optimizer | None) -> StoredState | None:
+    """Return the mapping that stands for the optimizer's state in stores, or None."""
+    state = None if optimizer is None else optimizer.state
+    return state if isinstance(state, StoredState) else None
+
+
+def _hashes(states: Mapping[int, Mapping[str, Any]]) -> dict[str, str]:
+    """Return a hash of each entry by name."""
+    return {
+        f"state {name!r} of parameter {number}": text_of(value)
+        for number, entries in sorted(states.items())
+        for name, value in entries.items()
+    }
+
+
+# Elements of a tensor that a text shows.
+_MOST_SHOWN = 16
+
+
+def text_of(value: Any) -> str:
+    """Return text that is equal for equal values: of a tensor its shape, dtype, and values or a hash."""
+    if isinstance(value, Tensor):
+        content = f"bits {int(hash_bits(value)) % 2**64:#018x}" if value.numel() > _MOST_SHOWN else value.tolist()
+        return f"{tuple(value.shape)} {value.dtype} {content}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {text_of(entry)}" for key, entry in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str, bytes)) else type(value).__name__

@@ -43,7 +43,7 @@ from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.relayout import abandon
+from zerograph.runtime.state import abandon
 from zerograph.runtime.wire.selection import Transport, named_transport
 from zerograph.state import replicas
 from zerograph.state.nonfinite_error import nonfinite_error

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from benchmarks.contenders.tasks import Task
 from benchmarks.contenders.training import Trainer, adamw
-from zerograph.runtime.wire.cross_memory import bytes_read
+from zerograph.runtime.peer_memory.cross_memory import bytes_read
 
 
 class TrainStep(zg.ZeroGraph):

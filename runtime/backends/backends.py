@@ -27,12 +27,8 @@ def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
     A user's backend gets a copy of the graph without our metadata, and fake tensors of this rank's shapes.
     """
     compile_updates(graph)
-    if backend is eager:
-        return eager(graph, [])
-    if backend is inductor:
-        return eager(compile_pieces(graph), [])
-    if backend is cudagraph:
-        return as_cuda_graph(graph, compile_pieces(graph))
+    if backend in BACKENDS.values():
+        return backend(graph, [])
     return _compile_copy(backend, graph) if not any(loops(graph.graph)) else _compile_in_parts(backend, graph)
 
 

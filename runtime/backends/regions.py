@@ -6,18 +6,19 @@ are equal regions, so a deep model compiles as fast as a shallow one.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator
 from operator import getitem
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.layers import layers_of
 from zerograph.ir.memory import profile
 from zerograph.ir.metadata import origin
+from zerograph.ir.step_graph import tensors_of
 from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.runtime.backends.pieces import (
     FACTORIES,
@@ -176,12 +177,5 @@ def _may_join(node: fx.Node) -> bool:
         return False
     if origin(node).phase == "update" or target.name().startswith("aten::_fused_"):
         return False
-    return all(value.device.type != "cpu" or value.dim() for value in _tensors(node))
-
-
-def _tensors(node: fx.Node) -> Iterator[Tensor]:
-    for source in (node, *node.all_input_nodes):
-        value = source.meta.get("val")
-        yield from (
-            part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor)
-        )
+    values = itertools.chain.from_iterable(map(tensors_of, (node, *node.all_input_nodes)))
+    return all(value.device.type != "cpu" or value.dim() for value in values)

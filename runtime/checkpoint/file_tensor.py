@@ -29,7 +29,8 @@ BLOCK_BYTES = 2**25
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPES = {
+# By their names in safetensors files.
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -286,7 +287,7 @@ class OpenFile:
         """
         entry = self._file.get_slice(name)
         dtype, shape = entry.get_dtype(), entry.get_shape()
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} has the dtype {dtype}, which cannot be loaded")
 
         def read(low: int, high: int) -> Tensor:
@@ -296,7 +297,7 @@ class OpenFile:
                 raise CheckpointError(f"{self.path}: {name} cannot be read: {error}") from error
             return values
 
-        return FileTensor(shape, _DTYPES[dtype], read)
+        return FileTensor(shape, DTYPES[dtype], read)
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:

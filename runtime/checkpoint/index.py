@@ -23,6 +23,7 @@ import torch
 
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import disjoint
+from zerograph.runtime.checkpoint.file_tensor import DTYPES as IN_FILES
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 
 NAME = "index.json"
@@ -31,15 +32,7 @@ VERSION = 1
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 # Limits of a shape: torch has no larger tensors.
 _MOST_ELEMENTS, _MOST_DIMS = 2**60, 64
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-        *(torch.uint64, torch.uint32, torch.uint16, torch.complex64),
-        *(torch.float8_e4m3fn, torch.float8_e5m2),
-    )
-}
+DTYPES: Mapping[str, torch.dtype] = {str(dtype).removeprefix("torch."): dtype for dtype in IN_FILES.values()}
 
 
 @dataclass(frozen=True)

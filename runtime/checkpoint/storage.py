@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import hashlib
 import itertools
 import json
@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,12 +35,49 @@ from zerograph.runtime.checkpoint.remote import Folder, RemotePath
 _FILE_BYTES = 2**28
 # Of damaged files. safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
 _READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError)
+T = TypeVar("T")
 # The name of a tensor and one of its boxes.
 Box = tuple[str, Chunk]
 
 
+class _OfOneCheckpoint:
+    """Methods of torch's protocols for an object that serves one checkpoint and changes no plan."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Return the plans as they are."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True: the folder was checked before."""
+        return True
+
+
+def _notes_interrupts(method: Callable[..., T]) -> Callable[..., T]:
+    """Return the method of a :class:`Writer`, which notes an interrupt inside."""
+
+    @functools.wraps(method)
+    def noting(self: Writer, *args: Any, **kwargs: Any) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            self.interrupted = error
+            raise
+
+    return noting
+
+
 @dataclass
-class Writer(StorageWriter):
+class Writer(_OfOneCheckpoint, StorageWriter):
     """Write a rank's boxes into ``folder/data``; the first rank then writes the index.
 
     Attributes:
@@ -61,37 +98,13 @@ class Writer(StorageWriter):
     written: Callable[[], None]
     interrupted: BaseException | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: an object serves one checkpoint."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Create the folder of this save's files."""
         (self.folder / self.data).mkdir(parents=True, exist_ok=True)
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
-
-    @contextlib.contextmanager
-    def _noting_interrupts(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException as error:
-            self.interrupted = error
-            raise
-
+    @_notes_interrupts
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's boxes, several to a file, and sync the files to disk."""
-        with self._noting_interrupts():
-            return self._write_data(plan, planner)
-
-    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         items: list[tuple[WriteItem, Tensor]] = []
         for item in plan.items:
@@ -122,12 +135,9 @@ class Writer(StorageWriter):
             results.append(WriteResult(item.index, tensor.nbytes, chunk))
         return results
 
+    @_notes_interrupts
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Check that all files are there, then write the index. Runs on the first rank."""
-        with self._noting_interrupts():
-            self._finish(metadata, results)
-
-    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         for result in itertools.chain.from_iterable(results):
             chunks[result.index.fqn].append(result.storage_data)
@@ -149,14 +159,9 @@ class Writer(StorageWriter):
         index.write(self.folder, contents)
         self.written()
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: the folder was checked before."""
-        return True
-
 
 @dataclass
-class Reader(StorageReader):
+class Reader(_OfOneCheckpoint, StorageReader):
     """Read boxes of a checkpoint. Each chunk that is read must have the SHA-256 of the index.
 
     Attributes:
@@ -177,9 +182,6 @@ class Reader(StorageReader):
             for chunk in entry.chunks:
                 self._bytes[chunk.file] += math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: an object serves one checkpoint."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return no metadata: the planner asks for those of the tensors that it loads."""
         return Metadata({})
@@ -194,14 +196,6 @@ class Reader(StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the index has been read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read each box once and copy its parts to where the planner puts them."""
@@ -323,11 +317,6 @@ class Reader(StorageReader):
         for (_, chunk), tensor in self.read((name, chunk) for chunk in entry.chunks):
             whole[_slices(chunk.offsets, chunk.sizes)] = tensor
         return whole
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: the folder was checked before."""
-        return True
 
 
 def _open(path: Path, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.ir.sbp import NdSbp, Split
-from zerograph.runtime.job.messages import hang_up
+from zerograph.runtime.job.channel import hang_up
 from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.wire import collectives, direct
 
@@ -52,7 +52,7 @@ def broadcast_when_ready(job: Job, number: int, doing: str) -> tuple[int, BaseEx
     options = dist.BroadcastOptions()
     options.timeout = _UNLIMITED
     with explaining_failures(job, doing):
-        work = job.control.broadcast([shared], options)
+        work = job.channel.group.broadcast([shared], options)
         began = asked = time.monotonic()
         while not work.is_completed():
             try:
@@ -62,7 +62,7 @@ def broadcast_when_ready(job: Job, number: int, doing: str) -> tuple[int, BaseEx
                     _check_first(job)
                     asked = now
             except Exception:
-                hang_up(job.control)
+                hang_up(job.channel.group)
                 raise
             except BaseException as error:
                 if interrupt is not None:
@@ -91,7 +91,7 @@ def broadcast_small(job: Job, tensors: Sequence[Tensor], name: str) -> None:
         return
     with explaining_failures(job, f"taking over rank 0's {name}"):
         for tensor in tensors:
-            dist.broadcast(tensor, group_src=0, group=job.control)
+            dist.broadcast(tensor, group_src=0, group=job.channel.group)
 
 
 def gather_whole(job: Job, part: Tensor, sbp: NdSbp) -> Tensor:
@@ -136,7 +136,7 @@ def _start_along(job: Job, part: Tensor, dim: int, placement: Split) -> Callable
     with explaining_failures(job, _GATHERING):
         if over_gloo:
             # Finds out which ranks share a host.
-            direct.host_groups(job)
+            direct.hosts(job)
         pieces = start(part.contiguous().unsqueeze(0), job.mesh.shape[dim], job.mesh.groups[dim])
 
     def finish() -> Tensor:

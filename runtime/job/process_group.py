@@ -22,11 +22,11 @@ from zerograph import _torch
 from zerograph.errors import CommunicationError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job import fork
+from zerograph.runtime.job.channel import Channel, hang_up
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import did_not_meet, init_from_environment, versions
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
 from zerograph.runtime.job.liveness import Liveness, mark_reported, start_liveness
-from zerograph.runtime.job.messages import Notes, hang_up
 from zerograph.runtime.job.reports import Answers, name_ranks
 
 
@@ -41,8 +41,7 @@ class Job:
         groups: for each mesh dimension the process group of the ranks that differ from this one only there. The step's
             collectives use them, on the model's device.
         data: the group of all ranks, on the model's device.
-        control: the group of all ranks on CPU, over gloo, for exchanges outside the graph.
-        notes: the comparison before each step; over ``control`` until mailboxes are found.
+        channel: all ranks, for exchanges outside the graph, on the CPU.
         world: the default process group when the job was created.
         timeout: seconds until a collective without an answer is an error.
         liveness: this rank's part in finding out which rank has failed.
@@ -54,8 +53,7 @@ class Job:
     mesh: Mesh
     groups: tuple[dist.ProcessGroup, ...]
     data: dist.ProcessGroup
-    control: dist.ProcessGroup
-    notes: Notes
+    channel: Channel
     world: dist.ProcessGroup
     timeout: float
     liveness: Liveness
@@ -145,27 +143,24 @@ def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, li
     limit = timedelta(seconds=timeout)
     try:
         data = _group(None, limit, world)
-        control = new_group(timeout, _control_backend(data))
+        channel = Channel(new_group(timeout, _control_backend(data)))
         groups = (data,) if grid.dim() == 1 else _groups(grid, limit, world)
     except RuntimeError as error:
         raise CommunicationError(_lost_message(liveness, "creating process groups", timeout, error)) from error
-    notes = Notes(control)
     # Weak references: the threads of a destroyed group must end.
-    group_references = [weakref.ref(group) for group in (data, control, *groups)]
-    notes_reference, hang_up_before = weakref.ref(notes), liveness.hang_up
+    group_references = [weakref.ref(group) for group in (data, channel.group, *groups)]
+    channel_reference, hang_up_before = weakref.ref(channel), liveness.hang_up
 
     def hang_up_all() -> None:
         hang_up_before()
-        if (open_notes := notes_reference()) is not None:
-            open_notes.hang_up()
+        if (open_channel := channel_reference()) is not None:
+            open_channel.hang_up()
         for group in group_references:
             hang_up(group())
 
     liveness.hang_up = hang_up_all
     mesh = Mesh(tuple(grid.shape), _position(grid), tuple(group.group_name for group in groups))
-    return Job(
-        liveness.rank, liveness.size, grid.tolist(), mesh, groups, data, control, notes, world, timeout, liveness
-    )
+    return Job(liveness.rank, liveness.size, grid.tolist(), mesh, groups, data, channel, world, timeout, liveness)
 
 
 def _control_backend(data: dist.ProcessGroup) -> str:
@@ -408,15 +403,17 @@ def agree(
     job.liveness.agreed += 1
     try:
         with explaining_failures(job, f"comparing notes before {doing}"):
-            equal, problems, everybody = job.notes.compare(number, problem is not None, sizes)
+            equal, problems, everybody = job.channel.compare(number, problem is not None, sizes)
             if equal and not problems:
                 if broke_off:
                     job.liveness.resume()
-                return _gather_sizes(job, sizes) if everybody is None else everybody
-            reports: list[Any] = [None] * job.size
+                if everybody is None:
+                    # Ranks whose numbers are equal have equally many.
+                    everybody = job.channel.gather(torch.tensor(sizes, dtype=torch.int64, device="cpu")).tolist()
+                return everybody
             problem_text = f"{type(problem).__name__}: {problem}".removesuffix(": ") if problem is not None else None
             named_facts = {} if problems else {BROKE_OFF: broke_off or "nowhere", DOING: doing, **facts()}
-            dist.all_gather_object(reports, (problem_text, named_facts), group=job.control)
+            reports = job.channel.share((problem_text, named_facts))
     except CommunicationError as error:
         # The user asked for the interrupt, whatever the other ranks do.
         if problem is not None and not isinstance(problem, Exception):
@@ -434,15 +431,6 @@ def agree(
     mismatch = RankMismatchError(first_difference(of_ranks, doing))
     mismatch.facts = of_ranks
     raise mismatch
-
-
-def _gather_sizes(job: Job, sizes: Sequence[int]) -> list[list[int]]:
-    """Return every rank's sizes. Ranks whose numbers are equal have equally many."""
-    own = torch.tensor(sizes, dtype=torch.int64, device="cpu")  # [sizes]
-    everybody = torch.empty(job.size * len(own), dtype=torch.int64, device="cpu")  # [ranks * sizes]
-    _torch.all_gather(everybody, own, job.control)
-    gathered: list[list[int]] = everybody.view(job.size, len(own)).tolist()
-    return gathered
 
 
 @contextlib.contextmanager

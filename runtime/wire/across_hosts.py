@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerograph.ops import blocks
 from zerograph.ops.blocks import Codec
-from zerograph.runtime.wire.direct import DirectExchange, SpanningGroup
+from zerograph.runtime.wire.direct import SpanningGroup
 
 
 class Gather(dist.Work):
@@ -35,11 +35,11 @@ class Gather(dist.Work):
             dict.fromkeys(hosts.other_hosts(), mine),
             {host: self._of(host)[local.rank] for host in hosts.other_hosts()},
         )
-        self._inside = DirectExchange(local, [mine] * len(own), own)
+        self._inside = local.exchange([mine] * len(own), own)
 
     def _of(self, host: int) -> list[Tensor]:
         """Return the pieces of a host's ranks."""
-        return [self._pieces[self._hosts.place(host, local)] for local in range(len(self._hosts.local.peers))]
+        return [self._pieces[self._hosts.place(host, local)] for local in range(self._hosts.local.size)]
 
     def wait(self, timeout: object = None) -> bool:
         """Return when all pieces are here. ``timeout`` is ignored: the limits of group and peers hold."""
@@ -49,7 +49,7 @@ class Gather(dist.Work):
         for host in sorted(self._hosts.other_hosts()):
             pieces = self._of(host)
             mine = pieces[self._hosts.local.rank]
-            exchanges.append(DirectExchange(self._hosts.local, [mine] * len(pieces), pieces))
+            exchanges.append(self._hosts.local.exchange([mine] * len(pieces), pieces))
         for exchange in exchanges:
             exchange.wait()
         return True
@@ -67,7 +67,7 @@ class Reduction(dist.Work):
     def __init__(self, hosts: SpanningGroup, whole: Tensor, total: Tensor, codec: Codec | None = None) -> None:
         super().__init__()
         self._total, self._codec, local = total.view(-1), codec, hosts.local
-        pieces = whole.view(-1).chunk(hosts.hosts * len(local.peers))
+        pieces = whole.view(-1).chunk(hosts.hosts * local.size)
         others = hosts.other_hosts()
         # This host's part of the sums of other hosts' ranks, and theirs of this rank's sum.
         self._outgoing = dict(zip(others, whole.new_empty((len(others), len(self._total))), strict=True))
@@ -78,9 +78,9 @@ class Reduction(dist.Work):
         sums = self._outgoing | {hosts.host: self._incoming[hosts.host]}
         exchanges = []
         for host in range(hosts.hosts):
-            sent = [pieces[hosts.place(host, place)] for place in range(len(local.peers))]
+            sent = [pieces[hosts.place(host, place)] for place in range(local.size)]
             sums[host].copy_(sent[local.rank])
-            exchanges.append(DirectExchange(local, sent, [sums[host]] * len(sent), adds=True))
+            exchanges.append(local.exchange(sent, [sums[host]] * len(sent), adds=True))
         for exchange in exchanges:
             exchange.wait()
         if codec is not None:
@@ -110,9 +110,9 @@ class Sum(dist.Work):
     def __init__(self, hosts: SpanningGroup, total: Tensor) -> None:
         super().__init__()
         self._hosts, local = hosts, hosts.local
-        self._pieces = total.tensor_split(len(local.peers))
+        self._pieces = total.tensor_split(local.size)
         self._own = self._pieces[local.rank]
-        inside = DirectExchange(local, self._pieces, [self._own] * len(self._pieces), adds=True)
+        inside = local.exchange(self._pieces, [self._own] * len(self._pieces), adds=True)
         inside.wait()
         others = hosts.other_hosts()
         self._parts = {host: self._own.new_empty(self._own.shape) for host in others}
@@ -124,8 +124,7 @@ class Sum(dist.Work):
         """Return when the sum is complete. ``timeout`` is ignored: the limits of group and peers hold."""
         _wait(self._works)
         _add_in_order(self._own, self._parts)
-        local = self._hosts.local
-        return DirectExchange(local, [self._own] * len(self._pieces), self._pieces).wait()
+        return self._hosts.local.exchange([self._own] * len(self._pieces), self._pieces).wait()
 
 
 def swap(hosts: SpanningGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:

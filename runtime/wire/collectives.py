@@ -2,14 +2,15 @@
 
 Each operator starts its exchange and returns at once; ``_c10d_functional.wait_tensor`` waits for it, as for torch's own
 collectives. The memory that an exchange sends stays alive until then; a gather or a sum sends from its result. Ranks of
-one host read each other's memory (``direct``); others send and receive over gloo. Where each host has several ranks,
-an exchange has two hops (``across_hosts``).
+one host use its transport (``direct``), if it has one; others send and receive over gloo. Where each host has several
+ranks, an exchange has two hops (``across_hosts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from zerograph.ops import blocks
 from zerograph.ops.blocks import Code, Codec
 from zerograph.ops.rows import library as rows_library
 from zerograph.runtime.wire import across_hosts, direct
-from zerograph.runtime.wire.direct import DirectExchange, HostGroup
-from zerograph.runtime.wire.peer import INLINE
+
+if TYPE_CHECKING:
+    from zerograph.runtime.peer_memory.exchange import HostGroup
 
 _SMALL = SMALL_SUM
 # Time between two checks on the other ranks while this one waits for gloo.
@@ -53,10 +55,6 @@ def _gather_into(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> 
         _torch.register_works(buffer, [across_hosts.Gather(hosts, pieces)])
     else:
         _exchange(buffer, [own] * ranks, pieces, group_name)
-    return buffer
-
-
-def _gather_into_fake(shard: Tensor, buffer: Tensor, ranks: int, group_name: str) -> Tensor:
     return buffer
 
 
@@ -167,17 +165,13 @@ def _sum_ranks(part: Tensor, ranks: int, group_name: str) -> Tensor:
     return _sum_ranks_(part.clone(), ranks, group_name)
 
 
-def _sum_ranks_fake(part: Tensor, ranks: int, group_name: str) -> Tensor:
-    return torch.empty_like(part)
-
-
 def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
     """Start an all-reduce by sum in the memory of the contiguous tensor."""
     group = _torch.process_group(group_name)
     host_group, hosts = direct.host_group(group), direct.spanning_group(group)
     if hosts is not None and total.nbytes > _SMALL:
         work: dist.Work = across_hosts.Sum(hosts, total.view(-1))
-    elif host_group is not None and total.nbytes <= INLINE:
+    elif host_group is not None and total.nbytes <= host_group.inline:
         work = _SumOfAll(host_group, total)
     elif host_group is not None and total.nbytes > _SMALL:
         work = _SumOfPieces(host_group, total.view(-1))
@@ -186,10 +180,6 @@ def _sum_ranks_(total: Tensor, ranks: int, group_name: str) -> Tensor:
         assert all_reduce is not None
         work = all_reduce if host_group is None else _CheckedWork(host_group, all_reduce)
     _torch.register_works(total, [work])
-    return total
-
-
-def _sum_ranks_in_place_fake(total: Tensor, ranks: int, group_name: str) -> Tensor:
     return total
 
 
@@ -202,7 +192,7 @@ def _exchange(result: Tensor, outgoing: Sequence[Tensor], incoming: Sequence[Ten
     """
     group = _torch.process_group(group_name)
     if (host_group := direct.host_group(group)) is not None:
-        _torch.register_works(result, [DirectExchange(host_group, outgoing, incoming)])
+        _torch.register_works(result, [host_group.exchange(outgoing, incoming)])
         return
     rank, ranks = group.rank(), group.size()
     works: list[dist.Work | None] = []
@@ -222,8 +212,8 @@ class _SumOfAll(dist.Work):
     def __init__(self, host_group: HostGroup, total: Tensor) -> None:
         super().__init__()
         self._rank, self._total = host_group.rank, total
-        self._parts = list(total.new_empty((len(host_group.peers), *total.shape)))  # [ranks][*shape]
-        self._exchange = DirectExchange(host_group, [total] * len(host_group.peers), self._parts)
+        self._parts = list(total.new_empty((host_group.size, *total.shape)))  # [ranks][*shape]
+        self._exchange = host_group.exchange([total] * host_group.size, self._parts)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete."""
@@ -240,13 +230,13 @@ class _SumOfPieces(dist.Work):
 
     def __init__(self, host_group: HostGroup, total: Tensor) -> None:
         super().__init__()
-        self._host_group, self._pieces = host_group, total.tensor_split(len(host_group.peers))
-        self._own = [self._pieces[host_group.rank]] * len(host_group.peers)
-        self._reduction = DirectExchange(host_group, self._pieces, self._own, adds=True)
+        self._host_group, self._pieces = host_group, total.tensor_split(host_group.size)
+        self._own = [self._pieces[host_group.rank]] * host_group.size
+        self._reduction = host_group.exchange(self._pieces, self._own, adds=True)
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the sum is complete and the others have read this rank's piece."""
-        return self._reduction.wait() and DirectExchange(self._host_group, self._own, self._pieces).wait()
+        return self._reduction.wait() and self._host_group.exchange(self._own, self._pieces).wait()
 
 
 class _CheckedWork(dist.Work):
@@ -265,8 +255,7 @@ class _CheckedWork(dist.Work):
                 if self._work.is_completed():
                     # It failed, or it completed a moment later after all.
                     return self._work.wait()
-            for _, peer in self._host_group.others():
-                peer.check_going_on()
+            self._host_group.check_going_on()
 
 
 def _define(
@@ -286,12 +275,16 @@ for _device in ("CPU", "CUDA"):
     rows_library.impl("shift_rows", _shift_rows, _device)
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
-    "gather_into", _gather_into, _gather_into_fake, takes="Tensor shard, Tensor(a!) buffer", returns="Tensor(a!)"
+    "gather_into",
+    _gather_into,
+    lambda shard, buffer, *_: buffer,
+    takes="Tensor shard, Tensor(a!) buffer",
+    returns="Tensor(a!)",
 )
 exchange_pieces = _define("exchange_pieces", _exchange_pieces, _exchange_pieces_fake)
 reduce_pieces = _define("reduce_pieces", _reduce_pieces, _reduce_pieces_fake)
 reduce_coded = _define(
     "reduce_coded", _reduce_coded, _reduce_coded_fake, takes=f"Tensor x, {blocks.CODEC}, ScalarType dtype"
 )
-sum_ranks = _define("sum_ranks", _sum_ranks, _sum_ranks_fake)
-sum_ranks_ = _define("sum_ranks_", _sum_ranks_, _sum_ranks_in_place_fake, takes="Tensor(a!) x", returns="Tensor(a!)")
+sum_ranks = _define("sum_ranks", _sum_ranks, lambda part, *_: torch.empty_like(part))
+sum_ranks_ = _define("sum_ranks_", _sum_ranks_, lambda total, *_: total, takes="Tensor(a!) x", returns="Tensor(a!)")

@@ -80,53 +80,27 @@ def transport_of(job: Job) -> Transport:
 def named_transport(name: str, mesh: Mesh) -> Transport:
     """Return the transport of that name between the ranks of a mesh; see :meth:`zerograph.ZeroGraph.prepare`.
 
-    Raises:
-        ConfigError: there is no such transport, or not on this mesh.
-    """
-    return Transport(exchanges_of(name), hosts_of(name, mesh))
-
-
-def exchanges_of(transport: str) -> Mapping[str, OpOverload]:
-    """Return the exchanges that replace torch's collectives over a transport.
-
     The transports are ``"torch"``; ``"gloo"``; ``"host"``, gloo where all ranks read each other's memory; and
     ``"hosts"``, gloo where each of two hosts has several ranks, which read each other's memory, or ``"hosts:3"``.
 
     Raises:
-        ConfigError: there is no such transport.
+        ConfigError: there is no such transport, or not on this mesh: that many hosts cannot have several ranks each,
+            equally many.
     """
-    transports: dict[str, Mapping[str, OpOverload]] = {
-        "torch": {},
-        "gloo": _ALWAYS,
-        "host": _ALWAYS | _DIRECT | _MEASURED,
-        "hosts": _ALWAYS | _DIRECT | _ACROSS_HOSTS,
+    transports = {
+        "torch": Transport({}),
+        "gloo": Transport(_ALWAYS, hosts_of_equal_size(mesh.size, 1)),
+        "host": Transport(_ALWAYS | _DIRECT | _MEASURED, hosts_of_equal_size(mesh.size, mesh.size)),
     }
-    kind = transport.partition(":")[0] if _hosts_in(transport) else transport
-    if kind not in transports:
-        raise ConfigError(f"there is no transport {transport!r:.60}: choose {', '.join(transports)}, or hosts:3")
-    return transports[kind]
-
-
-def hosts_of(transport: str, mesh: Mesh) -> HostLayout | None:
-    """Return the hosts of a mesh's ranks over a transport, numbered host by host; None: unknown.
-
-    Raises:
-        ConfigError: that many hosts cannot have several ranks each, equally many.
-    """
-    if transport == "gloo":
-        return hosts_of_equal_size(mesh.size, 1)
-    if transport == "host":
-        return hosts_of_equal_size(mesh.size, mesh.size)
-    if (hosts := _hosts_in(transport)) is None:
-        return None
+    if name in transports:
+        return transports[name]
+    number = re.fullmatch(r"hosts(?::(\d{1,6}))?", name)
+    if number is None:
+        raise ConfigError(f"there is no transport {name!r:.60}: choose {', '.join(transports)}, hosts, or hosts:3")
+    hosts = int(number[1] or 2)
     if mesh.dims > 1 or mesh.size % hosts or not 1 < hosts < mesh.size:
-        raise ConfigError(f"transport {transport!r}: {mesh.shape} ranks are not several on each of {hosts} hosts")
-    return hosts_of_equal_size(mesh.size, mesh.size // hosts)
-
-
-def _hosts_in(transport: str) -> int | None:
-    number = re.fullmatch(r"hosts(?::(\d{1,6}))?", transport)
-    return None if number is None else int(number[1] or 2)
+        raise ConfigError(f"transport {name!r}: {mesh.shape} ranks are not several on each of {hosts} hosts")
+    return Transport(_ALWAYS | _DIRECT | _ACROSS_HOSTS, hosts_of_equal_size(mesh.size, mesh.size // hosts))
 
 
 def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
@@ -139,10 +113,11 @@ def select_exchanges(job: Job) -> Mapping[str, OpOverload]:
     """
     if job.size == 1 or any(group.name() != "gloo" for group in job.groups):
         return {}
+    hosts = direct.hosts(job)
     # All ranks' groups count: if hosts have differently shaped parts of the mesh, other ranks have other groups.
-    if direct.everywhere(job):
+    if hosts.everywhere:
         return _ALWAYS | _DIRECT | _MEASURED
-    if direct.spans(job):
+    if hosts.spanning is not None:
         return _ALWAYS | _DIRECT | _ACROSS_HOSTS
     return _ALWAYS | (_MEASURED if _exchange_is_faster(job) else {})
 
@@ -199,7 +174,7 @@ def _fastest(job: Job, run: Callable[[Tensor], Tensor], whole: Tensor) -> float:
     """Return the seconds of the fastest of some runs, after one that is not counted."""
     seconds = []
     for _ in range(1 + _REPETITIONS):
-        dist.barrier(job.control)
+        dist.barrier(job.channel.group)
         began = time.perf_counter()
         c10d.wait_tensor(run(whole))
         seconds.append(time.perf_counter() - began)

@@ -17,8 +17,9 @@ from tests.harness import LossStep, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.sbp import partial_sum
-from zerograph.runtime.state import in_memory, pending_residuals
-from zerograph.runtime.state import residual as residual_of
+from zerograph.runtime.feedback import pending_residuals
+from zerograph.runtime.feedback import residual as residual_of
+from zerograph.runtime.state import in_memory
 
 FEEDBACK = {"reduce": zg.wire("int4", feedback=True)}
 Residuals = list[list[Tensor]]

@@ -23,7 +23,7 @@ from tests.pool import Pool, RanksError
 from tests.scripts import run_script
 from zerograph.ir.buckets import VECTOR_BYTES
 from zerograph.ops.tree_sum import sum_in_tree
-from zerograph.runtime.optimizer_state import text_of
+from zerograph.runtime.state import text_of
 
 STEPS, SIZE = 3, 24
 STAGES = (0, 1, 2, 3)

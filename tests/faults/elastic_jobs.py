@@ -28,7 +28,7 @@ from zerograph.compiler.compiler import Compiler
 from zerograph.loops import elastic as loop
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job import elastic as generations
-from zerograph.runtime.job.messages import Notes
+from zerograph.runtime.job.channel import Channel
 
 EPOCHS, SAMPLES, BATCH = 2, 48, 8
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -39,7 +39,7 @@ PATIENCE = 240.0
 PLACES: Mapping[str, tuple[type, str]] = {
     "compilation": (Compiler, "compile"),
     "step": (Executor, "__call__"),
-    "comparison": (Notes, "compare"),
+    "comparison": (Channel, "compare"),
     "snapshot": (loop._Loop, "_snapshot"),
     "save": (zg.ZeroGraph, "save"),
     "exchange": (loop._Loop, "_exchange"),

@@ -17,9 +17,9 @@ import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.faults.survival_table import Tally
 from tests.models import TrainStep, adamw, batches, make, part
-from zerograph.runtime.job.messages import Notes
+from zerograph.runtime.job.channel import Channel
+from zerograph.runtime.peer_memory.peer import Peer
 from zerograph.runtime.wire import collectives
-from zerograph.runtime.wire.peer import Peer
 
 # Seconds until all know, for a machine that is busy with other tests; the timeout is longer, but for a stopped rank.
 SOON, TIMEOUT, SHORT_TIMEOUT = 15.0, 120.0, 6.0
@@ -109,10 +109,10 @@ def interrupt_comparison(wire: str) -> list[tuple[str, str]]:
         time.sleep(1.0)
     else:
         exchange = "_over_group" if wire == "sockets" else "_through_mailboxes"
-        call = getattr(Notes, exchange)
+        call = getattr(Channel, exchange)
 
         def interrupted(*args: Any) -> Any:
-            setattr(Notes, exchange, call)
+            setattr(Channel, exchange, call)
             # Its own note is sent: the other rank begins the step. Gloo lets no interrupt through while it waits.
             if wire == "memory":
                 args[0]._mailboxes[0].send_note(args[0]._number, args[1])
@@ -120,7 +120,7 @@ def interrupt_comparison(wire: str) -> list[tuple[str, str]]:
                 call(*args)
             raise KeyboardInterrupt
 
-        setattr(Notes, exchange, interrupted)
+        setattr(Channel, exchange, interrupted)
     found = []
     for _ in range(2):
         try:

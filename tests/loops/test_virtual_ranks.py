@@ -19,7 +19,7 @@ import zerograph as zg
 from tests.equivalence.test_virtual_ranks import Recurrent, Run, assert_equal, dropout, fused, masked_loss, mean_loss
 from tests.models import MODELS, adamw, batches, part
 from tests.pool import Pool, RanksError
-from zerograph.runtime.optimizer_state import text_of
+from zerograph.runtime.state import text_of
 
 SLICES, BATCH = 4, 8
 

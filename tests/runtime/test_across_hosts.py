@@ -18,6 +18,7 @@ from zerograph.ir.mesh import line
 from zerograph.ir.wire import wire
 from zerograph.ops import blocks
 from zerograph.planner.front import calibrate
+from zerograph.runtime import peer_memory
 from zerograph.runtime.job.process_group import join
 from zerograph.runtime.wire import collectives, direct, selection
 
@@ -26,8 +27,8 @@ c10d = torch.ops._c10d_functional
 
 def on_host(hosts: str) -> Any:
     """Let each rank be on the host that a letter names."""
-    host = direct._host
-    return patch.object(direct, "_host", lambda: f"{host()} {hosts[dist.get_rank()]}")
+    host = peer_memory.host
+    return patch.object(peer_memory, "host", lambda: f"{host()} {hosts[dist.get_rank()]}")
 
 
 def mine(size: int, dtype: torch.dtype, rank: int) -> Tensor:
@@ -38,7 +39,7 @@ def moved(hosts: str, size: int, dtype: torch.dtype) -> tuple[list[bool], list[i
     """Which exchanges are right, and the bytes that this rank sends over gloo in each."""
     with on_host(hosts):
         job = join(60.0)
-        assert direct.spans(job)
+        assert direct.hosts(job).spanning is not None
     assert selection.select_exchanges(job)["reduce-scatter, summed"] is collectives.reduce_pieces
     group, rank, ranks = job.mesh.groups[0], job.rank, job.size
     everybody = [mine(size * ranks, dtype, other) for other in range(ranks)]
@@ -84,7 +85,7 @@ def reduced_in_code(hosts: str, dtype: torch.dtype) -> tuple[bool, int]:
     """Return whether a coded sum is that of the codes of the hosts' sums, and the bytes that this rank sends."""
     with on_host(hosts):
         job = join(60.0)
-        assert direct.spans(job)
+        assert direct.hosts(job).spanning is not None
     group, rank, ranks = job.mesh.groups[0], job.rank, job.size
     draw = lambda other: torch.randn(ranks * PIECE, generator=torch.Generator().manual_seed(other)).to(dtype)  # noqa: E731
     sums = [sum(draw(other).float() for other in range(ranks) if hosts[other] == host) for host in sorted(set(hosts))]
@@ -154,7 +155,7 @@ def test_a_step_prepared_for_three_hosts_lists_what_leaves_them() -> None:
 
 def spans(hosts: str) -> bool:
     with on_host(hosts):
-        return direct.spans(join(60.0))
+        return direct.hosts(join(60.0)).spanning is not None
 
 
 @pytest.mark.parametrize("hosts", ["abab", "aaab", "aaaa", "abcd"])
@@ -166,7 +167,7 @@ def summed_twice(hosts: str) -> bool:
     """Return whether a reduction and a sum of the same numbers have the same bits."""
     with on_host(hosts):
         job = join(60.0)
-        assert direct.spans(job)
+        assert direct.hosts(job).spanning is not None
     group, rank, ranks = job.mesh.groups[0], job.rank, job.size
     # Sums of three hosts depend on the order.
     whole = torch.randn(ranks * 1000, generator=torch.Generator().manual_seed(rank))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +20,12 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.ir.sbp import Split
+from zerograph.runtime import peer_memory
 from zerograph.runtime.job.exchange import start_gather
 from zerograph.runtime.job.process_group import Job, join
-from zerograph.runtime.wire import collectives, cross_memory, direct, selection
-from zerograph.runtime.wire.cross_memory import bytes_read
+from zerograph.runtime.peer_memory import cross_memory
+from zerograph.runtime.peer_memory.cross_memory import bytes_read
+from zerograph.runtime.wire import collectives, direct, selection
 
 c10d = torch.ops._c10d_functional
 
@@ -32,7 +36,7 @@ MANY = 300
 def connected(timeout: float = 60.0) -> tuple[Job, str]:
     """A job whose ranks read each other's memory, and the name of its group."""
     job = join(timeout)
-    assert direct.host_groups(job) != (None,), "this machine's ranks cannot read each other's memory"
+    assert direct.hosts(job).groups != (None,), "this machine's ranks cannot read each other's memory"
     return job, job.mesh.groups[0]
 
 
@@ -79,7 +83,7 @@ def test_ranks_sum_in_each_others_memory(pool: Pool, ranks: int, shape: tuple[in
 
 
 def kept(job: Job) -> int:
-    (group,) = direct.host_groups(job)
+    (group,) = direct.hosts(job).groups
     assert group is not None
     return sum(len(peer._kept) for _, peer in group.others())
 
@@ -118,7 +122,7 @@ def gathered_outside_of_steps(sockets: bool) -> tuple[bool, int]:
     """Gather parts that are split along each dimension, all in flight at once; return bytes received through memory."""
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": "sockets"} if sockets else {}):
         job = join(52.0 + sockets)
-        direct.host_groups(job)
+        direct.hosts(job)
         before = bytes_read()
         shapes, dims = [(3,), (40, 50), (7, 5), (0, 4)], [0, 1, 0, 0]
         started = [
@@ -159,7 +163,7 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
             losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
             read = bytes_read() - before
             job = join(timeout)
-            assert (direct.host_groups(job) == (None,)) == sockets
+            assert (direct.hosts(job).groups == (None,)) == sockets
             planned = sum(one.bytes for one in step.collectives())
             state = step.state_dict()["modules"]["model"]
             results.append(([*losses, *state.values()], 3 * planned, read, 0 if sockets else kept(job)))
@@ -214,13 +218,13 @@ def on_hosts(hosts: str) -> list[Any]:
     """
     grid = zg.placement("cpu", ranks=[[0, 1], [2, 3]] if len(hosts) == 4 else [0, 1, 2])
     mine = hosts[zg.rank()].strip()
-    with patch.object(direct, "_host", lambda: mine):
+    with patch.object(peer_memory, "host", lambda: mine):
         model = make("mlp")
         step = TrainStep(model, adamw(model), 2, placement=grid, timeout=40.0, backend="eager")
         losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
         job = join(40.0, grid)
-    assert not job.notes._mailboxes
-    answers = [job.notes.compare(7 + (job.rank == odd), job.rank == odd)[:2] for odd in range(-1, job.size)]
+    assert not job.channel._mailboxes
+    answers = [job.channel.compare(7 + (job.rank == odd), job.rank == odd)[:2] for odd in range(-1, job.size)]
     assert answers == [(True, False), *[(False, True)] * job.size]
     return [*losses, *step.state_dict()["modules"]["model"].values()]
 
@@ -257,7 +261,7 @@ def over_sockets_where(what: str, error: BaseException | None) -> tuple[bool, li
             step = TrainStep(model, adamw(model), 2, backend="eager", timeout=timeout)
             (data,) = batches("mlp", 1)
             loss = float(step(*map(part, data)))
-            return direct.host_groups(join(timeout)) == (None,), lines, loss
+            return direct.hosts(join(timeout)).groups == (None,), lines, loss
     finally:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -278,6 +282,31 @@ def test_ranks_that_may_not_read_and_write_use_sockets_and_say_why(
     for rank, (sockets, lines, _) in enumerate(found):
         assert sockets
         assert any(f"over sockets, not through memory: rank {1 - rank}" in line and said in line for line in lines)
+
+
+def without_the_folder() -> tuple[bool, list[float]]:
+    """Return whether ranks have no transport of their own, and the losses of some steps."""
+    with patch.dict(sys.modules, {"zerograph.runtime.peer_memory": None}):
+        model = make("mlp")
+        step = TrainStep(model, adamw(model), 2, backend="eager", timeout=63.0)
+        losses = [float(step(*map(part, data))) for data in batches("mlp", 3)]
+        return direct.hosts(join(63.0)).groups == (None,), losses
+
+
+def test_the_transport_is_a_folder_that_can_be_removed(pool: Pool) -> None:
+    model = make("mlp")
+    losses = list(map(float, train_plainly(model, adamw(model), batches("mlp", 3))))
+    for sockets, found in pool.run(2, without_the_folder):
+        assert sockets
+        assert found == pytest.approx(losses, rel=1e-5)
+    folder = Path(peer_memory.__file__).parent
+    importers = {
+        path.relative_to(folder.parent).as_posix()
+        for path in folder.parent.rglob("*.py")
+        if path.parent != folder and re.search(r"^( *)(from|import) .*peer_memory", path.read_text(), re.M)
+    }
+    # The latter only for types.
+    assert importers == {"wire/direct.py", "wire/collectives.py"}
 
 
 def in_a_new_world(store: str) -> tuple[bool, int, bool]:
@@ -302,7 +331,7 @@ def test_a_group_named_as_one_of_a_destroyed_world_does_not_use_its_mailboxes(po
 
 def asked_for(value: str) -> str:
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": value}), pytest.raises(zg.ConfigError) as caught:
-        direct.host_groups(join(62.0))
+        direct.hosts(join(62.0))
     return str(caught.value)
 
 
@@ -321,8 +350,8 @@ def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: s
 
 def hosts_of(size: int) -> Any:
     """Pretend that each ``size`` neighbouring ranks have a host of their own; 0: keep the real host."""
-    name = direct._host()
-    return patch.object(direct, "_host", lambda: f"{name} {int(os.environ['RANK']) // size}" if size else name)
+    name = peer_memory.host()
+    return patch.object(peer_memory, "host", lambda: f"{name} {int(os.environ['RANK']) // size}" if size else name)
 
 
 def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
@@ -330,19 +359,19 @@ def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
     rank = torch.distributed.get_rank()
     with patch.dict(os.environ, {"RANK": str(rank)}), hosts_of(host):
         job = join(timeout)
-        direct.host_groups(job)
+        direct.hosts(job)
     last = job.size - 1
-    assert len(job.notes._mailboxes) == (host or job.size) - 1
-    equal = [job.notes.compare(number, False)[:2] for number in range(MANY)]
-    different = [job.notes.compare(7 + (rank == one), False)[:2] for one in range(job.size)]
-    flagged = [job.notes.compare(7, rank == one)[:2] for one in range(job.size)]
+    assert len(job.channel._mailboxes) == (host or job.size) - 1
+    equal = [job.channel.compare(number, False)[:2] for number in range(MANY)]
+    different = [job.channel.compare(7 + (rank == one), False)[:2] for one in range(job.size)]
+    flagged = [job.channel.compare(7, rank == one)[:2] for one in range(job.size)]
     assert set(equal) == {(True, False)}
     assert set(different) == {(False, False)}
     assert set(flagged) == {(True, True)}
-    gathered = job.notes.compare(7, False, [rank, 5 * rank])[2]
+    gathered = job.channel.compare(7, False, [rank, 5 * rank])[2]
     assert gathered == [[one, 5 * one] for one in range(job.size)]
-    assert job.notes.compare(7, False, range(9))[2] is None
-    return [job.notes.compare(-5 if rank == last else 2**62, rank == 0)[:2], job.notes.compare(-(2**63), False)[:2]]
+    assert job.channel.compare(7, False, range(9))[2] is None
+    return [job.channel.compare(-5 if rank == last else 2**62, rank == 0)[:2], job.channel.compare(-(2**63), False)[:2]]
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(2, 0), (3, 0), (4, 2)])
@@ -354,13 +383,13 @@ def test_ranks_compare_notes_through_mailboxes(pool: Pool, ranks: int, host: int
 def hung_up() -> tuple[str, str]:
     """Return the errors of two comparisons after rank 1 has hung up."""
     job = join(72.5)
-    direct.host_groups(job)
+    direct.hosts(job)
     if job.rank == 1:
-        job.notes.hang_up()
+        job.channel.hang_up()
     told = []
     for _ in range(2):
         with pytest.raises(RuntimeError, match="hung up") as caught:
-            job.notes.compare(7, False)
+            job.channel.compare(7, False)
         told.append(str(caught.value))
     return told[0], told[1]
 

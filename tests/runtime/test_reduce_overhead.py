@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.pool import Pool
-from zerograph.runtime.job.messages import Notes
+from zerograph.runtime.job.channel import Channel
 from zerograph.runtime.reduce_overhead import reduce_overhead
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def test_each_step_returns_a_new_tensor(graph: fx.GraphModule) -> None:
 
 def compare(different: int, flagged: int) -> tuple[bool, bool]:
     rank = dist.get_rank()
-    return Notes(dist.new_group(backend="gloo")).compare(-5 if rank == different else 2**62, rank == flagged)[:2]
+    return Channel(dist.new_group(backend="gloo")).compare(-5 if rank == different else 2**62, rank == flagged)[:2]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -62,8 +62,7 @@ from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest, reporting_failures
-from zerograph.runtime.relayout import create_store, move, release
-from zerograph.runtime.state import Extents, Store, store_of, stores_of
+from zerograph.runtime.state import Extents, Store, create_store, move, release, store_of, stores_of
 from zerograph.runtime.wire import selection
 
 

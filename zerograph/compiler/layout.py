@@ -25,8 +25,7 @@ from zerograph.ir.sbp import broadcast, dims_split, show
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders, used_once
 from zerograph.ir.update_program import StateSpec, UpdateProgram
-from zerograph.runtime.optimizer_state import own_state
-from zerograph.runtime.state import Store, store_of
+from zerograph.runtime.state import Store, own_state, store_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,9 +25,7 @@ from zerograph.errors import ConfigError, InputError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
-from zerograph.runtime.optimizer_state import own_state
-from zerograph.runtime.relayout import adopt_shard
-from zerograph.runtime.state import store_of, stores_of
+from zerograph.runtime.state import adopt_shard, own_state, store_of, stores_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph import _torch
 from zerograph.base.source import raising_line
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError, ZeroGraphError
@@ -86,11 +85,9 @@ def compare_inputs(job: Job, batch: Batch, doing: str) -> Comparison:
     passed = batch.passed or batch.tensors
     own = [_values(tensor) if plain else _NO_VALUES for tensor, plain in zip(passed, batch.plain, strict=True)]
     numbers = [[values.digest, int(values.constant), values.lowest, values.highest] for values in own]
-    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu").view(-1)  # [inputs * 4]
-    received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
+    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # [inputs, 4]
     with explaining_failures(job, f"comparing the inputs of {doing}"):
-        _torch.all_gather(received, sent, job.control)
-    rows: list[list[list[int]]] = received.view(job.size, len(own), 4).tolist()
+        rows: list[list[list[int]]] = job.channel.gather(sent).tolist()
     values = [[Values(digest, bool(constant), low, high) for digest, constant, low, high in row] for row in rows]
     return Comparison(values, job.grid)
 

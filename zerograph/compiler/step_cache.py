@@ -49,7 +49,7 @@ _IN_NAMES = ("config.", "input ", "the mesh", "parameters: ", "buffers: ", OF_LO
 _MOST_DIFFERENCES = 5
 # The numbers that rank 0 sends in place of a length: without cache; each rank traces; rank 0 traces for all.
 _OFF, _EACH, _ONCE = -2, -1, 0
-# Digests among sizes, see :mod:`zerograph.runtime.job.messages`.
+# Digests among sizes, see :mod:`zerograph.runtime.job.channel`.
 _MOST_OF_SIZES = 2**61 - 1
 
 

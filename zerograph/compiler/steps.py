@@ -37,8 +37,7 @@ from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.optimizer_state import guarded_state
-from zerograph.runtime.state import Store, stores_of
+from zerograph.runtime.state import Store, guarded_state, stores_of
 
 # torch.compile compiles a function at most this often.
 RECOMPILE_LIMIT = 8

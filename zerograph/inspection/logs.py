@@ -47,20 +47,20 @@ def configure() -> None:
         ConfigError: it names a log that does not exist.
     """
     value = os.environ.get(VARIABLE, "")
-    if value == _state.value:
+    if value == _handler.variable:
         return
     levels = parse(value)
     for name in NAMES:
         logging.getLogger(f"zerograph.{name}").setLevel(levels.get(name, logging.NOTSET))
     root = logging.getLogger("zerograph")
     if levels and not root.handlers:
-        root.addHandler(_state.handler)
+        root.addHandler(_handler)
         # Not printed twice, whatever the root logger does.
         root.propagate = False
-    elif not levels and _state.handler in root.handlers:
-        root.removeHandler(_state.handler)
+    elif not levels and _handler in root.handlers:
+        root.removeHandler(_handler)
         root.propagate = True
-    _state.value = value
+    _handler.variable = value
 
 
 def parse(value: str) -> dict[str, int]:
@@ -83,7 +83,13 @@ def parse(value: str) -> dict[str, int]:
 
 
 class _Standard(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to the current ``sys.stderr``."""
+    """Writes to the current ``sys.stderr``.
+
+    Attributes:
+        variable: the last value of the environment's variable, which the loggers have been set up for.
+    """
+
+    variable = ""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -103,15 +109,7 @@ class _Format(logging.Formatter):
         return "\n".join(head + line for line in record.getMessage().splitlines())
 
 
-class _State:
-    """The last value of the variable, and the handler for it."""
-
-    def __init__(self) -> None:
-        self.value = ""
-        self.handler = _Standard()
-
-
-_state = _State()
+_handler = _Standard()
 
 
 def tell(step: RewrittenStep, name: str, rank: int | None = None) -> None:

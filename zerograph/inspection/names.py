@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from zerograph.ir.alias import WAIT
+from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.passes.placement.boxing import boxing
 
@@ -64,6 +65,17 @@ def is_wait(node: fx.Node) -> bool:
 def is_boxing(node: fx.Node) -> bool:
     """Return True if the node changes an SBP; before ``box`` such a node has no :class:`Boxing` yet."""
     return boxing_of(node) is not None or node.target is boxing
+
+
+def kind(node: fx.Node) -> str:
+    """Return ``"input"``, ``"output"``, ``"loop"``, ``"boxing"``, ``"wait"``, or ``"compute"``."""
+    if node.op in ("placeholder", "output"):
+        return "input" if node.op == "placeholder" else "output"
+    if loop_of(node) is not None:
+        return "loop"
+    if is_boxing(node):
+        return "boxing"
+    return "wait" if is_wait(node) else "compute"
 
 
 def tensor_moved(node: fx.Node) -> TensorRef | None:

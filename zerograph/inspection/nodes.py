@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 
-from zerograph.inspection.names import is_boxing, is_wait, tensor_moved
+from zerograph.inspection.names import kind, tensor_moved
 from zerograph.inspection.node_table import NodeTable, Row, loop_inputs
 from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.loop import loop_of
@@ -70,7 +70,7 @@ def _attributes(row: Row, table: NodeTable, context: Context) -> dict[str, Any]:
     parameter = meta(node).get("parameter", "")
     return {
         "label": row.label,
-        "kind": _kind(node),
+        "kind": kind(node),
         "operator": operator_name(node) if graph_input is None else graph_input.kind,
         "phase": where.phase if "origin" in node.meta else "",
         "module": where.module,
@@ -84,15 +84,3 @@ def _attributes(row: Row, table: NodeTable, context: Context) -> dict[str, Any]:
         "sent": 0 if moved is None else round(moved.sent),
         "parameter": graph_input.name if graph_input is not None and graph_input.kind == "parameter" else parameter,
     }
-
-
-def _kind(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return "input"
-    if node.op == "output":
-        return "output"
-    if loop_of(node) is not None:
-        return "loop"
-    if is_boxing(node):
-        return "boxing"
-    return "wait" if is_wait(node) else "compute"

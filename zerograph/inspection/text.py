@@ -21,14 +21,15 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.errors import ConfigError, did_you_mean
-from zerograph.inspection.names import input_name, is_boxing, is_wait, reference, within
+from zerograph.inspection.names import input_name, is_wait, kind, reference, within
 from zerograph.inspection.node_table import NodeTable, Row
 from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.ir.sbp import NdSbp, show
 from zerograph.passes.context import Context
 
-_MARKS = {"input": "input ", "boxing": ">>    ", "wait": "<<    ", "": "      "}
+_MARKS = {"input": "input ", "boxing": ">>    ", "wait": "<<    "}
+_NO_MARK = "      "
 
 
 class Line(NamedTuple):
@@ -47,10 +48,10 @@ def lines(graph: fx.Graph, context: Context) -> list[Line]:
 def _line(row: Row, table: NodeTable, context: Context) -> Line:
     node, indent = row.node, "  | " * len(row.loops)
     if node.op == "output":
-        return Line(f"{indent}{_MARKS['']} return {_returned(node)}", "")
+        return Line(f"{indent}{_NO_MARK} return {_returned(node)}", "")
     call = "" if node.op == "placeholder" else f" = {_call(node)}"
     value = _value(node, table, context)
-    text = f"{indent}{_MARKS[_mark(node)]} {row.label}{call}{f'  {value}' if value else ''}{_where(node)}"
+    text = f"{indent}{_MARKS.get(kind(node), _NO_MARK)} {row.label}{call}{f'  {value}' if value else ''}{_where(node)}"
     graph_input = role(node)
     return Line(text, origin(node).module if graph_input is None else graph_input.name)
 
@@ -74,14 +75,6 @@ def _ancestors(path: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
-
-
-def _mark(node: fx.Node) -> str:
-    if node.op == "placeholder":
-        return "input"
-    if is_boxing(node):
-        return "boxing"
-    return "wait" if is_wait(node) else ""
 
 
 def _call(node: fx.Node) -> str:

@@ -28,7 +28,7 @@ from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Origin, boxing_of, meta, origin, role
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.sizes import graph_sizes, largest
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.step_graph import nbytes, tensors_of
 from zerograph.ops import blocks
 from zerograph.ops.experts import EXPERT_WEIGHT_GRADIENT, FIRST
 from zerograph.ops.flex_attention import flex_attention, scores_of
@@ -191,7 +191,7 @@ def profile(graph: fx.Graph, *, host: bool = False) -> Profile:
         host: count the CPU's memory of a model on an accelerator, instead of the accelerator's.
     """
     nodes = list(graph.nodes)
-    on_cpu = not host and not any(tensor.device.type != "cpu" for node in nodes for tensor in _tensors(node))
+    on_cpu = not host and not any(tensor.device.type != "cpu" for node in nodes for tensor in tensors_of(node))
     walk = _Walk(on_cpu, host)
     for position, node in enumerate(nodes):
         walk.visit(position, node)
@@ -365,10 +365,6 @@ def _extend(storages: Iterable[Storage | None], position: int) -> None:
 def _values(node: fx.Node) -> Sequence[Any]:
     value = node.meta.get("val")
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _tensors(node: fx.Node) -> Iterable[Tensor]:
-    return (value for value in _values(node) if isinstance(value, Tensor))
 
 
 def _allocated(value: Tensor) -> int:

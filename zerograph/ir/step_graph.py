@@ -118,22 +118,33 @@ def writes(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
             yield node, target, value
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Return whether the node changes an SBP by more than a slice."""
+    return (boxing := boxing_of(node)) is not None and boxing.kind != "slice"
+
+
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the collectives of the graph in order: the nodes that change an SBP, without slices."""
-    return [node for node in graph.nodes if (boxing := boxing_of(node)) is not None and boxing.kind != "slice"]
+    """Return the collectives of the graph in order."""
+    return list(filter(is_collective, graph.nodes))
+
+
+def runs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the nodes of the graph and of its loop bodies, each with the number of its runs in a step."""
+    for node in graph.nodes:
+        yield node, 1
+        if (loop := loop_of(node)) is not None:
+            yield from ((inner, count * loop.micro_batches) for inner, count in runs(loop.body.graph))
 
 
 def collective_runs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     """Return the collectives of the graph and of its loop bodies, each with the number of its runs in a step."""
-    runs: list[tuple[fx.Node, int]] = []
-    collectives = set(collective_nodes(graph))
-    for node in graph.nodes:
-        loop = loop_of(node)
-        if node in collectives:
-            runs.append((node, 1))
-        elif loop is not None:
-            runs += [(inner, count * loop.micro_batches) for inner, count in collective_runs(loop.body.graph)]
-    return runs
+    return [(node, count) for node, count in runs(graph) if is_collective(node)]
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """Return the tensors in a node's value: one, or several."""
+    value = node.meta.get("val")
+    return [part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, Tensor)]
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -356,8 +356,8 @@ class _Loop:
             before = (job.rank - 1) % job.size
             copy = torch.empty(sizes[before][0], dtype=torch.uint8)
             with explaining_failures(job, doing):
-                sending = job.control.send([part], (job.rank + 1) % job.size, _TAG)
-                job.control.recv([copy], before, _TAG).wait()
+                sending = job.channel.group.send([part], (job.rank + 1) % job.size, _TAG)
+                job.channel.group.recv([copy], before, _TAG).wait()
                 sending.wait()
             self.held[label][before] = copy
         agree(job, f"the end of {doing}", 0, dict)

@@ -15,7 +15,7 @@ from zerograph.ir.alias import is_view
 from zerograph.ir.hosts import HostLayout, hosts_of_equal_size, traffic
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Boxing
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.step_graph import nbytes, tensors_of
 from zerograph.passes.recompute.cost import flops
 from zerograph.planner.machine import Device, Link, Machine
 
@@ -85,8 +85,8 @@ def on_cpu(node: fx.Node) -> bool:
     """Return True if the operator works on CPU tensors of at least one dimension: its results, or else its inputs."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    results = list(tensors(node.meta.get("val")))
-    values = results or [each for source in node.all_input_nodes for each in tensors(source.meta.get("val"))]
+    results = tensors_of(node)
+    values = results or [each for source in node.all_input_nodes for each in tensors_of(source)]
     return any(each.dim() for each in values) and all(each.device.type == "cpu" for each in values)
 
 
@@ -172,28 +172,21 @@ def _parts(shape: tuple[int, ...], dim: int, order: tuple[int, ...] | None, rank
 def _moved(node: fx.Node, *, fuses: bool) -> int:
     """Return the bytes read and written; values inside a fused kernel do not count."""
     if _name(node) in _LOOKUPS:
-        return 2 * sum(map(nbytes, tensors(node.meta.get("val"))))
+        return 2 * sum(map(nbytes, tensors_of(node)))
     read = [
         value
         for source in node.all_input_nodes
         if not (fuses and is_pointwise(node) and is_pointwise(source) and len(source.users) == 1)
-        for value in tensors(source.meta.get("val"))
+        for value in tensors_of(source)
     ]
     inside = fuses and is_pointwise(node) and len(node.users) == 1 and is_pointwise(next(iter(node.users)))
-    written = [] if inside else list(tensors(node.meta.get("val")))
+    written = [] if inside else tensors_of(node)
     return sum(map(nbytes, read)) + sum(map(nbytes, written))
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a node's value: one, or several."""
-    for part in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(part, Tensor):
-            yield part
 
 
 def _dtype(node: fx.Node) -> str:
     """Return the compute dtype, that of the first floating-point argument, as a machine's file names it."""
-    inputs = (value for source in node.all_input_nodes for value in tensors(source.meta.get("val")))
+    inputs = (value for source in node.all_input_nodes for value in tensors_of(source))
     dtype = next((value.dtype for value in inputs if value.dtype.is_floating_point), torch.float32)
     return str(dtype).removeprefix("torch.")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta
 from zerograph.ir.sizes import elements
+from zerograph.ir.step_graph import runs
 from zerograph.ops.flex_attention import flex_attention_backward
 from zerograph.passes.recompute.cost import flops
 from zerograph.planner.machine import Machine
@@ -31,13 +31,7 @@ def operations(graph: fx.Graph, count: Callable[[fx.Node], int]) -> int:
         graph: the emitted graph.
         count: operations of a node: :func:`zerograph.passes.recompute.cost.flops` or :func:`model_flops`.
     """
-    total = 0
-    for node in graph.nodes:
-        if (loop := loop_of(node)) is not None:
-            total += loop.micro_batches * operations(loop.body.graph, count)
-        elif node.op == "call_function":
-            total += count(node)
-    return total
+    return sum(times * count(node) for node, times in runs(graph) if node.op == "call_function")
 
 
 def model_flops(node: fx.Node) -> int:

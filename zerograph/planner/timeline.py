@@ -18,7 +18,7 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import Phase, boxing_of, origin
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.step_graph import is_collective, nbytes, tensors_of
 from zerograph.ops.offload import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 from zerograph.planner import costs
 from zerograph.planner.machine import Machine
@@ -83,7 +83,7 @@ def timeline(graph: fx.Graph, machine: Machine, mesh: Mesh) -> Timeline:
         graph: the emitted graph, in this rank's shapes and with its collectives.
         mesh: the ranks of the graph, in the order of the machine.
     """
-    values = (value for node in graph.nodes for value in costs.tensors(node.meta.get("val")))
+    values = (value for node in graph.nodes for value in tensors_of(node))
     walk = _Walk(machine, mesh, any(value.device.type != "cpu" for value in values))
     walk.run(graph, 1, None)
     totals = walk.totals
@@ -135,7 +135,7 @@ class _Walk:
             self.now = began + (self.now - began) * loop.micro_batches
         elif node.target is WAIT or node.target is WAIT_TRANSFER:
             self._wait(node, times, turn)
-        elif boxing is not None and boxing.kind != "slice":
+        elif boxing is not None and is_collective(node):
             took, idle = costs.wire_seconds(boxing, self.mesh, self.machine)
             self._start(node, "communication", took, times, turn)
             # Compute that the device loses to carrying it.

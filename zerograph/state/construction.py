@@ -28,7 +28,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.mesh import local_shape
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.relayout import provisional_layout, split_part
+from zerograph.runtime.state import provisional_layout, split_part
 from zerograph.runtime.tensor_hash import hash_bits
 
 aten = torch.ops.aten

@@ -22,7 +22,7 @@ from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, OpenFile
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.relayout import create_provisional_store, provisional_layout, split_part
+from zerograph.runtime.state import create_provisional_store, provisional_layout, split_part
 from zerograph.state.sharded_init import is_constructing, join_for
 
 _QUANTIZED = (

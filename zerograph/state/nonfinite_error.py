@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
 
 from zerograph.compiler.compiled import CompiledStep
@@ -47,11 +46,8 @@ def nonfinite_error(
     executor = bind(job, graph, search, step.stores, step.lookups, search.needed)
     executor(tensors, numbers, seed, f"{doing}, run again to find what is not finite", sizes)
     own = None if search.cause is None else (search.cause, _source_name(step, names, search.cause))
-    causes: list[tuple[Cause, str] | None] = [own]
-    if job.size > 1:
-        causes = [None] * job.size
-        with explaining_failures(job, f"telling what of {doing} is not finite"):
-            dist.all_gather_object(causes, own, group=job.control)
+    with explaining_failures(job, f"telling what of {doing} is not finite"):
+        causes = job.channel.share(own)
     return NonFiniteError(_message(causes, doing, step.context.batch.micro_batches))
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.compiler.plain_inputs import replica_groups
@@ -24,8 +21,7 @@ from zerograph.ir.sbp import NdSbp, Split, all_broadcast, is_dtensor
 from zerograph.ir.slots import unravel
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explaining_failures
-from zerograph.runtime.optimizer_state import text_of
-from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of
+from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of, text_of
 from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 
 # Bytes of each rank that the search for a difference exchanges at a time.
@@ -67,14 +63,10 @@ def check(job: Job, replicas: Sequence[Replica], facts: Callable[[], Mapping[str
     host = dict(facts())
     hashes = [digest(host), *_hashes([replica.part for replica in replicas])]
     sent = torch.tensor(hashes, dtype=torch.int64, device="cpu")
-    received = torch.empty(job.size * len(sent), dtype=torch.int64, device="cpu")
     with explaining_failures(job, f"comparing what all ranks hold before {doing}"):
-        _torch.all_gather(received, sent, job.control)
-        table = received.view(job.size, -1)  # [ranks, 1 + replicas]
+        table = job.channel.gather(sent)  # [ranks, 1 + replicas]
         if bool((table[:, 0] != table[0, 0]).any()):
-            reports: list[Any] = [None] * job.size
-            dist.all_gather_object(reports, host, group=job.control)
-            raise ReplicaError(first_difference(reports, doing))
+            raise ReplicaError(first_difference(job.channel.share(host), doing))
         for number, replica in enumerate(replicas, start=1):
             groups = [
                 ranks for ranks in replica_groups(job.grid, replica.sbp) if len(table[ranks, number].unique()) > 1
@@ -115,9 +107,7 @@ def _search(job: Job, replica: Replica, groups: Sequence[Sequence[int]]) -> str 
     namers = [_namer(replica, tensor, replace(job.mesh, position=_position(job, ranks[0]))) for ranks in groups]
     for start in range(0, len(content), _CHUNK):
         chunk = content[start : start + _CHUNK].cpu()
-        received = torch.empty(job.size * len(chunk), dtype=torch.uint8, device="cpu")
-        _torch.all_gather(received, chunk.contiguous(), job.control)
-        table = received.view(job.size, -1)  # [ranks, bytes]
+        table = job.channel.gather(chunk)  # [ranks, bytes]
         for ranks, name_of in zip(groups, namers, strict=True):
             differing = (table[list(ranks)] != table[ranks[0]]).any(0).nonzero().flatten()
             for element in torch.unique_consecutive(differing // size).tolist():

@@ -18,8 +18,7 @@ from zerograph.errors import ConfigError, PlacementError
 from zerograph.runtime.job.exchange import broadcast_small
 from zerograph.runtime.job.process_group import Job, join
 from zerograph.runtime.parameters import hollow_out
-from zerograph.runtime.relayout import create_provisional_store, provisional_layout
-from zerograph.runtime.state import store_of
+from zerograph.runtime.state import create_provisional_store, provisional_layout, store_of
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state.construction import Construction, Guard
 

@@ -15,14 +15,14 @@ from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, open_safetensors
-from zerograph.runtime.optimizer_state import own_state
-from zerograph.runtime.relayout import release
 from zerograph.runtime.state import (
     Store,
     load_parameters,
     load_states,
+    own_state,
     plain_parameters,
     plain_states,
+    release,
     store_of,
     stores_of,
 )

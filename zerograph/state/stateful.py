@@ -20,8 +20,9 @@ from zerograph.config import Config
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
+from zerograph.runtime.feedback import set_residuals
 from zerograph.runtime.job.process_group import Job, agree, digest, join
-from zerograph.runtime.state import Store, reshard, set_residuals, store_of, stored_bytes, stores_of, unshard
+from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
 from zerograph.state.checks import check_form, check_state
 from zerograph.state.generate import Generation, check_call, facts_of, generate

@@ -14,8 +14,7 @@ from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
 from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.optimizer_state import StoredState, guarded_state, text_of
-from zerograph.runtime.state import Store, in_memory, reshard, unshard
+from zerograph.runtime.state import Store, StoredState, guarded_state, in_memory, reshard, text_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state import state_dict
 from zerograph.state.checks import check_optimizer_state

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -90,9 +89,8 @@ def load(
     values = _on_rank(global_src_rank, "flow.load()", lambda: _read(Path(path)))
     mesh = placement("cpu", [global_src_rank]).mesh
     # All ranks get the values that are not tensors, and the shapes and dtypes of tensors.
-    descriptions: list[Any] = [pytree.tree_map(described, values)]
-    dist.broadcast_object_list(descriptions, src=global_src_rank, group=join(_TIMEOUT).control)
-    own = values if rank() == global_src_rank else descriptions[0]
+    descriptions = join(_TIMEOUT).channel.broadcast(pytree.tree_map(described, values), global_src_rank)
+    own = values if rank() == global_src_rank else descriptions
     return _mapped(pytree.tree_map(lambda value: _on_one_rank(value, mesh), own), map_location)
 
 

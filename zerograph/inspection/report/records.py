@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
@@ -24,7 +24,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.ir.sbp import show
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.step_graph import nbytes, tensors_of
 from zerograph.passes.context import Context
 
 # Lanes of the picture, from left to right: inputs, then compute and communication of each phase.
@@ -234,8 +234,7 @@ def _shown(tensor: str) -> str:
 
 
 def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
-    value = node.meta.get("val")
-    parts = [part for part in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(part, Tensor)]
+    parts = tensors_of(node)
     shape = ", ".join(f"{_shape(part.shape)} {dtype_name(part.dtype)}".strip() for part in parts)
     whole = meta(node).get("global")
     boxed = boxing_of(node) is not None

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerograph import _torch
 from zerograph.base.progress import tell
 from zerograph.planner import operators
 from zerograph.planner.front import probe
@@ -157,7 +156,7 @@ class _Measure:
         if hosts is None:
             yield self._link(None, self._gather)
             return
-        inside = self._link(len(hosts.local.peers), functools.partial(self._inside, hosts.local))
+        inside = self._link(hosts.local.size, functools.partial(self._inside, hosts))
         # An exchange through memory is done by the rank that computes.
         yield dataclasses.replace(inside, overlap=0.0)
         yield self._link(None, functools.partial(self._between, hosts))
@@ -177,12 +176,13 @@ class _Measure:
                 points.append((float(count), count / max(seconds, 1e-9)))
         return Link(ranks, Rate(tuple(points)), latency)
 
-    def _inside(self, local: direct.HostGroup, sent: int) -> Callable[[], Any]:
+    def _inside(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Any]:
         """Return an exchange between the ranks of each host, through memory."""
-        others = len(local.peers) - 1
+        local = hosts.local
+        others = local.size - 1
         own = torch.zeros(sent // others, dtype=torch.uint8)
-        received = [torch.zeros_like(own) for _ in local.peers]
-        return lambda: direct.DirectExchange(local, [own] * len(received), received).wait()
+        received = [torch.zeros_like(own) for _ in range(local.size)]
+        return lambda: local.exchange([own] * len(received), received).wait()
 
     def _between(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Any]:
         """Return an exchange between the ranks of equal position on all hosts."""
@@ -289,11 +289,7 @@ class _Measure:
 
     def _agreed(self, mine: float) -> float:
         """Return the median over ranks."""
-        if self._job.size == 1:
-            return mine
-        everyone = torch.empty(self._job.size, dtype=torch.float64)
-        _torch.all_gather(everyone, torch.tensor([mine], dtype=torch.float64), self._job.control)
-        return float(everyone.median())
+        return float(self._job.channel.gather(torch.tensor(mine, dtype=torch.float64)).median())
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":

@@ -19,8 +19,7 @@ from zerograph.ir.slots import Slot
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
-from zerograph.runtime.optimizer_state import own_state
-from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
+from zerograph.runtime.state import Store, TensorOrExtent, in_memory, own_state, store_of
 
 Flat = Callable[[], Tensor]
 

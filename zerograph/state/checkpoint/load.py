@@ -249,7 +249,7 @@ def read_pieces(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
     alone = job.size == 1
     with explaining_failures(job, "loading a checkpoint"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        group: dist.ProcessGroup | None = None if alone else job.control
+        group: dist.ProcessGroup | None = None if alone else job.channel.group
         try:
             load_pieces(
                 pieces,

@@ -11,8 +11,9 @@ from zerograph.compiler.members import Members
 from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.pieces import Pieces
 from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.feedback import RECEIVED, pending_residuals
 from zerograph.runtime.job.process_group import Job
-from zerograph.runtime.state import RECEIVED, pending_residuals, stores_of
+from zerograph.runtime.state import stores_of
 from zerograph.state.checkpoint.load import read_pieces
 
 _PREFIX, _RECEIVED_PREFIX = "residuals", "received"

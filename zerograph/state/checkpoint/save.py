@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
-from zerograph import _torch
 from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, ObjectLock, lock
@@ -170,9 +169,7 @@ class Saver:
             return
         with explaining_failures(job, "beginning to save a checkpoint"):
             has_group = torch.tensor([self._group is not None and self._world is job.world], device="cpu").int()
-            all_have_group = torch.empty(job.size, dtype=has_group.dtype, device="cpu")
-            _torch.all_gather(all_have_group, has_group, job.control)
-            if all_have_group.all():
+            if job.channel.gather(has_group).all():
                 return
             self._end_group()
             self._group = new_group(job.timeout, "gloo")

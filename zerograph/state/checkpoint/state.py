@@ -19,8 +19,9 @@ from zerograph.ir.grad_scaler import GradScaler
 from zerograph.runtime.checkpoint.index import DTYPES, check_text
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.feedback import set_residuals
 from zerograph.runtime.job.process_group import Job, agree
-from zerograph.runtime.state import set_residuals, stores_of
+from zerograph.runtime.state import stores_of
 from zerograph.state.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
 from zerograph.state.checkpoint.document import encode
 from zerograph.state.checkpoint.load import check_names, load, open_checkpoint, plain_optimizer_state, plain_shapes

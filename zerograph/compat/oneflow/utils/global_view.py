@@ -42,10 +42,8 @@ def to_global(
         raise PlacementError("global_view.to_global() needs both placement= and sbp=")
     mesh = mesh_of(placement)
     first = int(mesh.mesh.flatten()[0])
-    job = join(_TIMEOUT)
-    descriptions: list[Any] = [pytree.tree_map(described, input) if rank() == first else None]
-    dist.broadcast_object_list(descriptions, src=first, group=job.control)
-    tree = pytree.tree_map(undescribed, descriptions[0]) if input is None else input
+    own = pytree.tree_map(described, input) if rank() == first else None
+    tree = pytree.tree_map(undescribed, join(_TIMEOUT).channel.broadcast(own, first)) if input is None else input
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (not leaf.dim() and mesh.size() < dist.get_world_size()):

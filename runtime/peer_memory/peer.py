@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from zerograph.runtime.job.messages import MAX_RANKS, MAX_SIZES
-from zerograph.runtime.wire import cross_memory
+from zerograph.runtime.job.channel import MAX_RANKS, MAX_SIZES
+from zerograph.runtime.peer_memory import cross_memory
 
 # Tensors announced to a peer that it has not read yet, at most.
 _SLOTS = 256

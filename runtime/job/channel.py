@@ -1,14 +1,17 @@
-"""Compare notes between ranks: over gloo, or through mailboxes in the memory of a host."""
+"""How the ranks of a job talk outside of its graphs: over gloo, or through mailboxes in the memory of a host."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from zerograph import _torch
 
 # Number of sizes that each rank may add to a note, and of ranks up to which each has places of its own in it.
 MAX_SIZES, MAX_RANKS = 8, 32
@@ -16,9 +19,13 @@ _LARGE = 2**62
 # A tag that no message has.
 _NO_TAG = 2**30
 
+T = TypeVar("T")
+# Sends a note to a receiver and returns that of a sender; the last argument is the distance between them.
+Carrier = Callable[[list[int], int, int, int], list[int]]
+
 
 class Mailbox(Protocol):
-    """A rank that notes can be exchanged with; implemented by ``runtime.wire.peer.Peer``."""
+    """A rank that notes can be exchanged with; implemented by ``runtime.peer_memory.peer.Peer``."""
 
     def send_note(self, number: int, values: Sequence[int]) -> None:
         """Send a note."""
@@ -31,21 +38,26 @@ class Mailbox(Protocol):
         """End all waits for notes on both sides."""
 
 
-class Notes:
-    """Compare a number and a flag between all ranks of a job, before they do something together.
+class Channel:
+    """All ranks of a job, for what they tell each other outside of its graphs.
 
-    A note holds the minimum of the number, of its complement, and of the negative flag. The numbers are equal on all
-    ranks if the first is the complement of the second. There are log2(ranks) rounds of one note each way; the distance
-    between sender and receiver doubles with each. With mailboxes, the ranks of each host compare first, then the ranks
-    of equal position on all hosts.
+    Values, small tensors and comparisons travel over a process group. Comparisons, of which each step has one, go
+    through mailboxes instead where ranks of a host have them.
 
-    No rank ends a comparison before all have begun it. Two slots per mailbox therefore suffice for the notes.
+    A comparison is of a number and a flag. Its *note* holds the minimum of the number, of its complement, and of the
+    negative flag. The numbers are equal on all ranks if the first is the complement of the second. There are
+    log2(ranks) rounds of one note each way; the distance between sender and receiver doubles with each. With mailboxes,
+    the ranks of each host compare first, then the ranks of equal position on all hosts. No rank ends a comparison
+    before all have begun it. Two slots per mailbox therefore suffice for the notes.
+
+    Attributes:
+        group: the process group of all ranks on the CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Compare over a process group of all ranks, until :meth:`use` is called."""
-        self._group = group
+        self.group = group
         self._mailboxes: Mapping[int, Mailbox] = {}
+        # The ranks that exchange notes through mailboxes, then those that do so over the group.
         self._host_ranks: Sequence[int] = [group.rank()]
         self._across: Sequence[int] = range(group.size())
         self._number = 0
@@ -59,6 +71,26 @@ class Notes:
             across: the ranks with this rank's position in ``host_ranks`` on their hosts.
         """
         self._mailboxes, self._host_ranks, self._across = mailboxes, host_ranks, across
+
+    def share(self, value: T) -> list[T]:
+        """Return every rank's value, in order of the ranks. No rank returns before all have called."""
+        values: list[Any] = [value] * self.group.size()
+        if len(values) > 1:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's CPU tensor, equally large on all: ``[ranks, *shape]``."""
+        gathered = tensor.new_empty(self.group.size() * tensor.numel())
+        _torch.all_gather(gathered, tensor.reshape(-1), self.group)
+        return gathered.view(self.group.size(), *tensor.shape)
+
+    def broadcast(self, value: T, rank: int) -> T:
+        """Return one rank's value on every rank."""
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=rank)
+        received: T = values[0]
+        return received
 
     def compare(self, number: int, flag: bool, sizes: Sequence[int] = ()) -> tuple[bool, bool, list[list[int]] | None]:
         """Compare a number and a flag, and gather sizes, from 0 up and equally many on each rank.
@@ -89,14 +121,14 @@ class Notes:
         share places for the least and the greatest sizes.
         """
         own = [*sizes, *[_LARGE] * (MAX_SIZES - len(sizes))] if len(sizes) <= MAX_SIZES else [_LARGE] * MAX_SIZES
-        ranks, rank = self._group.size(), self._group.rank()
+        ranks, rank = self.group.size(), self.group.rank()
         if ranks > MAX_RANKS:
             return [*own, *(-size for size in own)]
         others = [_LARGE] * MAX_SIZES
         return [size for at in range(ranks) for size in (own if at == rank else others)]
 
     def _read(self, known: Sequence[int], sizes: Sequence[int]) -> list[list[int]] | None:
-        count, ranks = len(sizes), self._group.size()
+        count, ranks = len(sizes), self.group.size()
         if count > MAX_SIZES:
             return None
         if ranks <= MAX_RANKS:
@@ -106,11 +138,9 @@ class Notes:
         equal = [-size for size in known[MAX_SIZES : MAX_SIZES + count]] == list(known[:count])
         return [list(sizes)] * ranks if equal else None
 
-    def _reduce(
-        self, note: list[int], ranks: Sequence[int], exchange: Callable[[list[int], int, int, int], list[int]]
-    ) -> list[int]:
+    def _reduce(self, note: list[int], ranks: Sequence[int], exchange: Carrier) -> list[int]:
         """Return the elementwise minimum of the notes of these ranks."""
-        place, distance = ranks.index(self._group.rank()), 1
+        place, distance = ranks.index(self.group.rank()), 1
         while distance < len(ranks):
             receiver, sender = ranks[(place + distance) % len(ranks)], ranks[(place - distance) % len(ranks)]
             received = exchange(note, receiver, sender, distance)
@@ -126,8 +156,8 @@ class Notes:
         outgoing = torch.tensor(note, dtype=torch.int64, device="cpu")
         # A simulated rank sends nothing: its note counts as equal to this one's.
         incoming = outgoing.clone()
-        sending = self._group.send([outgoing], receiver, distance)
-        self._group.recv([incoming], sender, distance).wait()
+        sending = self.group.send([outgoing], receiver, distance)
+        self.group.recv([incoming], sender, distance).wait()
         sending.wait()
         received: list[int] = incoming.tolist()
         return received
