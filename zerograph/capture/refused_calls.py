@@ -44,31 +44,25 @@ def refused_calls() -> Iterator[None]:
 def _refuse_anomaly_detection() -> None:
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return
-    line, code = source.running_line()
-    raise CaptureError(
-        "torch.autograd.detect_anomaly looks at values inside backward(), which a traced step cannot\n"
-        f"  {line}   {code}\n"
-        "Set config.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite."
+    raise source.refusal(
+        "torch.autograd.detect_anomaly looks at values inside backward(), which a traced step cannot",
+        "Set config.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite.",
     )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> NoReturn:
-    line, code = source.running_line()
-    kind = type(optimizer).__name__
-    raise CaptureError(
-        f"build() calls {kind}.step()\n  {line}   {code}\n"
+    raise source.refusal(
+        f"build() calls {type(optimizer).__name__}.step()",
         "Leave it out, and register the optimizer with add_optimizer(): the graph makes the update itself, after "
-        "build(). Parameters that another optimizer trains in turn belong to a graph of their own."
+        "build(). Parameters that another optimizer trains in turn belong to a graph of their own.",
     )
 
 
 def _refuse_scheduler_step(scheduler: LRScheduler, *_: object, **__: object) -> NoReturn:
-    line, code = source.running_line()
-    raise CaptureError(
-        f"build() calls {type(scheduler).__name__}.step(), which would run once, while the step is traced\n"
-        f"  {line}   {code}\n"
+    raise source.refusal(
+        f"build() calls {type(scheduler).__name__}.step(), which would run once, while the step is traced",
         "Leave it out: give the scheduler to add_optimizer(optimizer, lr_scheduler), and the graph steps it after each "
-        "update; or step it outside build()."
+        "update; or step it outside build().",
     )
 
 
@@ -77,11 +71,10 @@ _QUANTIZED = ("Linear8bitLt", "Linear4bit", "Embedding8bit", "Embedding4bit")
 
 
 def _refuse_quantized(layer: object, *_: object, **__: object) -> NoReturn:
-    line, code = source.running_line()
-    raise CaptureError(
-        f"build() calls {type(layer).__name__} of bitsandbytes\n  {line}   {code}\n"
+    raise source.refusal(
+        f"build() calls {type(layer).__name__} of bitsandbytes",
         "Replace linear layers of 8 bits with zerograph.integrations.bitsandbytes.use_plain_linears(model). Load "
-        "layers of 4 bits, and embeddings, in 8 bits or 16 bits instead."
+        "layers of 4 bits, and embeddings, in 8 bits or 16 bits instead.",
     )
 
 
@@ -166,12 +159,12 @@ def collective_refused(name: str, traceback: TracebackType | None = None) -> Cap
         name: its name in torch.
         traceback: traceback of torch's own error, if torch has raised one.
     """
-    line, code = source.running_line() if traceback is None else source.raising_line(traceback)
-    return CaptureError(
-        f"build() calls the collective {name}\n  {line}   {code}\n"
+    return source.refusal(
+        f"build() calls the collective {name}",
         "Leave it out, and what divides by the number of ranks after it: tensors in build() are of the whole batch "
         "already, a mean is the mean over all ranks. What each rank is to compute by itself belongs into zg.local(), "
-        "other communication outside build()."
+        "other communication outside build().",
+        None if traceback is None else source.raising_line(traceback),
     )
 
 

@@ -24,7 +24,6 @@ from zerograph.capture.experts import captured_experts
 from zerograph.capture.flex_attention import captured_flex_attention
 from zerograph.capture.selected import Selected, is_mask_of, selected
 from zerograph.capture.untraced import untraced_masks
-from zerograph.errors import CaptureError
 from zerograph.ops.ctc_loss import ctc_loss
 
 
@@ -145,11 +144,10 @@ def _unless_enabled(method: Any) -> Any:
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled():
             return method(self, *args, **kwargs)
-        line, code = source.running_line()
-        raise CaptureError(
-            f"build() scales its loss by a torch.amp.GradScaler\n  {line}   {code}\n"
+        raise source.refusal(
+            "build() scales its loss by a torch.amp.GradScaler",
             "Leave it out, call loss.backward(), and set config.grad_scaler = zg.GradScaler(): the graph scales the "
-            "loss, skips steps that overflow, and changes the scale."
+            "loss, skips steps that overflow, and changes the scale.",
         )
 
     return refusing

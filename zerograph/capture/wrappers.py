@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.source import warn_user
-from zerograph.errors import CaptureError, ConfigError
+from zerograph.errors import ConfigError
 
 # By package and class, so that no library is imported.
 _REFUSED = (
@@ -106,12 +106,10 @@ def _batch_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     """Run batch norm over the whole batch, as every batch norm of a graph."""
     group = self.process_group
     if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
-        line, code = source.running_line()
-        raise CaptureError(
-            f"SyncBatchNorm with a process group of {dist.get_world_size(group)} of {dist.get_world_size()} ranks\n"
-            f"  {line}   {code}\n"
+        raise source.refusal(
+            f"SyncBatchNorm with a process group of {dist.get_world_size(group)} of {dist.get_world_size()} ranks",
             "Batch norm of a graph is over the whole batch, or over each rank's part with config.batch_norm = 'local'. "
-            "Leave process_group out."
+            "Leave process_group out.",
         )
     result: Tensor = nn.BatchNorm1d.forward(self, x)
     return result
