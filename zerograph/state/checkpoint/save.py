@@ -32,8 +32,7 @@ from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported
 from zerograph.runtime.job.process_group import (
     Job,
-    agree,
-    digest,
+    agreeing,
     explaining_failures,
     new_group,
     reporting_failures,
@@ -77,26 +76,20 @@ class Saver:
             CheckpointError: the save failed, on every rank. Earlier checkpoints are unchanged.
         """
         self.wait()
-        problem: BaseException | None = None
-        target: Folder = Path()
-        pieces: Mapping[str, Pieces] = {}
-        document: Mapping[str, Any] = {}
-        try:
+        with agreeing(job, "saving a checkpoint") as facts:
+            facts |= {"the path of the checkpoint": str(path), "keep": str(keep)}
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
             target = folder_of(path).absolute()
-            check_kind(target, keep)
-            target = target if keep is None else target / f"step-{steps_done:08d}"
-            target.mkdir(parents=True, exist_ok=True)
-            if isinstance(target, Path) and not os.access(target, os.W_OK):
-                raise CheckpointError(f"{target} cannot be written to: no permission")
-            pieces, document = contents()
-        except OSError as error:
-            problem = CheckpointError(f"{target} cannot be created: {error.strerror}")
-        except BaseException as error:
-            problem = error
-        arguments = {"the path of the checkpoint": str(path), "keep": str(keep)}
-        agree(job, "saving a checkpoint", digest(arguments), lambda: arguments, problem)
+            try:
+                check_kind(target, keep)
+                target = target if keep is None else target / f"step-{steps_done:08d}"
+                target.mkdir(parents=True, exist_ok=True)
+                if isinstance(target, Path) and not os.access(target, os.W_OK):
+                    raise CheckpointError(f"{target} cannot be written to: no permission")
+                pieces, document = contents()
+            except OSError as error:
+                raise CheckpointError(f"{target} cannot be created: {error.strerror}") from error
         with self._cleanup_on_error(job):
             self._renew_group(job)
         root = target if keep is None else target.parent
