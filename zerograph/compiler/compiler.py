@@ -31,7 +31,7 @@ from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.input_layout import rows_on, zero_dims_on
-from zerograph.compiler.layout import PlannedBucket, Update
+from zerograph.compiler.layout import Layouts, PlannedBucket, Update
 from zerograph.compiler.members import (
     Members,
     Optimizers,
@@ -190,20 +190,15 @@ class Compiler:
         self._check_captured(captured, mesh, batch, comparison, request)
         updates, update_seconds = self._trace_updates(members, captured, artifact)
         preparation = Preparation(
-            config=self.config,
+            layouts=self._layouts(mesh, members, batch, captured, updates),
             observer=self.observer,
             target=target,
-            zero_dims=self._zero_dims(mesh, members, batch),
-            members=members,
             batch=batch,
-            captured=captured,
             capture_seconds=seconds,
-            updates=updates,
             update_seconds=update_seconds,
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
             micro_batches=self.micro_batches(mesh),
-            trains=bool(self.optimizers),
             request=request,
             warn=self._warn,
             requirements=required,
@@ -246,9 +241,9 @@ class Compiler:
         """Prepare the step within the memory budget, if the configuration has one."""
         if artifact is not None and (step := preparation.from_artifact(artifact)) is not None:
             return step
-        config, members = self.config, preparation.members
+        config, members = self.config, preparation.layouts.members
         specs = members.specs(members.parameters)
-        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.updates)
+        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.layouts.updates)
         may_recompute = config.activation_checkpointing == "auto" and bool(preparation.captured.gradients)
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
@@ -342,18 +337,20 @@ class Compiler:
         self._check(members)
         captured, _ = self._capture(members, batch, mesh, key)
         updates = self.updates.of(members, captured, self.config)
-        zero_dims = self._zero_dims(mesh, members, batch)
-        return lay_out(self.config, mesh, zero_dims, members, captured, updates, trains=bool(self.optimizers))
+        return lay_out(self._layouts(mesh, members, batch, captured, updates))
 
     def _check(self, members: Members) -> None:
         check_optimizers(members, self.optimizers)
         if self.optimizers:
             check_shared_memory(members)
 
-    def _zero_dims(self, mesh: Mesh, members: Members, batch: Batch) -> tuple[int, ...]:
+    def _layouts(
+        self, mesh: Mesh, members: Members, batch: Batch, captured: Captured, updates: Mapping[str, Update]
+    ) -> Layouts:
         annotations = [sbp for parameter in members.parameters.values() if (sbp := annotation(parameter)) is not None]
         experts = expert_sbps(members, mesh, self.config).values()
-        return zero_dims_on(self.config, mesh, batch.sbp, [*annotations, *experts])
+        zero_dims = zero_dims_on(self.config, mesh, batch.sbp, [*annotations, *experts])
+        return Layouts(self.config, mesh, zero_dims, members, captured, updates, trains=bool(self.optimizers))
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats."""
