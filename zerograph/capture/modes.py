@@ -89,7 +89,8 @@ class Recorder(_torch.PlainMode):
             and args[_RUNNING].shape != args[0].shape[args[_AXIS] :][:1]
         ):
             raise _reshaped(f"of shape {tuple(args[_RUNNING].shape)}")
-        if any(isinstance(leaf, Tensor) and not _is_static(leaf) for leaf in pytree.tree_leaves(result)):
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(_torch.depends_on_values(size) for one in results for size in one.shape):
             raise source.refusal(
                 f"build() makes a tensor whose shape depends on values ({func})",
                 f"A step graph has fixed shapes. {ADVICE_BY_OPERATOR.get(func, _ALL_ROWS)}",
@@ -311,10 +312,6 @@ def _reshaped(buffer: str) -> CaptureError:
         f"the first forward gives the buffer {buffer} another shape",
         "Call the model once on a batch before zg.prepare(), or before the graph: with torch.no_grad(): model(x)",
     )
-
-
-def _is_static(tensor: Tensor) -> bool:
-    return not any(map(_torch.depends_on_values, tensor.shape))
 
 
 @contextlib.contextmanager
