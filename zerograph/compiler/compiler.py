@@ -188,7 +188,9 @@ class Compiler:
         if source is not None:
             source.traced(captured.recording)
         self._check_captured(captured, mesh, batch, comparison, request)
-        updates, update_seconds = self._trace_updates(members, captured, artifact)
+        start = time.perf_counter()
+        updates = self.updates.of(members, captured, self.config, None if artifact is None else artifact.programs)
+        update_seconds = time.perf_counter() - start
         preparation = Preparation(
             layouts=self._layouts(mesh, members, batch, captured, updates),
             observer=self.observer,
@@ -228,14 +230,6 @@ class Compiler:
                 "Compile the step again before you export it."
             )
         return recording
-
-    def _trace_updates(
-        self, members: Members, captured: Captured, artifact: Artifact | None
-    ) -> tuple[dict[str, Update], float]:
-        """Return the update of each parameter, and the seconds that tracing took."""
-        start = time.perf_counter()
-        traced = None if artifact is None else artifact.programs
-        return self.updates.of(members, captured, self.config, traced), time.perf_counter() - start
 
     def _fit_memory_budget(self, preparation: Preparation, artifact: Artifact | None) -> PreparedStep:
         """Prepare the step within the memory budget, if the configuration has one."""

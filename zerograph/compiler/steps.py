@@ -15,7 +15,7 @@ from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dependencies import Dependencies
-from zerograph.compiler.dimensions import Dimensions, Kind, Mode, SizeChange, local_sizes
+from zerograph.compiler.dimensions import Dimensions, Kind, SizeChange, local_sizes
 from zerograph.compiler.dynamic_memory import keeps_budget
 from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import (
@@ -24,7 +24,7 @@ from zerograph.compiler.members import (
     adopt_global,
     capture_facts,
     check_devices,
-    current,
+    find_members,
     first_updates,
     has_global,
     layout_facts,
@@ -126,7 +126,10 @@ class Steps:
 
     def members(self) -> Members:
         """Return the graph's present modules and tensors."""
-        return self._current().members
+        attributes = self._attributes()
+        if self._tree is None or not self._tree.is_same(attributes):
+            self._tree = Tree(find_members(attributes))
+        return self._tree.members
 
     def adopted(self, job: Callable[[], Job]) -> Members:
         """Return the members, after replacing those that are global tensors by plain ones.
@@ -230,7 +233,10 @@ class Steps:
         else:
             step = self._step_of(job, selection, everybody, doing)
         if selection.members is not None:
-            self._remember(call, selection)
+            # On the second such call in a row, take a snapshot of the call.
+            self._last_key = selection.key
+            if selection.repeated and self._tree is not None and not self._compiler.guards():
+                self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
         return step, selection.batch
 
     @property
@@ -271,7 +277,8 @@ class Steps:
             except (CommunicationError, MemoryBudgetError):
                 raise
             except Exception as error:
-                if _is_one_row(selection.batch):
+                # No static step can split one row over the ranks.
+                if any(sum(rows) == 1 for rows in selection.batch.sizes.values()):
                     raise
                 self._compile_static(kind, error, doing)
                 selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
@@ -301,7 +308,9 @@ class Steps:
         )
         self._compiler.updates.lift_changed(call.config)
         facts = tuple(self._facts(members, call.request).items())
-        layout, mode = layout_facts(members), self._shape_mode(members)
+        # A backend that is a function, and slices, get static sizes only.
+        is_static = call.config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
+        layout, mode = layout_facts(members), False if is_static else call.config.dynamic_shapes
         key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
         if self._last_key is not None and key == self._last_key:
             return Selection(batch, self._last_key, members, repeated=True)
@@ -359,12 +368,6 @@ class Steps:
             "warning."
         )
 
-    def _shape_mode(self, members: Members) -> Mode:
-        """Return ``config.dynamic_shapes``; a backend that is a function, and slices, get static sizes only."""
-        config = self._compiler.config
-        is_static = config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
-        return False if is_static else config.dynamic_shapes
-
     def _find(self, selection: Selection) -> CompiledStep | None:
         """Return the step for a selection whose sizes are resolved, if there is one."""
         key, batch, last = selection.key, selection.batch, self._last_call
@@ -399,16 +402,6 @@ class Steps:
         self._steps |= {one.of_step(batch): step for one in (moved, now)}
         selection.key = moved
         return step
-
-    def _remember(self, call: Call, selection: Selection) -> None:
-        """Keep the key as the last one; on the second such call in a row, take a snapshot of the call."""
-        self._last_key = selection.key
-        if selection.repeated and self._tree is not None and not self._compiler.guards():
-            self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
-
-    def _current(self) -> Tree:
-        self._tree = current(self._tree, self._attributes())
-        return self._tree
 
     def _facts(self, members: Members, request: StepRequest | None = None) -> dict[str, Any]:
         """Return what a captured graph depends on besides its inputs, by name."""
@@ -497,11 +490,6 @@ def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
         "config.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
         "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it."
     )
-
-
-def _is_one_row(batch: Batch) -> bool:
-    """Return whether all ranks together hold one row, which no static step can split."""
-    return any(sum(rows) == 1 for rows in batch.sizes.values())
 
 
 def _check_usable(stores: Iterable[Store]) -> None:

@@ -97,7 +97,9 @@ class Saver:
         with self._cleanup_on_error(job, save):
             with explaining_failures(job, "beginning to save a checkpoint"), _mark_interrupts():
                 save.begin(job, self._group, self._numbers.get(root))
-            save.writer = Writer(target, save.data, save.numbered(document), job.rank, save.check_lock, save.tidy)
+            save.writer = Writer(
+                target, save.data, numbered(document, save.number), job.rank, save.check_lock, save.tidy
+            )
             with reporting_failures(job, "saving a checkpoint"), _mark_interrupts():
                 pieces = _copied(pieces) if asynchronous else pieces
             if asynchronous:
@@ -224,10 +226,6 @@ class _Save:
         self.data, problem = message[0]
         if problem:
             raise CheckpointError(problem)
-
-    def numbered(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the document with this save's number."""
-        return numbered(document, self.number)
 
     def check_lock(self) -> None:
         """Check that no other job has taken the lock over, on rank 0."""
