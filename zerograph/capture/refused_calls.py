@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -94,9 +95,9 @@ def _collectives() -> Iterator[tuple[Any, str]]:
     """Yield every module and name by which user code reaches a collective."""
     modules = [dist, distributed_c10d, *map(sys.modules.get, _FURTHER_MODULES)]
     for module in filter(None, modules):
-        for name in _COLLECTIVES:
-            if callable(getattr(module, name, None)):
-                yield module, name
+        yield from (
+            (module, name) for name in vars(module) if _COLLECTIVES.match(name) and callable(vars(module)[name])
+        )
 
 
 # Loaded only by users of them.
@@ -106,42 +107,10 @@ _FURTHER_MODULES = (
     "torch.distributed._functional_collectives",
 )
 
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "all_gather_object",
-    "all_gather_single",
-    "all_gather_tensor",
-    "all_gather_tensor_autograd",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "all_to_all_single_autograd",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "permute_tensor",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_autograd",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
+# Their names, and those of variants.
+_COLLECTIVES = re.compile(
+    r"(all_(gather|reduce|to_all)|reduce|broadcast|gather|scatter|permute_tensor|(batch_)?i?send|i?recv"
+    r"|(monitored_)?barrier)(_|$)"
 )
 
 

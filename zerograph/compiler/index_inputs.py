@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,7 @@ def _check_boundaries(
     arguments = rules.arguments(node)
     for schema in schema_arguments(node.target):
         index = arguments.get(schema.name)
-        if schema.name not in _BOUNDARIES or not isinstance(index, fx.Node):
+        if not _BOUNDARIES.fullmatch(schema.name) or not isinstance(index, fx.Node):
             continue
         if schema.name == "sorted_sequence" and meta(index)["val"].dim() > 1:
             continue  # one sequence for each row of the batch
@@ -156,18 +157,7 @@ def _check_boundaries(
 
 
 # Names of operators' arguments that hold the positions where one sequence ends and the next begins.
-_BOUNDARIES = (
-    "boundaries",
-    "offsets",
-    "sorted_sequence",
-    "cu_seqlens",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "cu_seq_q",
-    "cu_seq_k",
-    "cum_seq_q",
-    "cum_seq_k",
-)
+_BOUNDARIES = re.compile(r"boundaries|offsets|sorted_sequence|cu_seqlens(_[qk])?|cum?_seq_[qk]")
 
 
 def _check_rows(node: fx.Node, rows: int, name: str, ranks: int) -> None:
