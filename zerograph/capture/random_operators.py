@@ -122,14 +122,8 @@ class _RandomOperators:
     def rand(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return self.draws.uniform(size, device, _floating(dtype))
 
-    def rand_like(self, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return self.draws.uniform(x.shape, device or x.device, _floating(dtype or x.dtype))
-
     def randn(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return self.draws.normal(size, device, _floating(dtype))
-
-    def randn_like(self, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return self.draws.normal(x.shape, device or x.device, _floating(dtype or x.dtype))
 
     def normal_sized(self, mean: float, std: float, size: Sequence[int], **options: Any) -> Tensor:
         return self.randn(size, **options) * std + mean
@@ -138,11 +132,6 @@ class _RandomOperators:
         self, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
     ) -> Tensor:
         return self.draws.whole_numbers(low, high, size, device, dtype or torch.int64)
-
-    def randint_like(
-        self, x: Tensor, low: int, high: int, *, dtype: Any = None, device: Any = None, **_: Any
-    ) -> Tensor:
-        return self.draws.whole_numbers(low, high, x.shape, device or x.device, dtype or x.dtype)
 
     def randperm(self, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return torch.sort(self.draws.uniform([n], device, torch.float64)).indices.to(dtype or torch.int64)
@@ -190,13 +179,13 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         getattr(aten.random_, "from"): _written(operators.random),
         aten.random_.to: _written(lambda x, high: operators.random(x, 0, high)),
         aten.rand.default: operators.rand,
-        aten.rand_like.default: operators.rand_like,
+        aten.rand_like.default: _like(operators.rand),
         aten.randn.default: operators.randn,
-        aten.randn_like.default: operators.randn_like,
+        aten.randn_like.default: _like(operators.randn),
         aten.randint.default: lambda high, size, **options: operators.randint(0, high, size, **options),
         aten.randint.low: operators.randint,
-        aten.randint_like.default: lambda x, high, **options: operators.randint_like(x, 0, high, **options),
-        aten.randint_like.low_dtype: operators.randint_like,
+        aten.randint_like.default: lambda x, high, **options: _like(operators.randint)(x, 0, high, **options),
+        aten.randint_like.low_dtype: _like(operators.randint),
         aten.randperm.default: operators.randperm,
         aten.multinomial.default: operators.multinomial,
         aten.rrelu_with_noise.default: operators.rrelu,
@@ -242,6 +231,15 @@ _OUTSIDE_UNIT: dict[Any, tuple[Callable[[float], bool], bool]] = {
     aten.gt.Scalar: (lambda limit: limit < 0, False),
     aten.ge.Scalar: (lambda limit: limit <= 0, False),
 }
+
+
+def _like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the form that draws a tensor like its first argument."""
+
+    def draw(x: Tensor, *limits: int, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return function(*limits, x.shape, dtype=dtype or x.dtype, device=device or x.device)
+
+    return draw
 
 
 def _written(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -180,9 +180,9 @@ class Compiler:
         self.observer.started()
         self._check(members)
         mesh, comparison, request = target.mesh, target.comparison, key.request
-        required, of_inputs = self.requirements(members, facts, request), input_requirements(mesh, batch)
+        required = {**self.requirements(members, facts, request), **input_requirements(mesh, batch)}
         source = self._source
-        artifact = self.loaded.find({**required, **of_inputs}, batch) or (None if source is None else source.artifact)
+        artifact = self.loaded.find(required, batch) or (None if source is None else source.artifact)
         with explain_failure(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh, key, artifact)
         if source is not None:
@@ -204,7 +204,6 @@ class Compiler:
             request=request,
             warn=self._warn,
             requirements=required,
-            input_requirements=of_inputs,
         )
         step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation, artifact), captured.sizes, batch)
         self.observer.prepared(step, target.rank)
@@ -447,20 +446,18 @@ class Compiler:
     def _trace(self, members: Members, batch: Batch, mesh: Mesh, request: StepRequest) -> Captured:
         """Trace ``build()``; see :meth:`_capture`."""
 
-        def on_traced_device(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
-            if not members.on_accelerator:
-                return list(specs)
-            return [replace(spec, device=torch.device("cpu")) for spec in specs]
+        def traced(spec: capturing.TensorSpec) -> capturing.TensorSpec:
+            return replace(spec, device=torch.device("cpu")) if members.on_accelerator else spec
 
         config, micro_batches = self.config, self.micro_batches(mesh)
         parts, (scaled, checked) = mesh.size * micro_batches, self._flags(request)
         capture = capturing.Capture(
             self.build,
             members.root,
-            dict(zip(members.parameters, on_traced_device(members.specs(members.parameters).values()), strict=True)),
-            dict(zip(members.buffers, on_traced_device(members.specs(members.buffers).values()), strict=True)),
+            {name: traced(spec) for name, spec in members.specs(members.parameters).items()},
+            {name: traced(spec) for name, spec in members.specs(members.buffers).items()},
             members.aliases,
-            on_traced_device(batch.specs),
+            list(map(traced, batch.specs)),
             batch.arranged,
             train=bool(self.optimizers),
             ranks=parts,

@@ -111,7 +111,7 @@ class Preparation:
         micro_batches: number of micro-batches.
         request: what the caller asks for.
         warn: shows a message to the user.
-        requirements, input_requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
+        requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
     """
 
     layouts: Layouts
@@ -126,7 +126,6 @@ class Preparation:
     request: StepRequest
     warn: Callable[[str], None]
     requirements: Mapping[str, str]
-    input_requirements: Mapping[str, str]
     # Several bucket sizes may give the same layout. The graphs of a step with a shortage are not kept.
     _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
 
@@ -197,7 +196,6 @@ class Preparation:
             warnings=tuple(messages),
             candidate=candidate,
             requirements=self.requirements,
-            input_requirements=self.input_requirements,
             batch=self.batch.with_tensors(()),
             layout=keep_gather_buffers(tuple(layout), passes[-1].graph.graph),
             update_seconds=self.update_seconds,

@@ -169,7 +169,7 @@ class StepSource:
             if job.rank and self._waits:
                 self._receive()
             elif self._waits:
-                self._before = self.dependencies.texts_now()
+                self._before = self.dependencies.texts(now=True)
 
     def _receive(self) -> None:
         """Wait until rank 0 has traced and rewritten the step, and take it if it fits."""
@@ -196,7 +196,7 @@ class StepSource:
         if self.job.rank == 0 and self.records:
             if trace is not None:
                 self._doubts = self.dependencies.doubts(trace)
-            if trace is None or self._doubts or (self._waits and self.dependencies.texts_now() != self._before):
+            if trace is None or self._doubts or (self._waits and self.dependencies.texts(now=True) != self._before):
                 self._answer(b"")
 
     def send(self, step: RewrittenStep) -> None:
