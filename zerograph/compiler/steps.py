@@ -17,7 +17,6 @@ from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dimensions import Dimensions, Kind, SizeChange, local_sizes
 from zerograph.compiler.dynamic_memory import keeps_budget
-from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import (
     Members,
     Tree,
@@ -152,31 +151,12 @@ class Steps:
         members = replace(self.members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         config = self._compiler.config
-        batch = self._read((args, kwargs), mesh, grid, members.meta)
+        batch = read_batch((args, kwargs), mesh, grid, config, self._compiler.micro_batches(mesh), members.meta)
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         facts = {**self._facts(members, request), "the device": members.meta}
         key = StepKey(tuple(facts.items()), config.key(), request, None, batch.pattern(), config.dynamic_shapes)
         sizes = [local_sizes(batch)] * mesh.size
         return members, Dimensions().resolve(batch, key.kind, sizes, mesh, grid, lambda: model_sizes(members)), key
-
-    def _read(
-        self,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        mesh: Mesh,
-        grid: Any,
-        meta: torch.device | None = None,
-    ) -> Batch:
-        config, micro_batches = self._compiler.config, self._compiler.micro_batches(mesh)
-        option = (
-            f"config.gradient_accumulation_steps = {micro_batches}"
-            if config.virtual_ranks is None
-            else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
-        )
-        plain = batch_on(config, mesh)
-        # With slices, what is whole on all ranks is computed whole.
-        must_cut = config.virtual_ranks is None
-        degree = config.context_parallel
-        return read_batch(*arguments, mesh, grid, plain, micro_batches, meta, degree, option, must_cut=must_cut)
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
         """Return what a captured graph depends on besides its inputs.
@@ -302,7 +282,8 @@ class Steps:
         members = self.adopted(lambda: call.job)
         _check_usable(stores_of(members.parameters.values()))
         refuse_hooks_before(call.optimizers)
-        batch = self._read(call.arguments, call.job.mesh, call.job.grid)
+        mesh = call.job.mesh
+        batch = read_batch(call.arguments, mesh, call.job.grid, call.config, self._compiler.micro_batches(mesh))
         check_devices(
             members, [(name, spec.device) for name, spec in zip(batch.names, batch.specs, strict=True) if spec.shape]
         )
