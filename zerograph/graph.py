@@ -42,7 +42,7 @@ from zerograph.optim import refuse_unsupported
 from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.job.process_group import Job, agreeing, digest
 from zerograph.runtime.state import abandon
 from zerograph.runtime.wire.selection import Transport, named_transport
 from zerograph.state import replicas
@@ -337,15 +337,11 @@ class ZeroGraph(Inspected):
             ArtifactError: on every rank: the file is damaged, or of another model, configuration or version; the
                 message lists what differs. The first call of the graph raises it for other inputs.
         """
-        job, problem = self._join(), None
-        try:
+        with agreeing(self._join(), f"loading {os.fspath(path)}"):
             members = self._adopted()
             texts = self._steps.dependencies(members).texts()
             required = self._compiler.requirements(members, texts, self._request)
             self._compiler.loaded.add(read_artifact(path, members), required)
-        except BaseException as error:
-            problem = error
-        agree(job, f"loading {os.fspath(path)}", 0, dict, problem)
 
     @one_thread("lay_out()", collective=False)
     def lay_out(self, mesh: Mesh, *args: Any, device: str = "cpu", **kwargs: Any) -> tuple[PlannedBucket, ...]:

@@ -365,6 +365,22 @@ def digest(value: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), signed=True)
 
 
+@contextlib.contextmanager
+def agreeing(job: Job, doing: str) -> Iterator[dict[str, str]]:
+    """Yield a dict for facts; at the end check that all ranks have the same ones, and that no rank has failed inside.
+
+    Args:
+        job, doing: as for :func:`agree`, whose errors are raised.
+    """
+    problem: BaseException | None = None
+    facts: dict[str, str] = {}
+    try:
+        yield facts
+    except BaseException as error:
+        problem = error
+    agree(job, doing, digest(facts), lambda: facts, problem)
+
+
 def agree(
     job: Job,
     doing: str,

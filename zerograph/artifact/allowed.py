@@ -144,13 +144,18 @@ def place_in_c(function: Any) -> tuple[str, str]:
         return owner.__name__, name
     if getattr(function, "__qualname__", "").startswith("_VariableFunctionsClass."):
         return "torch._C._VariableFunctions", name
-    if owner is None or type(owner).__module__.startswith("pybind11") or type(owner).__name__ == "PyCapsule":
+    if owner is None or is_bindings(owner):
         return getattr(function, "__module__", None) or "builtins", name
     kind = owner if isinstance(owner, type) else type(owner)
     # A class of the user may inherit the method, or override it.
     bases = (base for base in kind.__mro__ if not isinstance(vars(base).get(name, place_in_c), types.FunctionType))
     kind = next(bases, kind)
     return kind.__module__, f"{kind.__qualname__}.{name}"
+
+
+def is_bindings(owner: Any) -> bool:
+    """Return whether a function in C is a part of a library's bindings, and bound to no object of the user."""
+    return type(owner).__module__.startswith("pybind11") or type(owner).__name__ == "PyCapsule"
 
 
 def refused_in_c(function: Any) -> str:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph._torch import OpOverload, compiled_original, is_inherited, operator_functions, untagged
-from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
+from zerograph.artifact.allowed import REFLECTION, is_bindings, refused_in_c, refused_in_python
 from zerograph.base import source
 from zerograph.base.names import named_values, names_in, with_inner
 from zerograph.capture.places import PLAIN, WRAPPERS, object_attributes, parts
@@ -175,7 +175,7 @@ class Digest:
     def _named_function(self, value: Any) -> str:
         """Return the digest of a function in C, of a descriptor, or of a function whose results are kept."""
         owner = getattr(value, "__self__", None)
-        is_bound = not (owner is None or isinstance(owner, (types.ModuleType, type)) or _is_bindings(owner))
+        is_bound = not (owner is None or isinstance(owner, (types.ModuleType, type)) or is_bindings(owner))
         wrapped = getattr(value, "__wrapped__", None)
         if isinstance(value, functools._lru_cache_wrapper) and isinstance(wrapped, types.FunctionType):
             self.memos.append((wrapped, value.cache_info().currsize))
@@ -191,7 +191,8 @@ class Digest:
         refused = ""
         if self.silent:
             return
-        if _is_kind(value, type) and not _is_in_c(value):
+        # Not isinstance(), which reads attributes of the value, and may warn.
+        if issubclass(type(value), type) and not _is_in_c(value):
             # Where a trace does not tell what runs, a name counts as a call.
             if self._follows_globals and not counts(_file_of(value)):
                 refused = refused_in_python(value.__module__, value.__qualname__)
@@ -358,11 +359,6 @@ _TEXT: dict[type, Callable[[Digest, Any], str]] = {
 }
 
 
-def _is_kind(value: Any, kind: type) -> bool:
-    """Return ``isinstance(value, kind)`` without reading attributes of the value, which may warn."""
-    return issubclass(type(value), kind)
-
-
 def _is_of_text(code: types.CodeType) -> bool:
     """Return whether code was compiled from a string: no trace follows it."""
     return code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")
@@ -389,11 +385,6 @@ def _is_in_c(cls: type) -> bool:
     """Return whether a class is written in C."""
     in_c = cls.__module__ in sys.builtin_module_names or _file_of(cls).endswith((".so", ".pyd"))
     return in_c or not cls.__flags__ & _HEAP_TYPE
-
-
-def _is_bindings(owner: Any) -> bool:
-    """Return whether a function in C is a part of a library's bindings, and bound to no object of the user."""
-    return type(owner).__module__.startswith("pybind11") or type(owner).__name__ == "PyCapsule"
 
 
 def _file_of(cls: type) -> str:

@@ -63,7 +63,7 @@ class GraphWriter:
                 "name": node.name,
                 **self._target(node, module),
                 "args": self.writer.value(self._arguments(node), numbers),
-                "meta": self._meta(node),
+                "meta": {key: self.writer.interned(node.meta[key]) for key in _KEYS if key in node.meta},
             }
             if node.kwargs:
                 entry["kwargs"] = self.writer.value(dict(node.kwargs), numbers)
@@ -98,10 +98,6 @@ class GraphWriter:
                 raise ArtifactError(f"the process group of {node} is not that of its mesh dimension")
             return (*node.args[:-1], None)
         return node.args
-
-    def _meta(self, node: fx.Node) -> Any:
-        kept = {key: node.meta[key] for key in _KEYS if key in node.meta}
-        return {key: self.writer.interned(value) for key, value in kept.items()}
 
 
 @dataclass(frozen=True)

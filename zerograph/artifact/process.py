@@ -42,7 +42,7 @@ def process_texts() -> dict[str, str]:
         "the version of torch": torch.__version__,
         "the version of zerograph": f"{zerograph.__version__} ({_own_digest()})",
         "the settings of torch": str(_torch.trace_settings()),
-        "the environment variables of torch": _shown(_environment()),
+        "the environment variables of torch": _environment(),
         "the functions of torch that were replaced": ", ".join(_replaced(Digest())) or "none",
         "the functions of torch.optim": _of_updates(),
         "the settings of Python's modules": _ambient(),
@@ -65,16 +65,9 @@ def _short(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_READ_BY_TORCH) and not name.startswith(_NOT_READ)
-    }
-
-
-def _shown(variables: dict[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in variables.items()) or "none"
+def _environment() -> str:
+    names = [name for name in sorted(os.environ) if name.startswith(_READ_BY_TORCH) and not name.startswith(_NOT_READ)]
+    return " ".join(f"{name}={os.environ[name]}" for name in names) or "none"
 
 
 def doubts() -> list[str]:

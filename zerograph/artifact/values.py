@@ -137,10 +137,8 @@ class Writer:
         self.tensors[name] = dense.cpu().contiguous()
         return {"data": [name, list(tensor.shape), list(tensor.stride()), str(tensor.device)]}
 
-    def interned(self, value: Any, nodes: Mapping[fx.Node, int] | None = None) -> Any:
+    def interned(self, value: Any) -> Any:
         """Return a reference to the entry of a value in the table."""
-        if nodes is not None:
-            return self._interned(self.value(value, nodes))
         if id(value) not in self._interned_values:
             self._interned_values[id(value)] = value, self._interned(self.value(value))
         return self._interned_values[id(value)][1]

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from zerograph.errors import ZeroGraphWarning
+from zerograph.errors import CaptureError, ZeroGraphWarning
 
 _PACKAGE = Path(__file__).parent.parent
 # The folders of zerograph's code. In a checkout passes/ and runtime/ are links, or lie beside the package.
@@ -82,6 +82,18 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
             return described(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""
+
+
+def refusal(what: str, instead: str, place: tuple[str, str] | None = None) -> CaptureError:
+    """Return the error for a line of the user's code that cannot be a part of a graph.
+
+    Args:
+        what: what the line does.
+        instead: what to do instead.
+        place: the line and its code; None: those that are running.
+    """
+    line, code = place or running_line()
+    return CaptureError(f"{what}\n  {line}   {code}\n{instead}")
 
 
 def relative_to_package(source: str) -> str:

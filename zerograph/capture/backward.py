@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,16 +72,13 @@ class Backward:
         if self._scale is not None:
             tensors = [root * self._scale for root in roots]
         # Each operator's backward computes in the dtype of its forward; autocast would cast once more.
-        with self._outside_autocast():
+        # Meta tensors, for which a step can be prepared, have no autocast.
+        available = torch.amp.is_autocast_available(self._device)
+        with torch.autocast(self._device, enabled=False) if available else nullcontext():
             original(tensors, *args, **kwargs)
             self.calls += 1
             if self.calls == self._expected_calls:
                 self.unscale()
-
-    def _outside_autocast(self) -> AbstractContextManager[Any]:
-        # Meta tensors, for which a step can be prepared, have no autocast.
-        available = torch.amp.is_autocast_available(self._device)
-        return torch.autocast(self._device, enabled=False) if available else nullcontext()
 
     @torch.no_grad()
     def unscale(self) -> None:

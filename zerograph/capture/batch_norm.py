@@ -6,6 +6,7 @@ split as the batch is, so that only the running statistics need communication.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,48 +26,31 @@ def grouped(groups: int, plain: Mapping[Any, Callable[..., Any]]) -> dict[Any, C
         plain: decompositions for evaluation mode and instance norm.
     """
 
-    def native(
-        x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-    ) -> Any:
-        if _without_groups(x, training):
-            return plain[aten.native_batch_norm.default](x, weight, bias, mean, var, training, momentum, eps)
-        return _forward(groups, x, weight, bias, mean, var, momentum, eps)
+    def without_groups(x: Tensor, training: bool) -> bool:
+        """Return True in evaluation, which has no batch statistics, and for instance norm, whose batch size is 1."""
+        return not training or len(x) == 1
 
-    def native_backward(
-        gradient: Tensor, x: Tensor, weight: Any, mean: Any, var: Any, saved: Any, rstd: Any, training: bool, *rest: Any
-    ) -> Any:
-        if _without_groups(x, training):
-            operator = plain[aten.native_batch_norm_backward.default]
-            return operator(gradient, x, weight, mean, var, saved, rstd, training, *rest)
+    def forward(operator: Any, *args: Any) -> Any:
+        x, weight, bias, mean, var, training, momentum, eps = args
+        if without_groups(x, training):
+            return plain[operator](*args)
+        result = _forward(groups, x, weight, bias, mean, var, momentum, eps)
+        return result if operator is aten.native_batch_norm.default else (*result, x.new_zeros(0, dtype=torch.uint8))
+
+    def backward(operator: Any, *args: Any) -> Any:
+        first, second, weight, _, _, saved, rstd, training, *_ = args
+        # The cudnn kernel has a backward for training only, and takes the input first.
+        is_cudnn = operator is aten.cudnn_batch_norm_backward.default
+        x, gradient = (first, second) if is_cudnn else (second, first)
+        if without_groups(x, is_cudnn or training):
+            return plain[operator](*args)
         return _backward(groups, gradient, x, weight, saved, rstd)
 
-    def cudnn(
-        x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-    ) -> Any:
-        if _without_groups(x, training):
-            return plain[aten.cudnn_batch_norm.default](x, weight, bias, mean, var, training, momentum, eps)
-        return *_forward(groups, x, weight, bias, mean, var, momentum, eps), x.new_zeros(0, dtype=torch.uint8)
-
-    def cudnn_backward(
-        x: Tensor, gradient: Tensor, weight: Any, mean: Any, var: Any, saved: Any, rstd: Any, *rest: Any
-    ) -> Any:
-        # The cudnn kernel has a backward for training only.
-        if _without_groups(x, True):
-            operator = plain[aten.cudnn_batch_norm_backward.default]
-            return operator(x, gradient, weight, mean, var, saved, rstd, *rest)
-        return _backward(groups, gradient, x, weight, saved, rstd)
-
-    return {
-        aten.native_batch_norm.default: native,
-        aten.native_batch_norm_backward.default: native_backward,
-        aten.cudnn_batch_norm.default: cudnn,
-        aten.cudnn_batch_norm_backward.default: cudnn_backward,
+    both = {
+        forward: (aten.native_batch_norm.default, aten.cudnn_batch_norm.default),
+        backward: (aten.native_batch_norm_backward.default, aten.cudnn_batch_norm_backward.default),
     }
-
-
-def _without_groups(x: Tensor, training: bool) -> bool:
-    """Return True in evaluation, which has no batch statistics, and for instance norm, whose batch size is 1."""
-    return not training or len(x) == 1
+    return {one: functools.partial(run, one) for run, operators in both.items() for one in operators}
 
 
 def _forward(

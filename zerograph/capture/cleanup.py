@@ -83,7 +83,10 @@ def _drop_restored(graph: fx.Graph) -> None:
             continue
         while value.op == "call_function" and value.target in _SAME_VALUE:
             source = value.args[_SAME_VALUE[value.target]]
-            if not isinstance(source, fx.Node) or not _same_shape_and_dtype(source, value):
+            if not isinstance(source, fx.Node):
+                break
+            before, after = source.meta["val"], value.meta["val"]
+            if before.shape != after.shape or before.dtype != after.dtype:
                 break
             value = source
         if value is target:
@@ -106,11 +109,6 @@ def _drop_gradient_writes(graph: fx.Graph) -> None:
     for write, target, _ in list(writes(graph)):
         if meta(target)["role"].kind == "gradient":
             graph.erase_node(write)
-
-
-def _same_shape_and_dtype(node: fx.Node, other: fx.Node) -> bool:
-    a, b = node.meta["val"], other.meta["val"]
-    return bool(a.shape == b.shape and a.dtype == b.dtype)
 
 
 def _refuse_changed_parameters(graph: fx.Graph) -> None:

@@ -31,17 +31,11 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
     return {
         **from_torch,
         **(batch_norm.grouped(batch_norm_groups, from_torch) if batch_norm_groups > 1 else {}),
-        aten.mean.default: lambda x, dtype=None: _mean(x, None, False, dtype),
-        aten.mean.dim: lambda x, dim=None, keepdim=False, dtype=None: _mean(x, dim, keepdim, dtype),
-        aten.var.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
-            x, dim, correction, keepdim
-        )[0],
-        aten.std.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
-            x, dim, correction, keepdim
-        )[0].sqrt(),
-        aten.var_mean.correction: lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
-            x, dim, correction, keepdim
-        ),
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean,
+        aten.var.correction: lambda *args, **options: _var_mean(*args, **options)[0],
+        aten.std.correction: lambda *args, **options: _var_mean(*args, **options)[0].sqrt(),
+        aten.var_mean.correction: _var_mean,
         aten.nansum.default: _nansum,
         aten.masked_scatter.default: _masked_scatter,
         aten.masked_scatter_backward.default: _masked_scatter_backward,
@@ -50,11 +44,11 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
             loss: functools.partial(_nll_loss_backward, from_torch[loss])
             for loss in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
         },
-        aten.norm.Scalar: lambda x, p=2: _norm(x, p, None, False),
+        aten.norm.Scalar: _norm,
         aten.norm.ScalarOpt_dim: _norm,
-        aten.norm.ScalarOpt_dtype: lambda x, p, *, dtype: _norm(x.to(dtype), p, None, False),
-        aten.norm.ScalarOpt_dim_dtype: lambda x, p, dim, keepdim=False, *, dtype: _norm(x.to(dtype), p, dim, keepdim),
-        aten.dist.default: lambda x, y, p=2: _norm(x - y, p, None, False),
+        aten.norm.ScalarOpt_dtype: _norm,
+        aten.norm.ScalarOpt_dim_dtype: _norm,
+        aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
         aten.multi_margin_loss.default: _multi_margin_loss,
         aten.multi_margin_loss_backward.default: _multi_margin_loss_backward,
         aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
@@ -65,18 +59,18 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.empty.memory_format: lambda size, *, dtype=None, device=None, **_: torch.full(
             size, 0, dtype=dtype or torch.get_default_dtype(), device=device
         ),
-        aten.empty_like.default: _filled_like(0),
-        aten.new_empty.default: _new_filled(0),
-        aten.ones_like.default: _filled_like(1),
-        aten.zeros_like.default: _filled_like(0),
-        aten.full_like.default: lambda x, fill, **options: _filled_like(fill)(x, **options),
-        aten.new_zeros.default: _new_filled(0),
-        aten.new_ones.default: _new_filled(1),
+        aten.empty_like.default: lambda x, **options: _new_full(x, x.shape, 0, **options),
+        aten.new_empty.default: lambda x, size, **options: _new_full(x, size, 0, **options),
+        aten.ones_like.default: lambda x, **options: _new_full(x, x.shape, 1, **options),
+        aten.zeros_like.default: lambda x, **options: _new_full(x, x.shape, 0, **options),
+        aten.full_like.default: lambda x, fill, **options: _new_full(x, x.shape, fill, **options),
+        aten.new_zeros.default: lambda x, size, **options: _new_full(x, size, 0, **options),
+        aten.new_ones.default: lambda x, size, **options: _new_full(x, size, 1, **options),
         # Memory that a copy fills later: as a full tensor it needs no rule of its own.
-        aten.new_empty_strided.default: lambda x, size, stride, **options: _new_filled(0)(x, size, **options),
+        aten.new_empty_strided.default: lambda x, size, stride, **options: _new_full(x, size, 0, **options),
         aten.repeat.default: _repeat,
         aten.constant_pad_nd.default: _pad,
-        aten.new_full.default: lambda x, size, fill, **options: _new_filled(fill)(x, size, **options),
+        aten.new_full.default: _new_full,
         **_FOREACH,
     }
 
@@ -209,18 +203,22 @@ _FROM_TORCH = (
 )
 
 
-def _mean(x: Tensor, dim: Sequence[int] | int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+def _mean(
+    x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
     total: Tensor = aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype)
     return total / count
 
 
-def _var_mean(x: Tensor, dim: Sequence[int] | int | None, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _var_mean(
+    x: Tensor, dim: Sequence[int] | int | None = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     """Compute in two passes: the mean of squares minus the squared mean would cancel in fp32."""
     dims = _dims(x, dim)
     count = math.prod(x.shape[d] for d in dims)
-    mean = _mean(x, dims, True, None)
+    mean = _mean(x, dims, True)
     squares = aten.sum.dim_IntList((x - mean).square(), dims, keepdim)
     variance = squares / max(count - (1 if correction is None else correction), 0)
     return variance, mean if keepdim else mean.squeeze(dims)
@@ -262,8 +260,10 @@ def _weight_norm_backward(gradient: Tensor, v: Tensor, g: Tensor, norms: Tensor,
     return (gradient - v * (along / norms)) * (g / norms), along
 
 
-def _norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(x, 2 if p is None else p, dim, keepdim)
+def _norm(
+    x: Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x.to(dtype or x.dtype), 2 if p is None else p, dim, keepdim)
     return length
 
 
@@ -342,18 +342,10 @@ def _pad(x: Tensor, pad: Sequence[Any], value: float = 0) -> Any:
     return x
 
 
-def _filled_like(fill: float) -> Callable[..., Tensor]:
-    def filled(x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return torch.full(x.shape, fill, dtype=dtype or x.dtype, device=device or x.device)
-
-    return filled
-
-
-def _new_filled(fill: float) -> Callable[..., Tensor]:
-    def filled(x: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return torch.full(size, fill, dtype=dtype or x.dtype, device=device or x.device)
-
-    return filled
+def _new_full(
+    x: Tensor, size: Sequence[int], fill: float, *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    return torch.full(size, fill, dtype=dtype or x.dtype, device=device or x.device)
 
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch
-from zerograph.capture.random_operators import refuse
+from zerograph.base.source import refusal
 from zerograph.ir.step_graph import placeholders
 from zerograph.ops.flex_attention import (
     BATCH,
@@ -56,7 +56,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Emit the operator; return its result, and the log-sum-exp in base 2, as torch's higher-order operator does."""
     if kernel_options.get("OUTPUT_MAX"):
-        refuse("flex_attention() is asked for the largest scores", "Leave max_scores out of return_aux.")
+        raise refusal("flex_attention() is asked for the largest scores", "Leave max_scores out of return_aux.")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
@@ -74,7 +74,7 @@ def _mask(block_mask: tuple[Any, ...], query: Tensor) -> Callable[..., Tensor] |
     mask_mod, blocks = _torch.mask_of_blocks(block_mask)
     batch = block_mask[2].shape[0]
     if not _is(batch, 1) and not _is(batch, query.shape[0]):
-        refuse(
+        raise refusal(
             f"a block mask was made for a batch of {batch}, but the whole batch has {query.shape[0]} rows",
             "Tensors in build() are of the whole batch of all ranks. Call create_block_mask() inside build(), with "
             "B=x.shape[0] and document ids that are an input, or with B=None for a mask that is equal for all rows.",
@@ -272,10 +272,10 @@ def _traced(function: Callable[..., Tensor], query: Tensor, scores: int, sizes: 
         try:
             module = _torch.trace(at_one_position, [*score, *positions])
         except (_torch.GuardOnDataDependentSymNode, _torch.DataDependentOutputException):
-            refuse(
+            raise refusal(
                 "a function of flex_attention() reads a value: a position, or an element that it looks up",
                 "Use torch.where for branches, and look numbers up in tensors, not in lists.",
-            )
+            ) from None
     for node, name in zip(reversed(placeholders(module.graph)), reversed(("score", *POSITIONS)), strict=False):
         node.name = name
     module.graph.eliminate_dead_code()
@@ -283,12 +283,12 @@ def _traced(function: Callable[..., Tensor], query: Tensor, scores: int, sizes: 
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if not isinstance(node.target, _torch.OpOverload):
-            refuse(
+            raise refusal(
                 f"a function of flex_attention() computes {node.target.__name__} with a size",
                 "Compute with it outside of the function.",
             )
         if _torch.is_mutable(node.target) or torch.Tag.nondeterministic_seeded in node.target.tags:
-            refuse(
+            raise refusal(
                 f"a function of flex_attention() calls {node.target}, which writes or draws random numbers",
                 "Compute scores and masks from positions, and from tensors that the function only reads.",
             )

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.base import source
+from zerograph.base.source import refusal
 from zerograph.capture.random_operators import Draws, refuse_others
-from zerograph.errors import CaptureError, PlacementError
+from zerograph.errors import PlacementError
 from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.region import GlobalSpec, Region, split_joint
 from zerograph.ir.region import local as local_operator
@@ -223,29 +223,24 @@ def _one_for_each(sbps: Sbps, count: int) -> list[Sbp]:
     if isinstance(sbps, Sbp):
         return [sbps] * count
     if len(sbps) != count:
-        _refuse(
+        raise refusal(
             f"a local region was declared with {len(sbps)} SBPs for {count} tensors",
             "Give one SBP for all, or one for each tensor in order.",
         )
     return list(sbps)
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
-    line, code = source.running_line()
-    raise CaptureError(f"{what}\n  {line}   {code}\n{instead}")
-
-
 def _part(tensor: Tensor, sbp: Sbp, ranks: int) -> Tensor:
     """Return an empty tensor like one rank's shard."""
     shape = list(tensor.shape)
     if not all(isinstance(size, int) for size in shape):
-        _refuse(
+        raise refusal(
             f"a local region is given a tensor of shape {tuple(shape)}, whose size differs between calls or ranks",
             "A region is compiled for one size of its inputs: give all ranks equally many rows.",
         )
     if isinstance(sbp, Split):
         if sbp.dim >= len(shape) or shape[sbp.dim] % ranks:
-            _refuse(
+            raise refusal(
                 f"a local region is given a tensor of shape {tuple(shape)} as {sbp}, which {ranks} ranks cannot part",
                 "Give it a tensor whose dimension they divide, or declare it sbp.broadcast.",
             )
@@ -270,7 +265,7 @@ def _plan(
     differentiable = [i for i, result in enumerate(results) if result.requires_grad]
     module, gradients = _joint_graph(run, parts, results, differentiable, capturing)
     if any(True for _ in writes(module.graph)):
-        _refuse(
+        raise refusal(
             "a local region changes a buffer or one of its arguments in place",
             "Each rank would have its own; return the new value, declared partial_sum or split, and write it outside.",
         )
@@ -338,7 +333,7 @@ def _global_spec(part: Tensor, sbp: Sbp, ranks: int) -> GlobalSpec:
     shape = list(part.shape)
     if isinstance(sbp, Split):
         if sbp.dim >= len(shape):
-            _refuse(
+            raise refusal(
                 f"a local region returns a tensor of shape {tuple(shape)}, declared {sbp}",
                 "Declare outputs= with a dimension that it has, or as sbp.partial_sum if ranks are to be summed.",
             )
@@ -358,7 +353,7 @@ def _constants_as_inputs(module: fx.GraphModule, position: int) -> list[Tensor]:
     for node in graph.find_nodes(op="get_attr"):
         constant = getattr(module, str(node.target))
         if isinstance(constant, _torch.FakeTensor) or constant.requires_grad:
-            _refuse(
+            raise refusal(
                 f"a local region reads a tensor of shape {tuple(constant.shape)} that is not among its arguments",
                 "Give it as an argument, so that its SBP is declared; parameters and buffers of the graph may be read.",
             )

@@ -71,13 +71,11 @@ class Recorder(_torch.PlainMode):
         if (truth := known_truth(func, args)) is not None:
             return truth
         if func in _READS_VALUES:
-            line, code = source.running_line()
-            raise CaptureError(f"{_READS_VALUES[func]}\n  {line}   {code}\n{ONE_GRAPH}")
+            raise source.refusal(_READS_VALUES[func], ONE_GRAPH)
         if func.namespace in COLLECTIVE_NAMESPACES:
             raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
         if str(func) in _VARLEN and args[0].device.type == "cpu":
-            line, code = source.running_line()
-            raise CaptureError(f"{func} runs on accelerators only\n  {line}   {code}\n{_PACKED_ROWS}")
+            raise source.refusal(f"{func} runs on accelerators only", _PACKED_ROWS)
         if (body := _torch.triton_body(func)) is not None and rule_of(func) is None:
             return self._inlined(func, body, args, kwargs or {})
         if _torch.is_mutable(func):
@@ -91,11 +89,11 @@ class Recorder(_torch.PlainMode):
             and args[_RUNNING].shape != args[0].shape[args[_AXIS] :][:1]
         ):
             raise _reshaped(f"of shape {tuple(args[_RUNNING].shape)}")
-        if any(isinstance(leaf, Tensor) and not _is_static(leaf) for leaf in pytree.tree_leaves(result)):
-            line, code = source.running_line()
-            raise CaptureError(
-                f"build() makes a tensor whose shape depends on values ({func})\n  {line}   {code}\n"
-                f"A step graph has fixed shapes. {ADVICE_BY_OPERATOR.get(func, _ALL_ROWS)}"
+        results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if any(_torch.depends_on_values(size) for one in results for size in one.shape):
+            raise source.refusal(
+                f"build() makes a tensor whose shape depends on values ({func})",
+                f"A step graph has fixed shapes. {ADVICE_BY_OPERATOR.get(func, _ALL_ROWS)}",
             )
         return result
 
@@ -117,15 +115,14 @@ class Recorder(_torch.PlainMode):
             return operator.decompose(*args, **kwargs)
 
     def _higher_order_refused(self, operator: Any) -> CaptureError:
-        line, code = source.running_line()
         name = getattr(operator, "__name__", str(operator))
         if not name.startswith("triton_kernel"):
-            return CaptureError(f"build() calls {name}, an operator on functions\n  {line}   {code}\n{ONE_GRAPH}")
+            return source.refusal(f"build() calls {name}, an operator on functions", ONE_GRAPH)
         whole = self._entered[-1].name() if self._entered else "your::operator"
         how = "" if self._entered else "Put the call into a function with torch.library.triton_op. "
-        return CaptureError(
-            f"build() launches a kernel of Triton, which is no operator\n  {line}   {code}\n"
-            f'{how}Give the operator a rule, zg.register_rule("{whole}", ...): it is then one operator of the graph.'
+        return source.refusal(
+            "build() launches a kernel of Triton, which is no operator",
+            f'{how}Give the operator a rule, zg.register_rule("{whole}", ...): it is then one operator of the graph.',
         )
 
     def _annotations(self, func: Any) -> dict[str, Any]:
@@ -167,11 +164,9 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
     """Refuse a write to a tensor outside the step, which the trace would do once and the step never."""
     for written in _torch.written_tensors(func, args, kwargs):
         if not isinstance(written, _torch.FakeTensor):
-            line, code = source.running_line()
-            raise CaptureError(
-                f"build() changes a tensor of shape {tuple(written.shape)} that is no buffer of the graph's modules\n"
-                f"  {line}   {code}\n"
-                "Register it with register_buffer() in the module's __init__: buffers are part of the step."
+            raise source.refusal(
+                f"build() changes a tensor of shape {tuple(written.shape)} that is no buffer of the graph's modules",
+                "Register it with register_buffer() in the module's __init__: buffers are part of the step.",
             )
 
 
@@ -245,10 +240,9 @@ class FunctionMode(NoReads):
             CaptureError: it assigns to ``data``, or reads a value.
         """
         if func == _SET_DATA:
-            line, code = source.running_line()
-            raise CaptureError(
-                f"build() assigns to .data, which tracing does not see\n  {line}   {code}\n"
-                "Write the values with copy_() under torch.no_grad()."
+            raise source.refusal(
+                "build() assigns to .data, which tracing does not see",
+                "Write the values with copy_() under torch.no_grad().",
             )
         if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
             with sdpa_kernel(SDPBackend.MATH):
@@ -257,8 +251,7 @@ class FunctionMode(NoReads):
 
 
 def _read_in_build(what: str) -> CaptureError:
-    line, code = source.running_line()
-    return CaptureError(f"{_READS_VALUES[aten._local_scalar_dense.default]}: {what}\n  {line}   {code}\n{ONE_GRAPH}")
+    return source.refusal(f"{_READS_VALUES[aten._local_scalar_dense.default]}: {what}", ONE_GRAPH)
 
 
 _ATTEND = F.scaled_dot_product_attention
@@ -315,15 +308,10 @@ def check_shapes(specs: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> Non
 
 
 def _reshaped(buffer: str) -> CaptureError:
-    line, code = source.running_line()
-    return CaptureError(
-        f"the first forward gives the buffer {buffer} another shape\n  {line}   {code}\n"
-        "Call the model once on a batch before zg.prepare(), or before the graph: with torch.no_grad(): model(x)"
+    return source.refusal(
+        f"the first forward gives the buffer {buffer} another shape",
+        "Call the model once on a batch before zg.prepare(), or before the graph: with torch.no_grad(): model(x)",
     )
-
-
-def _is_static(tensor: Tensor) -> bool:
-    return not any(map(_torch.depends_on_values, tensor.shape))
 
 
 @contextlib.contextmanager
@@ -366,8 +354,8 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (_torch.DataDependentOutputException, _torch.DynamicOutputShapeException) as error:
-        line, code = source.raising_line(error.__traceback__)
-        raise CaptureError(f"build() needs a tensor's value for {error.func}\n  {line}   {code}\n{ONE_GRAPH}") from None
+        place = source.raising_line(error.__traceback__)
+        raise source.refusal(f"build() needs a tensor's value for {error.func}", ONE_GRAPH, place) from None
     except TypeError as error:
         # Python names the function; a call inside of the user's build() has a line of its own.
         if _WRONG_CALL.search(str(error)) is None or source.raising_line(error.__traceback__)[0]:
@@ -383,8 +371,8 @@ def explained() -> Iterator[None]:
             raise collective_refused(str(error).split(" ")[0], error.__traceback__) from None
         if "grad can be implicitly created only for scalar outputs" not in str(error):
             raise
-        line, code = source.raising_line(error.__traceback__)
-        raise CaptureError(
-            f"backward() was called on a tensor that is not a scalar\n  {line}   {code}\n"
-            "Reduce the loss first, with .mean() or .sum()."
+        raise source.refusal(
+            "backward() was called on a tensor that is not a scalar",
+            "Reduce the loss first, with .mean() or .sum().",
+            source.raising_line(error.__traceback__),
         ) from None

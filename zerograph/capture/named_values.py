@@ -48,13 +48,13 @@ class NamedValues:
             self.places[place.key] = place
             if isinstance(value, CONTAINERS):
                 self.tokens[place.key] = type(value).__name__, len(value)
-                self._checks.append(_has_length(value))
+                self._checks.append(_is_equal(functools.partial(len, value)))
             elif is_entered:
                 self.tokens[place.key] = Identity(type(value))
             else:
-                self.tokens[place.key] = now = _token(value)
+                self.tokens[place.key] = _token(value)
                 if _changes_in_place(value):
-                    self._checks.append(_has_token(value, now))
+                    self._checks.append(_is_equal(functools.partial(_token, value)))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
@@ -122,13 +122,10 @@ def _changes_in_place(value: Any) -> bool:
     return isinstance(value, (set, bytearray, itertools.count, *(() if numpy is None else (numpy.ndarray,))))
 
 
-def _has_token(value: Any, now: Hashable) -> Callable[[], bool]:
-    return lambda: _token(value) == now
-
-
-def _has_length(value: Collection[Any]) -> Callable[[], bool]:
-    length = len(value)
-    return lambda: len(value) == length
+def _is_equal(read: Callable[[], Hashable]) -> Callable[[], bool]:
+    """Return a check that a value is equal to what it is now."""
+    now = read()
+    return lambda: read() == now
 
 
 def _has_objects(holder: Any, steps: Sequence[Step], values: Sequence[Any]) -> Callable[[], bool]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph.base import source
-from zerograph.errors import CaptureError
+from zerograph.base.source import refusal
 from zerograph.ir.metadata import origin
 from zerograph.ops.random import uniform
 
@@ -54,7 +53,7 @@ class Draws:
     def whole_numbers(self, low: int, high: int, size: Sequence[int], device: Any, dtype: torch.dtype) -> Tensor:
         """Draw integers from ``low`` to ``high - 1``, equally likely up to a relative error of (high - low) / 2^53."""
         if high - low > 2**53:
-            refuse("whole numbers from more than 2^53 values", "Draw from a smaller range.")
+            raise refusal("whole numbers from more than 2^53 values", "Draw from a smaller range.")
         drawn = (self.uniform(size, device, torch.float64) * (high - low)).floor()
         return (drawn.to(torch.int64) + low).to(dtype)
 
@@ -63,7 +62,7 @@ class Draws:
         """Replace the state of torch's generator by ``count``: ``checkpoint`` restores it before it recomputes."""
 
         def seeded(seed: Any) -> NoReturn:
-            refuse(
+            raise refusal(
                 "build() seeds torch's generator", "The numbers of a graph follow from config.seed; set that instead."
             )
 
@@ -117,20 +116,14 @@ class _RandomOperators:
 
     def random(self, x: Tensor, low: int, high: int | None) -> Tensor:
         if high is None:
-            refuse("build() draws over the whole range of a dtype (random_)", "Give random_() its bounds.")
+            raise refusal("build() draws over the whole range of a dtype (random_)", "Give random_() its bounds.")
         return self.draws.whole_numbers(low, high, x.shape, x.device, x.dtype)
 
     def rand(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return self.draws.uniform(size, device, _floating(dtype))
 
-    def rand_like(self, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return self.draws.uniform(x.shape, device or x.device, _floating(dtype or x.dtype))
-
     def randn(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return self.draws.normal(size, device, _floating(dtype))
-
-    def randn_like(self, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        return self.draws.normal(x.shape, device or x.device, _floating(dtype or x.dtype))
 
     def normal_sized(self, mean: float, std: float, size: Sequence[int], **options: Any) -> Tensor:
         return self.randn(size, **options) * std + mean
@@ -139,11 +132,6 @@ class _RandomOperators:
         self, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
     ) -> Tensor:
         return self.draws.whole_numbers(low, high, size, device, dtype or torch.int64)
-
-    def randint_like(
-        self, x: Tensor, low: int, high: int, *, dtype: Any = None, device: Any = None, **_: Any
-    ) -> Tensor:
-        return self.draws.whole_numbers(low, high, x.shape, device or x.device, dtype or x.dtype)
 
     def randperm(self, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return torch.sort(self.draws.uniform([n], device, torch.float64)).indices.to(dtype or torch.int64)
@@ -191,13 +179,13 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         getattr(aten.random_, "from"): _written(operators.random),
         aten.random_.to: _written(lambda x, high: operators.random(x, 0, high)),
         aten.rand.default: operators.rand,
-        aten.rand_like.default: operators.rand_like,
+        aten.rand_like.default: _like(operators.rand),
         aten.randn.default: operators.randn,
-        aten.randn_like.default: operators.randn_like,
+        aten.randn_like.default: _like(operators.randn),
         aten.randint.default: lambda high, size, **options: operators.randint(0, high, size, **options),
         aten.randint.low: operators.randint,
-        aten.randint_like.default: lambda x, high, **options: operators.randint_like(x, 0, high, **options),
-        aten.randint_like.low_dtype: operators.randint_like,
+        aten.randint_like.default: lambda x, high, **options: _like(operators.randint)(x, 0, high, **options),
+        aten.randint_like.low_dtype: _like(operators.randint),
         aten.randperm.default: operators.randperm,
         aten.multinomial.default: operators.multinomial,
         aten.rrelu_with_noise.default: operators.rrelu,
@@ -245,6 +233,15 @@ _OUTSIDE_UNIT: dict[Any, tuple[Callable[[float], bool], bool]] = {
 }
 
 
+def _like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the form that draws a tensor like its first argument."""
+
+    def draw(x: Tensor, *limits: int, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return function(*limits, x.shape, dtype=dtype or x.dtype, device=device or x.device)
+
+    return draw
+
+
 def _written(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the in-place form."""
 
@@ -268,7 +265,7 @@ _WITH_GENERATOR = {"default": "generator", "low": "low_generator", "low_dtype": 
 def _without_generator(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, generator: Any = None, **kwargs: Any) -> Any:
         if generator is not None or any(isinstance(argument, torch.Generator) for argument in args):
-            refuse("build() draws from a torch.Generator, whose state is no part of the graph", _NO_GENERATOR)
+            raise refusal("build() draws from a torch.Generator, whose state is no part of the graph", _NO_GENERATOR)
         return function(*args, **kwargs)
 
     return call
@@ -277,7 +274,7 @@ def _without_generator(function: Callable[..., Any]) -> Callable[..., Any]:
 def _floating(dtype: torch.dtype | None) -> torch.dtype:
     chosen = dtype or torch.get_default_dtype()
     if not chosen.is_floating_point or chosen.itemsize < 2:
-        refuse(f"build() draws random numbers as {chosen}", "Draw them in a floating point dtype and cast.")
+        raise refusal(f"build() draws random numbers as {chosen}", "Draw them in a floating point dtype and cast.")
     return chosen
 
 
@@ -287,12 +284,6 @@ _HINTS = {
     "generator": _NO_GENERATOR,
     "rnn": "Set the dropout between the layers to 0, or write the layers one by one.",
 }
-
-
-def refuse(what: str, instead: str, where: tuple[str, str] | None = None) -> NoReturn:
-    """Raise a CaptureError with the line ``where``, or the user's running line."""
-    line, code = where or source.running_line()
-    raise CaptureError(f"{what}\n  {line}   {code}\n{instead}")
 
 
 def refuse_others(graph: fx.Graph) -> None:
@@ -306,7 +297,7 @@ def refuse_others(graph: fx.Graph) -> None:
             continue
         hint = next((text for word, text in _HINTS.items() if word in str(node.target)), None)
         here = origin(node)
-        refuse(
+        raise refusal(
             f"build() draws random numbers in a way that no graph can repeat ({node.target})",
             hint or "Draw them outside build() and pass them in.",
             (here.source, here.code),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -44,31 +45,25 @@ def refused_calls() -> Iterator[None]:
 def _refuse_anomaly_detection() -> None:
     if not (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()):
         return
-    line, code = source.running_line()
-    raise CaptureError(
-        "torch.autograd.detect_anomaly looks at values inside backward(), which a traced step cannot\n"
-        f"  {line}   {code}\n"
-        "Set config.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite."
+    raise source.refusal(
+        "torch.autograd.detect_anomaly looks at values inside backward(), which a traced step cannot",
+        "Set config.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite.",
     )
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> NoReturn:
-    line, code = source.running_line()
-    kind = type(optimizer).__name__
-    raise CaptureError(
-        f"build() calls {kind}.step()\n  {line}   {code}\n"
+    raise source.refusal(
+        f"build() calls {type(optimizer).__name__}.step()",
         "Leave it out, and register the optimizer with add_optimizer(): the graph makes the update itself, after "
-        "build(). Parameters that another optimizer trains in turn belong to a graph of their own."
+        "build(). Parameters that another optimizer trains in turn belong to a graph of their own.",
     )
 
 
 def _refuse_scheduler_step(scheduler: LRScheduler, *_: object, **__: object) -> NoReturn:
-    line, code = source.running_line()
-    raise CaptureError(
-        f"build() calls {type(scheduler).__name__}.step(), which would run once, while the step is traced\n"
-        f"  {line}   {code}\n"
+    raise source.refusal(
+        f"build() calls {type(scheduler).__name__}.step(), which would run once, while the step is traced",
         "Leave it out: give the scheduler to add_optimizer(optimizer, lr_scheduler), and the graph steps it after each "
-        "update; or step it outside build()."
+        "update; or step it outside build().",
     )
 
 
@@ -77,11 +72,10 @@ _QUANTIZED = ("Linear8bitLt", "Linear4bit", "Embedding8bit", "Embedding4bit")
 
 
 def _refuse_quantized(layer: object, *_: object, **__: object) -> NoReturn:
-    line, code = source.running_line()
-    raise CaptureError(
-        f"build() calls {type(layer).__name__} of bitsandbytes\n  {line}   {code}\n"
+    raise source.refusal(
+        f"build() calls {type(layer).__name__} of bitsandbytes",
         "Replace linear layers of 8 bits with zerograph.integrations.bitsandbytes.use_plain_linears(model). Load "
-        "layers of 4 bits, and embeddings, in 8 bits or 16 bits instead."
+        "layers of 4 bits, and embeddings, in 8 bits or 16 bits instead.",
     )
 
 
@@ -101,9 +95,9 @@ def _collectives() -> Iterator[tuple[Any, str]]:
     """Yield every module and name by which user code reaches a collective."""
     modules = [dist, distributed_c10d, *map(sys.modules.get, _FURTHER_MODULES)]
     for module in filter(None, modules):
-        for name in _COLLECTIVES:
-            if callable(getattr(module, name, None)):
-                yield module, name
+        yield from (
+            (module, name) for name in vars(module) if _COLLECTIVES.match(name) and callable(vars(module)[name])
+        )
 
 
 # Loaded only by users of them.
@@ -113,42 +107,10 @@ _FURTHER_MODULES = (
     "torch.distributed._functional_collectives",
 )
 
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_into_tensor_coalesced",
-    "all_gather_object",
-    "all_gather_single",
-    "all_gather_tensor",
-    "all_gather_tensor_autograd",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "all_to_all_single_autograd",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "permute_tensor",
-    "recv",
-    "recv_object_list",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_tensor_autograd",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-    "scatter_object_list",
-    "send",
-    "send_object_list",
+# Their names, and those of variants.
+_COLLECTIVES = re.compile(
+    r"(all_(gather|reduce|to_all)|reduce|broadcast|gather|scatter|permute_tensor|(batch_)?i?send|i?recv"
+    r"|(monitored_)?barrier)(_|$)"
 )
 
 
@@ -166,12 +128,12 @@ def collective_refused(name: str, traceback: TracebackType | None = None) -> Cap
         name: its name in torch.
         traceback: traceback of torch's own error, if torch has raised one.
     """
-    line, code = source.running_line() if traceback is None else source.raising_line(traceback)
-    return CaptureError(
-        f"build() calls the collective {name}\n  {line}   {code}\n"
+    return source.refusal(
+        f"build() calls the collective {name}",
         "Leave it out, and what divides by the number of ranks after it: tensors in build() are of the whole batch "
         "already, a mean is the mean over all ranks. What each rank is to compute by itself belongs into zg.local(), "
-        "other communication outside build()."
+        "other communication outside build().",
+        None if traceback is None else source.raising_line(traceback),
     )
 
 

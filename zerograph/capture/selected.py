@@ -6,13 +6,13 @@ elements as targets, whose lengths it is told.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerograph import _torch
-from zerograph.base.source import running_line
+from zerograph.base.source import refusal
 from zerograph.errors import CaptureError
 
 
@@ -38,7 +38,7 @@ class Selected(Tensor):
                 return torch.where(selection.mask, selection.source, zeros).sum()
             if func in (Tensor.mean, torch.mean):
                 return torch.where(selection.mask, selection.source, zeros).sum() / selection.mask.sum()
-        return _refuse()
+        raise _refused()
 
     def rows_packed(self) -> Tensor:
         """Return a tensor of the source's shape in which each row begins with its selected elements, in order."""
@@ -47,14 +47,13 @@ class Selected(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        _refuse()
+        raise _refused()
 
 
-def _refuse() -> NoReturn:
-    line, code = running_line()
-    raise CaptureError(
-        f"the number of elements that a mask selects depends on values\n  {line}   {code}\n"
-        "Only sum(), mean() and the CTC loss of them can be computed: multiply by the mask, or use torch.where."
+def _refused() -> CaptureError:
+    return refusal(
+        "the number of elements that a mask selects depends on values",
+        "Only sum(), mean() and the CTC loss of them can be computed: multiply by the mask, or use torch.where.",
     )
 
 

@@ -24,7 +24,6 @@ from zerograph.capture.experts import captured_experts
 from zerograph.capture.flex_attention import captured_flex_attention
 from zerograph.capture.selected import Selected, is_mask_of, selected
 from zerograph.capture.untraced import untraced_masks
-from zerograph.errors import CaptureError
 from zerograph.ops.ctc_loss import ctc_loss
 
 
@@ -43,7 +42,8 @@ def substituted() -> Iterator[None]:
         stack.enter_context(patch.object(torch, "masked_select", _selecting(torch.masked_select)))
         stack.enter_context(patch.object(Tensor, "masked_select", _selecting(Tensor.masked_select)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
-        for name in _RESAMPLING:
+        # The operators of F.interpolate(), which take scales as a list.
+        for name in [name for name in vars(_torch.nn_kernels) if "upsample" in name]:
             stack.enter_context(patch.object(_torch.nn_kernels, name, _resampling(name)))
         for layer in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell):
             stack.enter_context(patch.object(layer, "forward", _in_python(layer.forward)))
@@ -64,23 +64,6 @@ def substituted() -> Iterator[None]:
         stack.enter_context(captured_experts())
         stack.enter_context(untraced_masks())
         yield
-
-
-# The operators of F.interpolate() that take scales as a list.
-_RESAMPLING = (
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-)
 
 
 def _resampling(name: str) -> Any:
@@ -145,11 +128,10 @@ def _unless_enabled(method: Any) -> Any:
     def refusing(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         if not self.is_enabled():
             return method(self, *args, **kwargs)
-        line, code = source.running_line()
-        raise CaptureError(
-            f"build() scales its loss by a torch.amp.GradScaler\n  {line}   {code}\n"
+        raise source.refusal(
+            "build() scales its loss by a torch.amp.GradScaler",
             "Leave it out, call loss.backward(), and set config.grad_scaler = zg.GradScaler(): the graph scales the "
-            "loss, skips steps that overflow, and changes the scale."
+            "loss, skips steps that overflow, and changes the scale.",
         )
 
     return refusing

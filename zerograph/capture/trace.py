@@ -123,6 +123,8 @@ class Capture:
                 attribute, or with random numbers of Python or numpy. With ``pure`` it changes Python state.
         """
         hints = {dim.name: dim.hint for dim in self._dims()}
+        # Dimensions that ranks or micro-batches split by rows.
+        parted = {dim.name for dim in self._dims() if dim.rows and dim.pieces > 1}
         for _ in range(_MOST_TRACES):
             try:
                 captured = self._captured(hints)
@@ -134,7 +136,7 @@ class Capture:
             refuted = [guard for guard in captured.guards if not guard.holds(self.sizes)]
             self._refuse_one_row(refuted)
             # Parts of a number of rows that is fixed may still be unequal, which no symbol would say.
-            if fixed := [guard for guard in captured.guards if guard.fixes and guard.symbols & self._parted()]:
+            if fixed := [guard for guard in captured.guards if guard.fixes and guard.symbols & parted]:
                 refuted = fixed
                 break
             if not refuted:
@@ -175,10 +177,6 @@ class Capture:
                     "Leave such a batch out on all ranks, or let build() do the same for any number of rows: "
                     "x.squeeze(1) for x.squeeze()."
                 )
-
-    def _parted(self) -> set[str]:
-        """Return the names of the dimensions that ranks or micro-batches split by rows."""
-        return {dim.name for dim in self._dims() if dim.rows and dim.pieces > 1}
 
     def _dims(self) -> list[Dim]:
         return sorted({size for spec in self.inputs for size in spec.shape if isinstance(size, Dim)}, key=str)
@@ -229,7 +227,10 @@ class Capture:
         if stored:
             # A trace of the next step shows whether build() reads them before it writes them.
             tracer.attributes.restore(keep=list(stored.values()))
-            graph, trace = _next_step(tracer, stored)
+            try:
+                graph, trace = tracer.trace()
+            except Exception as error:
+                raise module_attributes.stored_tensor_read(*next(iter(stored.items()))) from error
             module_attributes.take_computed(graph, trace.attributes)
         if self.train and not trace.gradients:
             raise CaptureError(
@@ -295,7 +296,10 @@ class _Tracer:
         self._mode = _torch.fake_mode()
         self.sizes = Sizes(_torch.size_env(self._mode), dims)
         with self._mode:
-            self.state = {name: _parameter(spec) for name, spec in capture.parameters.items()}
+            parameters = capture.parameters.items()
+            self.state: dict[str, Tensor] = {
+                name: nn.Parameter(spec.fake(), spec.requires_grad) for name, spec in parameters
+            }
             self.state |= {name: spec.fake() for name, spec in capture.buffers.items()}
             for name, fake in self.state.items():
                 is_parameter = name in capture.parameters
@@ -447,22 +451,6 @@ class _Tracer:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = self._capture.amp_dtype
         return contextlib.nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
-
-
-def _next_step(tracer: _Tracer, stored: Mapping[str, Tensor]) -> tuple[fx.GraphModule, _Trace]:
-    """Trace a step that finds in attributes what the previous step has ``stored`` there.
-
-    Raises:
-        CaptureError: the trace fails.
-    """
-    try:
-        return tracer.trace()
-    except Exception as error:
-        raise module_attributes.stored_tensor_read(*next(iter(stored.items()))) from error
-
-
-def _parameter(spec: TensorSpec) -> Tensor:
-    return nn.Parameter(spec.fake(), requires_grad=spec.requires_grad)
 
 
 def _copy_attributes(original: Tensor, fake: Tensor) -> None:

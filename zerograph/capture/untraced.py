@@ -33,10 +33,14 @@ def untraced_masks() -> Iterator[None]:
     replaced: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (masks, "is_tracing", lambda plain: lambda tensor=None: tensor is not None),
         (masks, "find_packed_sequence_indices", _unless_consecutive),
-        (masks, "_ignore_causal_mask_sdpa", _without_full_mask),
-        (masks, "_ignore_bidirectional_mask_sdpa", _without_full_mask),
-        (masks, "_preprocess_mask_arguments", _warning_of_caches),
-        (getattr(older, "AttentionMaskConverter", None), "_ignore_causal_mask_sdpa", _as_in_training),
+        (masks, "_ignore_causal_mask_sdpa", lambda plain: _with_arguments(plain, _drop_full_mask)),
+        (masks, "_ignore_bidirectional_mask_sdpa", lambda plain: _with_arguments(plain, _drop_full_mask)),
+        (masks, "_preprocess_mask_arguments", lambda plain: _with_arguments(plain, _warn_of_cache)),
+        (
+            getattr(older, "AttentionMaskConverter", None),
+            "_ignore_causal_mask_sdpa",
+            lambda plain: staticmethod(_with_arguments(plain, _set_training)),
+        ),
     ]
     # These modules read no value where they ask.
     questions = ("is_torchdynamo_compiling", "is_tracing")
@@ -65,31 +69,29 @@ def _unless_consecutive(plain: Callable[[Tensor], Tensor | None]) -> Callable[[T
     return find
 
 
-def _without_full_mask(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a question whether a mask is needed, with None for a padding mask that is known to mask nothing."""
+def _with_arguments(plain: Callable[..., Any], change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
+    """Return the function with a change of its arguments, by name."""
     signature = inspect.signature(plain)
 
     @functools.wraps(plain)
-    def ignore(*args: Any, **kwargs: Any) -> bool:
+    def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        mask, lengths = bound.arguments["padding_mask"], bound.arguments
-        if mask is not None and lengths.get("q_length", lengths["kv_length"]) == lengths["kv_length"]:
-            bound.arguments["padding_mask"] = None if _is_full(_torch.node_of(mask)) else mask
+        change(bound.arguments)
         return plain(*bound.args, **bound.kwargs)
 
-    return ignore
+    return call
 
 
-def _as_in_training(plain: Callable[..., bool]) -> Callable[..., bool]:
-    """Return the question of older models as in training, where a trace makes no difference without a padding mask."""
-    signature = inspect.signature(plain)
+def _drop_full_mask(arguments: dict[str, Any]) -> None:
+    """Ask whether a mask is needed with None for a padding mask that is known to mask nothing."""
+    mask, keys = arguments["padding_mask"], arguments["kv_length"]
+    if mask is not None and arguments.get("q_length", keys) == keys and _is_full(_torch.node_of(mask)):
+        arguments["padding_mask"] = None
 
-    @functools.wraps(plain)
-    def ignore(*args: Any, **kwargs: Any) -> bool:
-        bound = signature.bind(*args, **kwargs)
-        return plain(**{**bound.arguments, "is_training": True})
 
-    return staticmethod(ignore)
+def _set_training(arguments: dict[str, Any]) -> None:
+    """Ask older models as in training, where a trace makes no difference without a padding mask."""
+    arguments["is_training"] = True
 
 
 def _is_consecutive(node: fx.Node | None) -> bool:
@@ -142,26 +144,18 @@ def _is_written(node: fx.Node) -> bool:
     )
 
 
-def _warning_of_caches(plain: Any) -> Any:
-    """Return transformers' preparation of masks, with a warning where a cache hides documents in packed rows."""
-    signature = inspect.signature(plain)
-
-    @functools.wraps(plain)
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
-        positions = arguments.get("position_ids")
-        if (
-            isinstance(positions, Tensor)
-            and arguments.get("attention_mask") is None
-            and arguments.get("past_key_values") is not None
-            # Without an argument a model makes them itself, of one dimension, and they never restart.
-            and (positions if positions._base is None else positions._base).dim() > 1
-        ):
-            warn_user(
-                "transformers ignores position_ids that restart within a row while the model has a cache of keys and "
-                "values: documents packed into a row would attend to each other\n"
-                "Call the model with use_cache=False, or set model.config.use_cache = False."
-            )
-        return plain(*args, **kwargs)
-
-    return prepare
+def _warn_of_cache(arguments: dict[str, Any]) -> None:
+    """Warn where a cache hides documents in packed rows from transformers' preparation of masks."""
+    positions = arguments.get("position_ids")
+    if (
+        isinstance(positions, Tensor)
+        and arguments.get("attention_mask") is None
+        and arguments.get("past_key_values") is not None
+        # Without an argument a model makes them itself, of one dimension, and they never restart.
+        and (positions if positions._base is None else positions._base).dim() > 1
+    ):
+        warn_user(
+            "transformers ignores position_ids that restart within a row while the model has a cache of keys and "
+            "values: documents packed into a row would attend to each other\n"
+            "Call the model with use_cache=False, or set model.config.use_cache = False."
+        )

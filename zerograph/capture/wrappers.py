@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.source import warn_user
-from zerograph.errors import CaptureError, ConfigError
+from zerograph.errors import ConfigError
 
 # By package and class, so that no library is imported.
 _REFUSED = (
@@ -37,18 +37,6 @@ _OPTIMIZERS = (
 )
 
 
-def _names(kind: type) -> frozenset[str]:
-    return frozenset(f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
-
-
-def _refusal(kind: type) -> str | None:
-    # Not cached by class: a cache would keep classes of prepared modules, and so their graphs, for ever.
-    for package, name, reason in _REFUSED:
-        if any(base.__qualname__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in kind.__mro__):
-            return f"{name}, {reason}"
-    return None
-
-
 def check_modules(root: nn.Module) -> None:
     """Refuse modules whose parameters another library manages.
 
@@ -56,14 +44,14 @@ def check_modules(root: nn.Module) -> None:
         ConfigError: there is one; names the module, the library and what to do.
     """
     for name, module in root.named_modules():
-        kind: Any = type(module)
-        reason = _refusal(kind)
-        if reason is not None:
-            raise ConfigError(
-                f"{name} is wrapped: {reason}\n"
-                "Give the graph the model as it was before, and choose ZeRO by set_zero_mode(): one of both can hold "
-                "the parameters."
-            )
+        names = [(f"{base.__module__}.", base.__qualname__) for base in type(module).__mro__]
+        for package, wrapper, reason in _REFUSED:
+            if any(own.startswith(f"{package}.") and kind == wrapper for own, kind in names):
+                raise ConfigError(
+                    f"{name} is wrapped: {wrapper}, {reason}\n"
+                    "Give the graph the model as it was before, and choose ZeRO by set_zero_mode(): one of both can "
+                    "hold the parameters."
+                )
 
 
 def is_seen_through(module: nn.Module) -> bool:
@@ -87,7 +75,7 @@ def seen_through() -> Iterator[None]:
 
 
 def _inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-    _warn(
+    warn_user(
         f"{type(self).__name__} is not run inside a graph, which exchanges gradients itself: its module is called\n"
         "Give the graph the module without it."
     )
@@ -95,7 +83,7 @@ def _inside(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _not_compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
-    _warn(
+    warn_user(
         "torch.compile(module) is not run inside a graph, which is compiled as a whole: the module itself is called\n"
         "config.backend = 'inductor' compiles the graph with Inductor."
     )
@@ -106,19 +94,13 @@ def _batch_norm(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
     """Run batch norm over the whole batch, as every batch norm of a graph."""
     group = self.process_group
     if group is not None and dist.is_initialized() and dist.get_world_size(group) != dist.get_world_size():
-        line, code = source.running_line()
-        raise CaptureError(
-            f"SyncBatchNorm with a process group of {dist.get_world_size(group)} of {dist.get_world_size()} ranks\n"
-            f"  {line}   {code}\n"
+        raise source.refusal(
+            f"SyncBatchNorm with a process group of {dist.get_world_size(group)} of {dist.get_world_size()} ranks",
             "Batch norm of a graph is over the whole batch, or over each rank's part with config.batch_norm = 'local'. "
-            "Leave process_group out."
+            "Leave process_group out.",
         )
     result: Tensor = nn.BatchNorm1d.forward(self, x)
     return result
-
-
-def _warn(message: str) -> None:
-    warn_user(message)
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -127,16 +109,16 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Raises:
         ConfigError: the wrapper scales losses, or its inner optimizer is unknown.
     """
-    wrapper = _names(type(optimizer)).intersection(_OPTIMIZERS)
+    is_wrapper = any(f"{base.__module__}.{base.__qualname__}" in _OPTIMIZERS for base in type(optimizer).__mro__)
     inner = getattr(optimizer, "optimizer", None)
-    if wrapper and isinstance(inner, torch.optim.Optimizer):
+    if is_wrapper and isinstance(inner, torch.optim.Optimizer):
         if getattr(optimizer, "scaler", None) is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__} has a torch.amp.GradScaler, which a graph cannot use\n"
                 "Register the optimizer without it, and set config.enable_amp(dtype=torch.float16): the graph scales "
                 "the loss."
             )
-        _warn(
+        warn_user(
             f"{type(optimizer).__name__} is not run by a graph, which makes the update itself: the "
             f"{type(inner).__name__} inside is registered\nGive add_optimizer() the optimizer without it."
         )

@@ -46,8 +46,9 @@ T = TypeVar("T")
 _OTHER_OPTIONS = (
     *("backend", "check_replicas", "grad_scaler", "keep_freed_memory", "memory_budget", "placement", "seed", "timeout"),
 )
-# Among the requirements of inputs.
 _MESH = "the mesh"
+# Requirements that inputs and ranks decide.
+_OF_INPUTS = (_MESH, "the nesting of the inputs", "input ")
 # Differences that a message lists.
 _MOST_DIFFERENCES = 8
 
@@ -121,7 +122,6 @@ def artifact_content(step: RewrittenStep, code: Mapping[str, str]) -> bytes:
     emitted = step.passes[-1].graph
     document = {
         "requirements": {**process_texts(), **step.requirements},
-        "inputs": dict(step.input_requirements),
         "code": dict(code),
         "captured": captured,
         "updates": updates,
@@ -237,8 +237,8 @@ class Artifact:
             present: the requirements here but for versions: all of them, or those without inputs.
         """
         stored: dict[str, str] = self.document["requirements"]
-        if _MESH in present:
-            stored = {**stored, **self.document["inputs"]}
+        if _MESH not in present:
+            stored = {name: text for name, text in stored.items() if not name.startswith(_OF_INPUTS)}
         present = {**process_texts(), **present}
         names = [name for name in {**stored, **present} if stored.get(name) != present.get(name)]
         code: Mapping[str, str] = self.document["code"]
@@ -330,7 +330,7 @@ class Artifact:
             raise ArtifactError(f"{self.path} is no step: {type(error).__name__}: {error}") from error
 
 
-_TABLES = ("requirements", "inputs", "code")
+_TABLES = ("requirements", "code")
 
 
 def read_artifact(path: str | os.PathLike[str], members: Members, data: bytes | None = None) -> Artifact:

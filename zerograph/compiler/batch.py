@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph._torch import pytree
 from zerograph.capture.trace import TensorSpec
-from zerograph.compiler.input_layout import is_sequence, sequence_length
+from zerograph.compiler.input_layout import batch_on, is_sequence, sequence_length
+from zerograph.config import Config
 from zerograph.errors import InputError, PlacementError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.dims import Dim
@@ -157,17 +158,12 @@ class Batch:
 
 
 def read_batch(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
     mesh: Mesh,
     grid: Any,
-    plain: NdSbp,
-    micro_batches: int = 1,
+    config: Config,
+    micro_batches: int,
     meta: torch.device | None = None,
-    context_parallel: int = 1,
-    cut_by: str = "",
-    *,
-    must_cut: bool = True,
 ) -> Batch:
     """Read the arguments of a call.
 
@@ -175,40 +171,40 @@ def read_batch(
     splits them along dimension 0, into equal ones.
 
     Args:
-        args, kwargs: the arguments, on this rank.
+        arguments: ``(args, kwargs)``, on this rank.
         mesh: the graph's ranks, seen from one of them.
         grid: the same as a nested list of ranks.
-        plain: SBP of plain tensors; 0-d and replicated ones are ``B``.
+        config: the graph's options.
         micro_batches: number of micro-batches.
         meta: the device that tensors on the meta device stand for.
-        context_parallel: number of ranks that take pieces of whole sequences.
-        cut_by: the option that says how many micro-batches there are, in messages.
-        must_cut: an input must be cut into them.
 
     Raises:
         InputError: an argument is neither tensor nor constant, requires a gradient, cannot be cut into micro-batches,
             or is global or replicated and has a dimension that is marked as dynamic.
         PlacementError: a DTensor is on other ranks than the graph's, or split unevenly.
     """
-    named, tree = _flattened((args, kwargs))
+    plain = batch_on(config, mesh)
+    named, tree = _flattened(arguments)
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
-    names = tuple(name for name, _ in inputs)
     # An update of accumulated gradients has no inputs, or numbers only.
-    has_sequence = context_parallel > 1 and any(
+    has_sequence = config.context_parallel > 1 and any(
         isinstance(leaf, Tensor) and leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf)
         for _, leaf in inputs
     )
-    length = sequence_length(inputs, context_parallel) if has_sequence else None
+    length = sequence_length(inputs, config.context_parallel) if has_sequence else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
         for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
     )
-    plain_tensors = tuple(not is_dtensor(leaf) for _, leaf in inputs)
-    _check_micro_batches([tensor for tensor, _, _ in read], names, cut, plain_tensors, micro_batches, cut_by, must_cut)
     meshes = [leaf.device_mesh for _, leaf in inputs if is_dtensor(leaf)]
-    return Batch(
+    cut_by = (
+        f"config.gradient_accumulation_steps = {micro_batches}"
+        if config.virtual_ranks is None
+        else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
+    )
+    batch = Batch(
         tuple(local for local, _, _ in read),
         tuple(
             replace(spec, device=meta) if meta is not None and spec.device.type == "meta" else spec
@@ -217,17 +213,20 @@ def read_batch(
         tuple(sbp for _, _, sbp in read),
         tree,
         tuple(leaf if _is_constant(leaf) else Tensor for _, leaf in named),
-        names,
+        tuple(name for name, _ in inputs),
         tuple(constants),
         meshes[0] if meshes else None,
         cut,
-        plain_tensors,
+        tuple(not is_dtensor(leaf) for _, leaf in inputs),
         tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
         cut_by,
         tuple(_marks(leaf, name) for name, leaf in inputs),
         passed=() if length is None else tuple(leaf for _, leaf in inputs),
     )
+    # With slices, what is whole on all ranks is computed whole.
+    _check_micro_batches(batch, must_cut=config.virtual_ranks is None)
+    return batch
 
 
 def _marks(leaf: Tensor, name: str) -> Marks:
@@ -298,20 +297,13 @@ def _is_constant(leaf: Any) -> bool:
     return type(leaf) in _CONSTANTS
 
 
-def _check_micro_batches(
-    tensors: Sequence[Tensor],
-    names: Sequence[str],
-    cut: Sequence[bool],
-    plain: Sequence[bool],
-    micro_batches: int,
-    option: str,
-    must_cut: bool,
-) -> None:
+def _check_micro_batches(batch: Batch, *, must_cut: bool) -> None:
+    micro_batches, option = batch.micro_batches, batch.cut_by
     if micro_batches == 1:
         return
-    if must_cut and not any(cut):
+    if must_cut and not any(batch.cut):
         raise InputError(f"{option} cuts the batch along dimension 0, but no input is split along it: pass one that is")
-    for tensor, name, is_cut, is_plain in zip(tensors, names, cut, plain, strict=True):
+    for tensor, name, is_cut, is_plain in zip(batch.tensors, batch.names, batch.cut, batch.plain, strict=True):
         if is_cut and not is_plain and (len(tensor) % micro_batches or not len(tensor)):
             raise InputError(
                 f"{name} has {len(tensor)} samples on this rank, which {option} does not divide\n"

@@ -42,8 +42,7 @@ class RewrittenStep:
         aliases: maps further names of tied parameters to the first name.
         warnings: messages that the compilation showed.
         candidate: the bucket size and the recomputation that the memory search found.
-        requirements: what must be equal to use the captured graph again, besides inputs and versions, as text by name.
-        input_requirements: the part of it that inputs and ranks decide.
+        requirements: what must be equal to use the captured graph again, besides code and versions, as text by name.
         batch: the inputs, without tensors.
     """
 
@@ -54,7 +53,6 @@ class RewrittenStep:
     warnings: tuple[str, ...]
     candidate: Candidate
     requirements: Mapping[str, str]
-    input_requirements: Mapping[str, str]
     batch: Batch
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.input_layout import rows_on, zero_dims_on
-from zerograph.compiler.layout import PlannedBucket, Update
+from zerograph.compiler.layout import Layouts, PlannedBucket, Update
 from zerograph.compiler.members import (
     Members,
     Optimizers,
@@ -179,34 +179,30 @@ class Compiler:
         self.observer.started()
         self._check(members)
         mesh, comparison, request = target.mesh, target.comparison, key.request
-        required, of_inputs = self.requirements(members, facts, request), input_requirements(mesh, batch)
+        required = {**self.requirements(members, facts, request), **input_requirements(mesh, batch)}
         source = self._source
-        artifact = self.loaded.find({**required, **of_inputs}, batch) or (None if source is None else source.artifact)
+        artifact = self.loaded.find(required, batch) or (None if source is None else source.artifact)
         with explain_failure(batch, comparison):
             captured, seconds = self._capture(members, batch, mesh, key, artifact)
         if source is not None:
             source.traced(captured.recording)
         self._check_captured(captured, mesh, batch, comparison, request)
-        updates, update_seconds = self._trace_updates(members, captured, artifact)
+        start = time.perf_counter()
+        updates = self.updates.of(members, captured, self.config, None if artifact is None else artifact.programs)
+        update_seconds = time.perf_counter() - start
         preparation = Preparation(
-            config=self.config,
+            layouts=self._layouts(mesh, members, batch, captured, updates),
             observer=self.observer,
             target=target,
-            zero_dims=self._zero_dims(mesh, members, batch),
-            members=members,
             batch=batch,
-            captured=captured,
             capture_seconds=seconds,
-            updates=updates,
             update_seconds=update_seconds,
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
             micro_batches=self.micro_batches(mesh),
-            trains=bool(self.optimizers),
             request=request,
             warn=self._warn,
             requirements=required,
-            input_requirements=of_inputs,
         )
         step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation, artifact), captured.sizes, batch)
         self.observer.prepared(step, target.rank)
@@ -233,21 +229,13 @@ class Compiler:
             )
         return recording
 
-    def _trace_updates(
-        self, members: Members, captured: Captured, artifact: Artifact | None
-    ) -> tuple[dict[str, Update], float]:
-        """Return the update of each parameter, and the seconds that tracing took."""
-        start = time.perf_counter()
-        traced = None if artifact is None else artifact.programs
-        return self.updates.of(members, captured, self.config, traced), time.perf_counter() - start
-
     def _fit_memory_budget(self, preparation: Preparation, artifact: Artifact | None) -> PreparedStep:
         """Prepare the step within the memory budget, if the configuration has one."""
         if artifact is not None and (step := preparation.from_artifact(artifact)) is not None:
             return step
-        config, members = self.config, preparation.members
+        config, members = self.config, preparation.layouts.members
         specs = members.specs(members.parameters)
-        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.updates)
+        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.layouts.updates)
         may_recompute = config.activation_checkpointing == "auto" and bool(preparation.captured.gradients)
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
@@ -341,18 +329,20 @@ class Compiler:
         self._check(members)
         captured, _ = self._capture(members, batch, mesh, key)
         updates = self.updates.of(members, captured, self.config)
-        zero_dims = self._zero_dims(mesh, members, batch)
-        return lay_out(self.config, mesh, zero_dims, members, captured, updates, trains=bool(self.optimizers))
+        return lay_out(self._layouts(mesh, members, batch, captured, updates))
 
     def _check(self, members: Members) -> None:
         check_optimizers(members, self.optimizers)
         if self.optimizers:
             check_shared_memory(members)
 
-    def _zero_dims(self, mesh: Mesh, members: Members, batch: Batch) -> tuple[int, ...]:
+    def _layouts(
+        self, mesh: Mesh, members: Members, batch: Batch, captured: Captured, updates: Mapping[str, Update]
+    ) -> Layouts:
         annotations = [sbp for parameter in members.parameters.values() if (sbp := annotation(parameter)) is not None]
         experts = expert_sbps(members, mesh, self.config).values()
-        return zero_dims_on(self.config, mesh, batch.sbp, [*annotations, *experts])
+        zero_dims = zero_dims_on(self.config, mesh, batch.sbp, [*annotations, *experts])
+        return Layouts(self.config, mesh, zero_dims, members, captured, updates, trains=bool(self.optimizers))
 
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats."""
@@ -455,20 +445,18 @@ class Compiler:
     def _trace(self, members: Members, batch: Batch, mesh: Mesh, request: StepRequest) -> Captured:
         """Trace ``build()``; see :meth:`_capture`."""
 
-        def on_traced_device(specs: Iterable[capturing.TensorSpec]) -> list[capturing.TensorSpec]:
-            if not members.on_accelerator:
-                return list(specs)
-            return [replace(spec, device=torch.device("cpu")) for spec in specs]
+        def traced(spec: capturing.TensorSpec) -> capturing.TensorSpec:
+            return replace(spec, device=torch.device("cpu")) if members.on_accelerator else spec
 
         config, micro_batches = self.config, self.micro_batches(mesh)
         parts, (scaled, checked) = mesh.size * micro_batches, self._flags(request)
         capture = capturing.Capture(
             self.build,
             members.root,
-            dict(zip(members.parameters, on_traced_device(members.specs(members.parameters).values()), strict=True)),
-            dict(zip(members.buffers, on_traced_device(members.specs(members.buffers).values()), strict=True)),
+            {name: traced(spec) for name, spec in members.specs(members.parameters).items()},
+            {name: traced(spec) for name, spec in members.specs(members.buffers).items()},
             members.aliases,
-            on_traced_device(batch.specs),
+            list(map(traced, batch.specs)),
             batch.arranged,
             train=bool(self.optimizers),
             ranks=parts,

@@ -48,13 +48,14 @@ class Dependencies:
     optimizers: Optimizers
     config: Config
 
-    def texts(self) -> dict[str, str]:
-        """Return everything as text by name, except for the code that a trace runs."""
-        return {**self.facts, **self._digests(self._digest(), self.attributes, None)}
+    def texts(self, *, now: bool = False) -> dict[str, str]:
+        """Return everything as text by name, except for the code that a trace runs.
 
-    def texts_now(self) -> dict[str, str]:
-        """Return :meth:`texts` as they are now: a trace may have changed modules."""
-        return {**self.read_facts(), **self._digests(self._digest(), self.attributes, None)}
+        Args:
+            now: read the facts anew: a trace may have changed modules.
+        """
+        facts = self.read_facts() if now else self.facts
+        return {**facts, **self._digests(self._digest(), self.attributes, None)}
 
     def code(self, trace: Recording) -> dict[str, str]:
         """Return digests of what a trace ran and read, by name."""

@@ -228,6 +228,35 @@ class _History:
         if call.uneven:
             self.dynamic.update((number, 0) for number in parts)
 
+    def select(
+        self, batch: Batch, call: _Sizes, mesh: Mesh, mode: Mode, taken: Collection[int]
+    ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
+        """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions.
+
+        Raises:
+            InputError: rows must be equal and are not, or a size is outside of the limits that the user declared.
+        """
+        if self.refused is None and batch.splits_sequence:
+            self.refused = "ranks split another dimension of an input than 0"
+        reason = self.needs_equal_rows(mode)
+        if call.uneven and reason is not None:
+            raise InputError(_unequal(batch, call, reason))
+        self.note(batch, call, mode)
+        if self.refused is not None:
+            self.dynamic.clear()
+        for at, variant in enumerate(self.variants):
+            sizes = variant.matched(call)
+            if sizes is not None and variant.refuting(sizes) is None:
+                self.variants[at] = variant.grown(sizes)
+                return self.variants[at], sizes
+        variant = Variant(_symbolic(self, batch, call, mesh, taken), next(self.numbers))
+        if (change := _change(self.variants, batch.names, call, reason)) is not None:
+            self.changes[variant.number] = change
+        self.variants.append(variant)
+        sizes = variant.matched(call)
+        assert sizes is not None
+        return variant, sizes
+
 
 class Dimensions:
     """Selects the form of the sizes of each call of one graph."""
@@ -262,7 +291,8 @@ class Dimensions:
         if key not in history.selected:
             if len(history.selected) >= _MAX_SELECTED:
                 history.selected.clear()
-            variant, sizes = self._select(history, batch, everybody, mesh, grid, kind[1], taken())
+            call = _sizes(batch, everybody, mesh, grid)
+            variant, sizes = history.select(batch, call, mesh, kind[1], taken())
             specs = tuple(replace(spec, shape=one) for spec, one in zip(batch.specs, variant.shapes, strict=True))
             history.selected[key] = specs, sizes, variant.number
         return batch.resolved(*history.selected[key])
@@ -286,39 +316,6 @@ class Dimensions:
         history.refused = reason
         history.variants = [variant for variant in history.variants if not variant.dims]
         history.selected.clear()
-
-    def _select(
-        self,
-        history: _History,
-        batch: Batch,
-        everybody: Sequence[Sequence[int]],
-        mesh: Mesh,
-        grid: Any,
-        mode: Mode,
-        taken: Collection[int],
-    ) -> tuple[Variant, dict[str, tuple[int, ...]]]:
-        """Return the variant that serves these sizes, a new one if there is none, and the sizes of its dimensions."""
-        if history.refused is None and batch.splits_sequence:
-            history.refused = "ranks split another dimension of an input than 0"
-        call = _sizes(batch, everybody, mesh, grid)
-        reason = history.needs_equal_rows(mode)
-        if call.uneven and reason is not None:
-            raise InputError(_unequal(batch, everybody, call.uneven, reason))
-        history.note(batch, call, mode)
-        if history.refused is not None:
-            history.dynamic.clear()
-        for at, variant in enumerate(history.variants):
-            sizes = variant.matched(call)
-            if sizes is not None and variant.refuting(sizes) is None:
-                history.variants[at] = variant.grown(sizes)
-                return history.variants[at], sizes
-        variant = Variant(_symbolic(history, batch, call, mesh, taken), next(history.numbers))
-        if (change := _change(history.variants, batch.names, call, reason)) is not None:
-            history.changes[variant.number] = change
-        history.variants.append(variant)
-        sizes = variant.matched(call)
-        assert sizes is not None
-        return variant, sizes
 
 
 def _sizes(batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: Any) -> _Sizes:
@@ -412,11 +409,10 @@ def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:
     return [dim for dim, sbp in enumerate(batch.sbp[number]) if sbp == Split(0) and mesh.shape[dim] > 1]
 
 
-def _unequal(batch: Batch, everybody: Sequence[Sequence[int]], uneven: Collection[Where], reason: str) -> str:
+def _unequal(batch: Batch, call: _Sizes, reason: str) -> str:
     """Return a message that ranks hold unequal parts, or parts that micro-batches do not divide."""
-    first = min(number for number, _ in uneven)
-    at = sum(batch.tensors[number].dim() for number in part_numbers(batch) if number < first)
-    counts = [sizes[at] for sizes in everybody]
+    first = min(number for number, _ in call.uneven)
+    counts = call.parts[first]
     problem = (
         "ranks hold unequal numbers of rows"
         if len(set(counts)) > 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.plain_inputs import Comparison, is_part
 from zerograph.errors import InputError
+from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.region import local
 from zerograph.ir.sizes import sizes_of
@@ -130,7 +132,7 @@ def _check_boundaries(
     arguments = rules.arguments(node)
     for schema in schema_arguments(node.target):
         index = arguments.get(schema.name)
-        if schema.name not in _BOUNDARIES or not isinstance(index, fx.Node):
+        if not _BOUNDARIES.fullmatch(schema.name) or not isinstance(index, fx.Node):
             continue
         if schema.name == "sorted_sequence" and meta(index)["val"].dim() > 1:
             continue  # one sequence for each row of the batch
@@ -155,18 +157,7 @@ def _check_boundaries(
 
 
 # Names of operators' arguments that hold the positions where one sequence ends and the next begins.
-_BOUNDARIES = (
-    "boundaries",
-    "offsets",
-    "sorted_sequence",
-    "cu_seqlens",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "cu_seq_q",
-    "cu_seq_k",
-    "cum_seq_q",
-    "cum_seq_k",
-)
+_BOUNDARIES = re.compile(r"boundaries|offsets|sorted_sequence|cu_seqlens(_[qk])?|cum?_seq_[qk]")
 
 
 def _check_rows(node: fx.Node, rows: int, name: str, ranks: int) -> None:
@@ -196,7 +187,7 @@ def _input_of(node: fx.Node) -> tuple[fx.Node, bool] | None:
     """Return the input whose values the node has, and True if it has single rows only; None for any other node."""
     rows_only: bool = False
     while node.op == "call_function":
-        if node.target is operator.getitem or node.target in _KEEP_VALUES:
+        if node.target is operator.getitem or is_view_or_copy(node) or node.target is aten._unsafe_view.default:
             position = 0
         elif node.target in (aten.where.self, aten.where.ScalarOther):
             position = 1
@@ -209,29 +200,6 @@ def _input_of(node: fx.Node) -> tuple[fx.Node, bool] | None:
             return None
         node = source
     return (node, rows_only) if node.op == "placeholder" else None
-
-
-_KEEP_VALUES: set[Any] = {
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.permute.default,
-    aten.reshape.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unbind.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-}
 
 
 def _reads(graph: fx.Graph) -> Iterator[_Read]:

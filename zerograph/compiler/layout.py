@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,65 +95,187 @@ class PlannedBucket:
         return any(update.program.first is not None for update in self.updates)
 
 
-def plan_layout(
-    mesh: Mesh,
-    zero_dims: tuple[int, ...],
-    members: Members,
-    config: Config,
-    captured: Captured,
-    updates: Mapping[str, Update],
-    *,
-    train: bool,
-) -> tuple[PlannedBucket, ...]:
-    """Return the step's buckets in order of first use. Changes no state.
+@dataclass(frozen=True, eq=False)
+class Layouts:
+    """Lays out the parameters of a step in buckets. Changes no state.
 
-    Args:
+    Attributes:
+        config: the graph's options.
         mesh: the ranks.
         zero_dims: the mesh dimensions along which ZeRO splits.
         members: the graph's modules and tensors.
-        config: the graph's options.
         captured: the captured graph.
         updates: the update of each parameter that the step updates, by parameter name.
-        train: put parameters without store into buckets. A forward graph leaves them plain and whole.
-
-    Raises:
-        CaptureError: an optimizer has state that does not fit its update.
+        trains: put parameters without store into buckets. A forward graph leaves them plain and whole.
     """
-    order = _first_uses(captured, members)
-    edits = {name: edit.key for name, edit in edited_gradients(captured.graph.graph).items() if name in updates}
-    copies = dict.fromkeys(compute_copies(captured.graph.graph, config.amp_dtype), config.amp_dtype)
-    kept: list[PlannedBucket] = []
-    loose: list[str] = []
-    for store, names in _by_store(members, order).items():
-        if store is None:
-            loose += names if train else []
-        elif store.is_provisional and train:
-            loose += names
-        elif _can_keep(store, names, members, config, updates, mesh, zero_dims) and _are_computed_alike(
-            names, edits, copies, train=train
-        ):
-            store.job.check_alive()
-            dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
-            bucket = replace(store.layout, slots=_renamed_slots(store, members), compute_dtype=dtype)
-            store_state = store.specs, store.layouts, store.optimizer, store.fresh
-            kept.append(PlannedBucket(bucket, store, _updates(bucket, updates), *store_state))
-        else:
-            loose += names
-    loose.sort(key=order.__getitem__)
-    tied = members.tied() - used_once(captured.graph.graph)
-    layout = [*kept, *_new_buckets(mesh, zero_dims, members, config, updates, edits, copies, tied, loose)]
-    layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
-    return tuple(
-        replace(planned, bucket=replace(planned.bucket, name=f"bucket{number}"))
-        for number, planned in enumerate(layout)
-    )
 
+    config: Config
+    mesh: Mesh
+    zero_dims: tuple[int, ...]
+    members: Members
+    captured: Captured
+    updates: Mapping[str, Update]
+    trains: bool
 
-def _are_computed_alike(
-    names: Sequence[str], edits: Mapping[str, Hashable], copies: Mapping[str, torch.dtype | None], *, train: bool
-) -> bool:
-    """Return True if one bucket may hold the parameters: equal edits of gradients and, in training, dtypes."""
-    return len({(edits.get(name), copies.get(name) if train else None) for name in names}) == 1
+    @functools.cached_property
+    def _edits(self) -> Mapping[str, Hashable]:
+        """Keys of the edits of gradients, by parameter name."""
+        edits = edited_gradients(self.captured.graph.graph).items()
+        return {name: edit.key for name, edit in edits if name in self.updates}
+
+    @functools.cached_property
+    def _copies(self) -> Mapping[str, torch.dtype | None]:
+        """The dtypes of the copies that parameters are computed with, by parameter name."""
+        return dict.fromkeys(compute_copies(self.captured.graph.graph, self.config.amp_dtype), self.config.amp_dtype)
+
+    def plan(self) -> tuple[PlannedBucket, ...]:
+        """Return the step's buckets in order of first use.
+
+        Raises:
+            CaptureError: an optimizer has state that does not fit its update.
+        """
+        members, copies, order = self.members, self._copies, _first_uses(self.captured, self.members)
+        names_by_store: dict[Store | None, list[str]] = {}
+        for name in order:
+            names_by_store.setdefault(store_of(members.parameters[name]), []).append(name)
+        layout: list[PlannedBucket] = []
+        loose: list[str] = []
+        for store, names in names_by_store.items():
+            if store is None:
+                loose += names if self.trains else []
+            elif store.is_provisional and self.trains:
+                loose += names
+            elif self._can_keep(store, names) and self._are_computed_alike(names):
+                store.job.check_alive()
+                dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
+                bucket = replace(store.layout, slots=_renamed_slots(store, members), compute_dtype=dtype)
+                store_state = store.specs, store.layouts, store.optimizer, store.fresh
+                layout.append(PlannedBucket(bucket, store, self._updates_of(bucket), *store_state))
+            else:
+                loose += names
+        layout += self._new_buckets(sorted(loose, key=order.__getitem__))
+        layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
+        return tuple(
+            replace(planned, bucket=replace(planned.bucket, name=f"bucket{number}"))
+            for number, planned in enumerate(layout)
+        )
+
+    def _are_computed_alike(self, names: Sequence[str]) -> bool:
+        """Return True if one bucket may hold the parameters: equal edits of gradients and, in training, dtypes."""
+        return len({(self._edits.get(name), self._copies.get(name) if self.trains else None) for name in names}) == 1
+
+    def _can_keep(self, store: Store, names: Sequence[str]) -> bool:
+        """Return True if the step can run on the store as it is.
+
+        It can if it updates none of the store's parameters, or all of them by one update of the store's optimizer and
+        in the layout that the configuration wants.
+        """
+        config, members = self.config, self.members
+        parameter_updates = [self.updates.get(name) for name in names]
+        first = parameter_updates[0]
+        if first is None:
+            return not any(parameter_updates)
+        whole = {stays_whole(members.parameters[name], config) for name in names}
+        fits = (
+            len(names) == len(store.parameters)
+            and all(update is not None and update.key() == first.key() for update in parameter_updates)
+            and store.job.mesh == self.mesh
+            and len(whole) == 1
+            and store.layout.block % config.block == 0
+            and (config.virtual_ranks is None or store.layout.is_in_norm_blocks)
+            and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
+            and store.layout.storage.device == self._memory(store.layout).device
+            and _has_entries(store, first.program.state)
+            and store.optimizer is first.optimizer
+        )
+        if not fits or not is_placed_so(store.layout, self.zero_dims, names, members, self.mesh, config):
+            return False
+        parameter_names = members.names()
+        one_by_one = first.program.mixes is not None
+        shapes = [
+            {
+                **(_state_shapes(store, parameter) if one_by_one else {}),
+                **self.updates[parameter_names[id(parameter)]].program.shapes,
+            }
+            for parameter in store.parameters
+        ]
+        has_owner = self._has_owner(store.layout.slots[0], one_by_one=one_by_one, by_user=store.layout.by_user)
+        return (store.layout.has_owners, store.layout.one_by_one) == (has_owner, one_by_one) and (
+            store.layouts == _state_layouts(store.layout, store.specs, shapes)
+        )
+
+    def _new_buckets(self, names: Sequence[str]) -> list[PlannedBucket]:
+        """Return new buckets of the named parameters."""
+        config, members, mesh = self.config, self.members, self.mesh
+        sbps = user_sbps(names, members, mesh, config)
+        tied = members.tied() - used_once(self.captured.graph.graph)
+        parameters, states = [], {}
+        for name in names:
+            parameter, update, sbp = members.parameters[name], self.updates.get(name), sbps[name]
+            states[name] = state = _parameter_state(parameter, update)
+            by_user = any(sbp[dim] != broadcast for dim in free_dims(self.zero_dims, sbp))
+            has_owner = self._has_owner(parameter, one_by_one=state.one_by_one, by_user=by_user)
+            store = store_of(parameter)
+            stays_together = store is not None and not store.is_provisional and store.layout.has_owners == has_owner
+            key: Hashable = (
+                None if update is None else update.key(),
+                state.key(),
+                # A bucket has one edit of its gradient, and one part in each norm.
+                self._edits.get(name),
+                # Two graphs that share parameters, but not buckets, get buckets that suit both.
+                store.serial if store is not None and stays_together else None,
+                # A tied weight is used at both ends of the model. In a bucket of its own it can be resharded in
+                # between. Dealt out by itself, it would take as much memory on every rank as on its owner.
+                name if name in tied and not config.policy.assigns_owners else None,
+            )
+            if state.one_by_one and dims_split([sbp]):
+                raise CaptureError(
+                    f"{name} is split {show(sbp)}, but its update needs it whole"
+                    f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
+                    "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
+                )
+            if dims_split([sbp]) and any(spec.codec is not None for spec in state.specs.values()):
+                raise CaptureError(
+                    f"config.optimizer_state = 'int8', but {name} is split {show(sbp)}: its state cannot be coded\n"
+                    "Leave the parameter whole, or the state exact."
+                )
+            spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
+            fused = update is not None and update.program.fused is not None
+            layer = layer_of(name) if members.device(parameter).type != "cpu" else ""
+            copy = self._copies.get(name)
+            parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copy, fused, layer))
+        buckets = plan_buckets(
+            parameters,
+            mesh=mesh,
+            zero_dims=self.zero_dims,
+            split=config.policy.split,
+            min_split_numel=config.shard_min_size,
+            bucket_bytes=config.bucket_size,
+            block=config.block,
+            in_norm_blocks=config.virtual_ranks is not None,
+        )
+        planned = []
+        for bucket in buckets:
+            bucket = replace(bucket, storage=self._memory(bucket))
+            own = [states[slot.name] for slot in bucket.slots]
+            layouts = _state_layouts(bucket, own[0].specs, [state.shapes for state in own])
+            kept = own[0].specs, layouts, own[0].keeper, own[0].fresh
+            planned.append(PlannedBucket(bucket, None, self._updates_of(bucket), *kept))
+        return planned
+
+    def _has_owner(self, parameter: nn.Parameter | Slot, *, one_by_one: bool, by_user: bool) -> bool:
+        """Return True if one rank owns the whole parameter."""
+        assigns_owners = self.config.policy.assigns_owners and not by_user
+        return one_by_one or (assigns_owners and not stays_whole(parameter, self.config))
+
+    def _memory(self, bucket: Bucket) -> ShardStorage:
+        """Return the device that stores the bucket. :mod:`zerograph.compiler.storage` adds files."""
+        option = self.config.optimizer_offload
+        whole = any(stays_whole(slot, self.config) for slot in bucket.slots)
+        return ShardStorage(offload_device(option, bucket.device, whole=whole), option is None or option.pin_memory)
+
+    def _updates_of(self, bucket: Bucket) -> tuple[Update, ...]:
+        return tuple(self.updates[slot.name] for slot in bucket.slots if slot.name in self.updates)
 
 
 def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
@@ -164,62 +287,6 @@ def _first_uses(captured: Captured, members: Members) -> dict[str, int]:
         first_use[meta(node)["role"].name] = min((position[user] for user in node.users), default=last)
     ordered = sorted(members.parameters, key=lambda name: first_use.get(name, last))
     return {name: number for number, name in enumerate(ordered)}
-
-
-def _by_store(members: Members, order: Mapping[str, int]) -> dict[Store | None, list[str]]:
-    """Return the names of the parameters of each store; None for those without store."""
-    names_by_store: dict[Store | None, list[str]] = {}
-    for name in order:
-        names_by_store.setdefault(store_of(members.parameters[name]), []).append(name)
-    return names_by_store
-
-
-def _can_keep(
-    store: Store,
-    names: Sequence[str],
-    members: Members,
-    config: Config,
-    updates: Mapping[str, Update],
-    mesh: Mesh,
-    zero_dims: tuple[int, ...],
-) -> bool:
-    """Return True if the step can run on the store as it is.
-
-    It can if it updates none of the store's parameters, or all of them by one update of the store's optimizer and in
-    the layout that the configuration wants.
-    """
-    parameter_updates = [updates.get(name) for name in names]
-    first = parameter_updates[0]
-    if first is None:
-        return not any(parameter_updates)
-    whole = {stays_whole(members.parameters[name], config) for name in names}
-    fits = (
-        len(names) == len(store.parameters)
-        and all(update is not None and update.key() == first.key() for update in parameter_updates)
-        and store.job.mesh == mesh
-        and len(whole) == 1
-        and store.layout.block % config.block == 0
-        and (config.virtual_ranks is None or store.layout.is_in_norm_blocks)
-        and (store.layout.by_user or whole == {store.layout.sbp == store.layout.gathered})
-        and store.layout.storage.device == _memory(store.layout, config).device
-        and _has_entries(store, first.program.state)
-        and store.optimizer is first.optimizer
-    )
-    if not fits or not is_placed_so(store.layout, zero_dims, names, members, mesh, config):
-        return False
-    parameter_names = members.names()
-    one_by_one = first.program.mixes is not None
-    shapes = [
-        {
-            **(_state_shapes(store, parameter) if one_by_one else {}),
-            **updates[parameter_names[id(parameter)]].program.shapes,
-        }
-        for parameter in store.parameters
-    ]
-    has_owner = _has_owner(store.layout.slots[0], config, one_by_one=one_by_one, by_user=store.layout.by_user)
-    return (store.layout.has_owners, store.layout.one_by_one) == (has_owner, one_by_one) and (
-        store.layouts == _state_layouts(store.layout, store.specs, shapes)
-    )
 
 
 def _has_entries(store: Store, state: Mapping[str, StateSpec]) -> bool:
@@ -237,97 +304,10 @@ def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
     return not config.policy.split or numel < config.shard_min_size
 
 
-def _has_owner(parameter: nn.Parameter | Slot, config: Config, *, one_by_one: bool, by_user: bool) -> bool:
-    """Return True if one rank owns the whole parameter."""
-    return one_by_one or (config.policy.assigns_owners and not by_user and not stays_whole(parameter, config))
-
-
-def _stays_together(store: Store, *, has_owner: bool) -> bool:
-    """Return True if parameters of the store are not put into buckets with parameters of other stores."""
-    return not store.is_provisional and store.layout.has_owners == has_owner
-
-
 def _renamed_slots(store: Store, members: Members) -> tuple[Any, ...]:
     """Return the store's slots under this graph's names. A parameter that the graph lacks keeps its old name."""
     names = members.names()
     return tuple(replace(slot, name=names.get(id(p), f"elsewhere.{slot.name}")) for p, slot in store.slots())
-
-
-def _new_buckets(
-    mesh: Mesh,
-    zero_dims: tuple[int, ...],
-    members: Members,
-    config: Config,
-    updates: Mapping[str, Update],
-    edits: Mapping[str, Hashable],
-    copies: Mapping[str, torch.dtype | None],
-    tied: Collection[str],
-    names: Sequence[str],
-) -> list[PlannedBucket]:
-    """Return new buckets of the named parameters."""
-    sbps = user_sbps(names, members, mesh, config)
-    parameters, states = [], {}
-    for name in names:
-        parameter, update = members.parameters[name], updates.get(name)
-        states[name] = state = _parameter_state(parameter, update)
-        sbp = sbps[name]
-        by_user = any(sbp[dim] != broadcast for dim in free_dims(zero_dims, sbp))
-        has_owner = _has_owner(parameter, config, one_by_one=state.one_by_one, by_user=by_user)
-        key: Hashable = (
-            None if update is None else update.key(),
-            state.key(),
-            # A bucket has one edit of its gradient, and one part in each norm.
-            edits.get(name),
-            # Two graphs that share parameters, but not buckets, get buckets that suit both.
-            store.serial if (store := store_of(parameter)) and _stays_together(store, has_owner=has_owner) else None,
-            # A tied weight is used at both ends of the model. In a bucket of its own it can be resharded in between.
-            # Dealt out by itself, it would take as much memory on every rank as on its owner.
-            name if name in tied and not config.policy.assigns_owners else None,
-        )
-        if state.one_by_one and dims_split([sbp]):
-            raise CaptureError(
-                f"{name} is split {show(sbp)}, but its update needs it whole"
-                f"{'' if update is None else f': {update.program.optimizer}, {update.program.mixes}'}\n"
-                "Leave it whole, or use an elementwise optimizer for it (SGD, Adam, AdamW, ...)."
-            )
-        if dims_split([sbp]) and any(spec.codec is not None for spec in state.specs.values()):
-            raise CaptureError(
-                f"config.optimizer_state = 'int8', but {name} is split {show(sbp)}: its state cannot be coded\n"
-                "Leave the parameter whole, or the state exact."
-            )
-        spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
-        fused = update is not None and update.program.fused is not None
-        layer = layer_of(name) if members.device(parameter).type != "cpu" else ""
-        parameters.append(Parameter(name, *spec, key, sbp, has_owner, state.one_by_one, copies.get(name), fused, layer))
-    buckets = plan_buckets(
-        parameters,
-        mesh=mesh,
-        zero_dims=zero_dims,
-        split=config.policy.split,
-        min_split_numel=config.shard_min_size,
-        bucket_bytes=config.bucket_size,
-        block=config.block,
-        in_norm_blocks=config.virtual_ranks is not None,
-    )
-    buckets = tuple(replace(bucket, storage=_memory(bucket, config)) for bucket in buckets)
-    return [_planned(bucket, updates, [states[slot.name] for slot in bucket.slots]) for bucket in buckets]
-
-
-def _memory(bucket: Bucket, config: Config) -> ShardStorage:
-    """Return the device that stores the bucket. :mod:`zerograph.compiler.storage` adds files."""
-    option = config.optimizer_offload
-    device = offload_device(option, bucket.device, whole=any(stays_whole(slot, config) for slot in bucket.slots))
-    return ShardStorage(device, option is None or option.pin_memory)
-
-
-def _planned(bucket: Bucket, updates: Mapping[str, Update], states: Sequence[_ParameterState]) -> PlannedBucket:
-    first = states[0]
-    layouts = _state_layouts(bucket, first.specs, [state.shapes for state in states])
-    return PlannedBucket(bucket, None, _updates(bucket, updates), first.specs, layouts, first.keeper, first.fresh)
-
-
-def _updates(bucket: Bucket, updates: Mapping[str, Update]) -> tuple[Update, ...]:
-    return tuple(updates[slot.name] for slot in bucket.slots if slot.name in updates)
 
 
 def _state_layouts(

@@ -180,11 +180,6 @@ class Tree:
         return all(map(operator.is_, map(type, self._modules), self._classes)) and self._contents.are_same()
 
 
-def current(tree: Tree | None, attributes: Mapping[str, Any]) -> Tree:
-    """Return ``tree`` if a graph with these attributes still has its members, else the tree of the new members."""
-    return tree if tree is not None and tree.is_same(attributes) else Tree(find_members(attributes))
-
-
 def repeated_blocks(module: nn.Module, path: str = "") -> Iterator[str]:
     """Yield the qualified names of the blocks that ``module`` repeats, in order.
 

@@ -35,7 +35,8 @@ def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp
             f"{option}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
             "Leave config.placement out, or give it that many ranks along its last dimension."
         )
-    stacked = _stacked(members)
+    modules = filter(expert_count, members.root.modules())
+    stacked = {name: parameter for module in modules for name, parameter in _stacked_in(module, members).items()}
     if not stacked:
         raise ConfigError(
             f"{option}, but the graph has no module of experts, as transformers has them\n"
@@ -109,14 +110,8 @@ def _refuse_micro_batches(name: str, micro_batches: int) -> None:
     )
 
 
-def _stacked(members: Members) -> dict[str, nn.Parameter]:
-    """Return the parameters that have a first dimension of experts, by name."""
-    modules = filter(expert_count, members.root.modules())
-    return {name: parameter for module in modules for name, parameter in _stacked_in(module, members).items()}
-
-
 def _stacked_in(module: nn.Module, members: Members) -> dict[str, nn.Parameter]:
-    """Return those of a module of experts, and of its parametrizations."""
+    """Return the parameters of a module of experts, and of its parametrizations, that have a dimension of experts."""
     names, count = members.names(), expert_count(module)
     return {
         names[id(parameter)]: parameter

@@ -36,12 +36,15 @@ def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
     """
     initialise()
     size = dist.get_world_size()
-    flat_ranks = _flat(ranks)
-    if flat_ranks is None:
+    try:
+        grid = torch.tensor(ranks, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        grid = torch.empty(0)
+    if not grid.dim() or not grid.numel() or grid.dtype != torch.int64:
         raise PlacementError(
             f"ranks={ranks!r}: give the ranks as a list of whole numbers, such as [0, 1], or as a rectangle of lists"
         )
-    if len(set(flat_ranks)) != len(flat_ranks) or not all(0 <= rank < size for rank in flat_ranks):
+    if len(grid.unique()) != grid.numel() or grid.min() < 0 or grid.max() >= size:
         raise PlacementError(f"ranks={ranks!r}: this job has the ranks 0 to {size - 1}, each at most once")
     if (
         not isinstance(device_type, str)
@@ -53,23 +56,7 @@ def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
         )
     if ranks == list(range(size)):
         return mesh_of_all(device_type)
-    return mesh_of(device_type, torch.tensor(ranks))
-
-
-def _flat(ranks: Any) -> list[int] | None:
-    """Return the ranks of a rectangular nested list in order, or None for any other value."""
-    if not isinstance(ranks, Sequence) or not ranks or isinstance(ranks, str):
-        return None
-    if all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-        return list(ranks)
-    rows = [_flat(row) for row in ranks]
-    if any(row is None for row in rows) or len({_shape(row) for row in ranks}) != 1:
-        return None
-    return [rank for row in rows for rank in row or []]
-
-
-def _shape(ranks: Any) -> tuple[int, ...]:
-    return (len(ranks), *_shape(ranks[0])) if isinstance(ranks, Sequence) else ()
+    return mesh_of(device_type, grid)
 
 
 @overload

@@ -15,13 +15,11 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
-from zerograph.compiler.layout import PlannedBucket, Update, plan_layout
-from zerograph.compiler.members import Members
+from zerograph.compiler.layout import Layouts, PlannedBucket
 from zerograph.compiler.memory_search import Candidate
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
-from zerograph.config import Config
 from zerograph.errors import ArtifactError, PlacementError
 from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.hosts import HostLayout
@@ -72,25 +70,9 @@ def check_target(mesh: Mesh, device: str) -> None:
         raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
 
 
-def lay_out(
-    config: Config,
-    mesh: Mesh,
-    zero_dims: tuple[int, ...],
-    members: Members,
-    captured: Captured,
-    updates: Mapping[str, Update],
-    *,
-    trains: bool,
-) -> tuple[PlannedBucket, ...]:
-    """Return the buckets of a step with their storage.
-
-    Args:
-        zero_dims: the mesh dimensions along which ZeRO splits.
-        updates: the update of each parameter that the step updates, by parameter name.
-        trains: the graph has optimizers.
-    """
-    layout = plan_layout(mesh, zero_dims, members, config, captured, updates, train=trains)
-    return assign_storage(layout, config, mesh)
+def lay_out(layouts: Layouts) -> tuple[PlannedBucket, ...]:
+    """Return the buckets of a step with their storage."""
+    return assign_storage(layouts.plan(), layouts.config, layouts.mesh)
 
 
 @dataclass(frozen=True)
@@ -118,45 +100,39 @@ class Preparation:
     """Prepares one captured step for one rank, once for each candidate of the memory search.
 
     Attributes:
-        config: the graph's options.
+        layouts: has the captured graph and its updates, and lays out the parameters.
         observer: follows the runs of the passes.
         target: the rank to prepare for.
-        zero_dims: the mesh dimensions along which ZeRO splits.
-        members: the graph's modules and tensors.
         batch: the inputs, on that rank.
-        captured: the captured graph.
         capture_seconds: seconds that capturing took.
-        updates: the update of each parameter that the step updates, by parameter name.
         update_seconds: seconds that tracing the updates took.
         blocks: names of the blocks that the model repeats.
         backend: compiles the emitted graph.
         micro_batches: number of micro-batches.
-        trains: the graph has optimizers.
         request: what the caller asks for.
         warn: shows a message to the user.
-        requirements, input_requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
+        requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
     """
 
-    config: Config
+    layouts: Layouts
     observer: Observer
     target: Target
-    zero_dims: tuple[int, ...]
-    members: Members
     batch: Batch
-    captured: Captured
     capture_seconds: float
-    updates: Mapping[str, Update]
     update_seconds: float
     blocks: tuple[str, ...]
     backend: backends.Backend
     micro_batches: int
-    trains: bool
     request: StepRequest
     warn: Callable[[str], None]
     requirements: Mapping[str, str]
-    input_requirements: Mapping[str, str]
     # Several bucket sizes may give the same layout. The graphs of a step with a shortage are not kept.
     _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> Captured:
+        """The captured graph."""
+        return self.layouts.captured
 
     def prepare(self, candidate: Candidate) -> PreparedStep | Shortage:
         """Return the candidate's step, or its shortage if it does not keep the memory budget."""
@@ -187,10 +163,8 @@ class Preparation:
         return self._prepared(candidate, layout, context, passes, artifact.warnings)
 
     def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
-        config = replace(self.config, bucket_size=candidate.bucket_size)
-        return lay_out(
-            config, self.target.mesh, self.zero_dims, self.members, self.captured, self.updates, trains=self.trains
-        )
+        config = replace(self.layouts.config, bucket_size=candidate.bucket_size)
+        return lay_out(replace(self.layouts, config=config))
 
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
         messages: dict[str, None] = {}
@@ -218,22 +192,21 @@ class Preparation:
             captured=self.captured,
             passes=passes,
             context=context,
-            aliases=self.members.aliases,
+            aliases=self.layouts.members.aliases,
             warnings=tuple(messages),
             candidate=candidate,
             requirements=self.requirements,
-            input_requirements=self.input_requirements,
             batch=self.batch.with_tensors(()),
             layout=keep_gather_buffers(tuple(layout), passes[-1].graph.graph),
             update_seconds=self.update_seconds,
         )
 
     def _context(self, candidate: Candidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]) -> Context:
-        config, gradients = self.config, self.request.gradients
+        config, gradients, trains = self.layouts.config, self.request.gradients, self.layouts.trains
         updates = gradients in ("update", "accumulated")
         return Context(
             mesh=self.target.mesh,
-            policy=replace(config.policy if self.trains else OFF, dims=self.zero_dims),
+            policy=replace(config.policy if trains else OFF, dims=self.layouts.zero_dims),
             buckets=tuple(planned.bucket for planned in layout),
             updates={planned.bucket.name: _bucket_update(planned) for planned in layout if planned.updates},
             batch=BatchLayout(
@@ -250,7 +223,7 @@ class Preparation:
             numerics=Numerics(
                 # A sum of many slices in the narrow dtype of their computation would lose digits.
                 reduce_dtype=config.reduce_dtype or (None if config.virtual_ranks is None else torch.float32),
-                scaler=config.scaler if self.trains and updates else None,
+                scaler=config.scaler if trains and updates else None,
                 checked=updates and output_with_role(self.captured.graph.graph, "check", NOT_FINITE.name) is not None,
                 wire=config.wire,
             ),

@@ -169,7 +169,7 @@ class StepSource:
             if job.rank and self._waits:
                 self._receive()
             elif self._waits:
-                self._before = self.dependencies.texts_now()
+                self._before = self.dependencies.texts(now=True)
 
     def _receive(self) -> None:
         """Wait until rank 0 has traced and rewritten the step, and take it if it fits."""
@@ -196,7 +196,7 @@ class StepSource:
         if self.job.rank == 0 and self.records:
             if trace is not None:
                 self._doubts = self.dependencies.doubts(trace)
-            if trace is None or self._doubts or (self._waits and self.dependencies.texts_now() != self._before):
+            if trace is None or self._doubts or (self._waits and self.dependencies.texts(now=True) != self._before):
                 self._answer(b"")
 
     def send(self, step: RewrittenStep) -> None:
@@ -228,13 +228,22 @@ class StepSource:
             data: its file; empty on other ranks.
             number: its length.
         """
-        artifact, differences = _fitting(
-            self._file, _exchange(self.job, data, number), self.members, self.batch, self.present
-        )
-        if differences:
-            more = f"; and {len(differences) - _MOST_DIFFERENCES} more" if len(differences) > _MOST_DIFFERENCES else ""
-            _tell(self.job, f"{self._file.name} is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
-        return artifact
+        content = _exchange(self.job, data, number)
+        try:
+            with collection_paused():
+                artifact = read_artifact(self._file, self.members, content)
+                differences = artifact.differences(self.present)
+                if not differences and not artifact.holds_for(self.batch):
+                    differences = ["it is for other sizes of dynamic dimensions"]
+                if not differences:
+                    # These are read here: a damaged file is then as if there were none.
+                    _ = artifact.programs, artifact.candidate, artifact.warnings
+                    return artifact
+        except ArtifactError as error:
+            differences = [str(error)]
+        more = f"; and {len(differences) - _MOST_DIFFERENCES} more" if len(differences) > _MOST_DIFFERENCES else ""
+        _tell(self.job, f"{self._file.name} is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
+        return None
 
     def _content_of(self, step: RewrittenStep) -> bytes:
         """Return the content of a step's file.
@@ -290,24 +299,6 @@ def _exchange(job: Job, data: bytes, length: int) -> bytes:
     content = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8)
     broadcast_small(job, [content], "compiled step")
     return content.numpy().tobytes()
-
-
-@collection_paused()
-def _fitting(
-    file: Path, data: bytes, members: Members, batch: Batch, present: Mapping[str, str]
-) -> tuple[Artifact | None, list[str]]:
-    """Return the step of a file if this process can use it, else why not."""
-    try:
-        artifact = read_artifact(file, members, data)
-        if differences := artifact.differences(present):
-            return None, differences
-        if not artifact.holds_for(batch):
-            return None, ["it is for other sizes of dynamic dimensions"]
-        # These are read here: a damaged file is then as if there were none.
-        _ = artifact.programs, artifact.candidate, artifact.warnings
-        return artifact, []
-    except ArtifactError as error:
-        return None, [str(error)]
 
 
 def _read(file: Path) -> bytes:

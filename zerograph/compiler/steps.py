@@ -15,16 +15,15 @@ from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dependencies import Dependencies
-from zerograph.compiler.dimensions import Dimensions, Kind, Mode, SizeChange, local_sizes
+from zerograph.compiler.dimensions import Dimensions, Kind, SizeChange, local_sizes
 from zerograph.compiler.dynamic_memory import keeps_budget
-from zerograph.compiler.input_layout import batch_on
 from zerograph.compiler.members import (
     Members,
     Tree,
     adopt_global,
     capture_facts,
     check_devices,
-    current,
+    find_members,
     first_updates,
     has_global,
     layout_facts,
@@ -125,7 +124,10 @@ class Steps:
 
     def members(self) -> Members:
         """Return the graph's present modules and tensors."""
-        return self._current().members
+        attributes = self._attributes()
+        if self._tree is None or not self._tree.is_same(attributes):
+            self._tree = Tree(find_members(attributes))
+        return self._tree.members
 
     def adopted(self, job: Callable[[], Job]) -> Members:
         """Return the members, after replacing those that are global tensors by plain ones.
@@ -148,31 +150,12 @@ class Steps:
         members = replace(self.members(), meta=torch.device(device))
         grid = torch.arange(mesh.size).view(mesh.shape).tolist()
         config = self._compiler.config
-        batch = self._read((args, kwargs), mesh, grid, members.meta)
+        batch = read_batch((args, kwargs), mesh, grid, config, self._compiler.micro_batches(mesh), members.meta)
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         facts = {**self._facts(members, request), "the device": members.meta}
         key = StepKey(tuple(facts.items()), config.key(), request, None, batch.pattern(), config.dynamic_shapes)
         sizes = [local_sizes(batch)] * mesh.size
         return members, Dimensions().resolve(batch, key.kind, sizes, mesh, grid, lambda: model_sizes(members)), key
-
-    def _read(
-        self,
-        arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        mesh: Mesh,
-        grid: Any,
-        meta: torch.device | None = None,
-    ) -> Batch:
-        config, micro_batches = self._compiler.config, self._compiler.micro_batches(mesh)
-        option = (
-            f"config.gradient_accumulation_steps = {micro_batches}"
-            if config.virtual_ranks is None
-            else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
-        )
-        plain = batch_on(config, mesh)
-        # With slices, what is whole on all ranks is computed whole.
-        must_cut = config.virtual_ranks is None
-        degree = config.context_parallel
-        return read_batch(*arguments, mesh, grid, plain, micro_batches, meta, degree, option, must_cut=must_cut)
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:
         """Return what a captured graph depends on besides its inputs.
@@ -229,7 +212,10 @@ class Steps:
         else:
             step = self._step_of(job, selection, everybody, doing)
         if selection.members is not None:
-            self._remember(call, selection)
+            # On the second such call in a row, take a snapshot of the call.
+            self._last_key = selection.key
+            if selection.repeated and self._tree is not None and not self._compiler.guards():
+                self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
         return step, selection.batch
 
     @property
@@ -270,7 +256,8 @@ class Steps:
             except (CommunicationError, MemoryBudgetError):
                 raise
             except Exception as error:
-                if _is_one_row(selection.batch):
+                # No static step can split one row over the ranks.
+                if any(sum(rows) == 1 for rows in selection.batch.sizes.values()):
                     raise
                 self._compile_static(kind, error, doing)
                 selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
@@ -294,13 +281,16 @@ class Steps:
         members = self.adopted(lambda: call.job)
         _check_usable(stores_of(members.parameters.values()))
         refuse_hooks_before(call.optimizers)
-        batch = self._read(call.arguments, call.job.mesh, call.job.grid)
+        mesh = call.job.mesh
+        batch = read_batch(call.arguments, mesh, call.job.grid, call.config, self._compiler.micro_batches(mesh))
         check_devices(
             members, [(name, spec.device) for name, spec in zip(batch.names, batch.specs, strict=True) if spec.shape]
         )
         self._compiler.updates.lift_changed(call.config)
         facts = tuple(self._facts(members, call.request).items())
-        layout, mode = layout_facts(members), self._shape_mode(members)
+        # A backend that is a function, and slices, get static sizes only.
+        is_static = call.config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
+        layout, mode = layout_facts(members), False if is_static else call.config.dynamic_shapes
         key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
         if self._last_key is not None and key == self._last_key:
             return Selection(batch, self._last_key, members, repeated=True)
@@ -358,12 +348,6 @@ class Steps:
             "warning."
         )
 
-    def _shape_mode(self, members: Members) -> Mode:
-        """Return ``config.dynamic_shapes``; a backend that is a function, and slices, get static sizes only."""
-        config = self._compiler.config
-        is_static = config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
-        return False if is_static else config.dynamic_shapes
-
     def _find(self, selection: Selection) -> CompiledStep | None:
         """Return the step for a selection whose sizes are resolved, if there is one."""
         key, batch, last = selection.key, selection.batch, self._last_call
@@ -398,16 +382,6 @@ class Steps:
         self._steps |= {one.of_step(batch): step for one in (moved, now)}
         selection.key = moved
         return step
-
-    def _remember(self, call: Call, selection: Selection) -> None:
-        """Keep the key as the last one; on the second such call in a row, take a snapshot of the call."""
-        self._last_key = selection.key
-        if selection.repeated and self._tree is not None and not self._compiler.guards():
-            self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
-
-    def _current(self) -> Tree:
-        self._tree = current(self._tree, self._attributes())
-        return self._tree
 
     def _facts(self, members: Members, request: StepRequest | None = None) -> dict[str, Any]:
         """Return what a captured graph depends on besides its inputs, by name."""
@@ -496,11 +470,6 @@ def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
         "config.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
         "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it."
     )
-
-
-def _is_one_row(batch: Batch) -> bool:
-    """Return whether all ranks together hold one row, which no static step can split."""
-    return any(sum(rows) == 1 for rows in batch.sizes.values())
 
 
 def _check_usable(stores: Iterable[Store]) -> None:

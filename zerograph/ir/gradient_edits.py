@@ -17,7 +17,6 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.base import source
-from zerograph.errors import CaptureError
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure
 from zerograph.ir.step_graph import found_infs, output_nodes, placeholders
@@ -325,21 +324,20 @@ def total_norm(
     Raises:
         CaptureError: there are no gradients, or the norm must be finite and cannot be checked.
     """
-    line, code = source.running_line()
     if not tensors:
-        raise CaptureError(
-            f"there is no gradient to take a norm of\n  {line}   {code}\n"
+        raise source.refusal(
+            "there is no gradient to take a norm of",
             "Call backward() before, and pass parameters of the graph's modules as build() sees them "
-            "(self.model.parameters(); a list that was made outside build() holds others)."
+            "(self.model.parameters(); a list that was made outside build() holds others).",
         )
     # Torch has special cases for other orders.
     norm = TOTAL_NORM(list(tensors), p) if p > 0 else None
     if error_if_nonfinite:
         if norm is None or checked is None:
-            raise CaptureError(
+            raise source.refusal(
                 f"error_if_nonfinite=True with a scaled loss, or a norm of order {p}, reads the norm while the step is "
-                f"being traced\n  {line}   {code}\n"
-                'Leave it out, and set config.on_nonfinite = "raise": an error before any state changes.'
+                "being traced",
+                'Leave it out, and set config.on_nonfinite = "raise": an error before any state changes.',
             )
         checked.append(norm)
     return norm

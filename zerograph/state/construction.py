@@ -10,6 +10,7 @@ storage without the dispatcher.
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,14 +53,7 @@ _OVERWRITES = {
     aten.geometric_,
 }
 # Operators whose result has no values yet.
-_ALLOCATES = {
-    aten.empty,
-    aten.empty_like,
-    aten.empty_strided,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.empty_permuted,
-}
+_ALLOCATES = re.compile(r"aten\.(new_)?empty(_like|_strided|_permuted)?")
 _COLLECTIVES = {"c10d", "_c10d_functional"}
 
 
@@ -229,7 +223,7 @@ class Construction(TorchDispatchMode):
         memory = self._add(storage, result.dtype, outside=not storage.resizable())
         if memory.outside:
             return
-        if func.overloadpacket in _ALLOCATES:
+        if _ALLOCATES.fullmatch(str(func.overloadpacket)):
             memory.layout = provisional_layout(self._job, _flat(storage, memory.dtype))
             storage.resize_(0)
         else:

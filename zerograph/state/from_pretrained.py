@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, OpenFile
 from zerograph.runtime.job.exchange import broadcast_from_first
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.job.process_group import Job, agreeing
 from zerograph.runtime.state import create_provisional_store, provisional_layout, split_part
 from zerograph.state.sharded_init import is_constructing, join_for
 
@@ -85,16 +85,10 @@ def from_pretrained(
         raise ConfigError("from_pretrained() inside sharded_init() or build(): call it outside; it shards the model")
     job = join_for("from_pretrained()", placement)
     doing = f"loading {folder_or_id}"
-    problem: BaseException | None = None
-    result: Any = None
-    facts: dict[str, str] = {}
-    try:
+    with agreeing(job, doing) as facts:
         _check_arguments(cls, folder_or_id, kwargs)
         result, opened = _load_lazily(cls, folder_or_id, args, kwargs)
-        facts = _facts(_model(result), opened)
-    except BaseException as error:
-        problem = error
-    agree(job, doing, digest(facts), lambda: facts, problem)
+        facts |= _facts(_model(result), opened)
     _shard(job, _model(result), torch.device(device), doing)
     return result
 
@@ -205,10 +199,9 @@ def _shard(job: Job, model: nn.Module, device: torch.device, doing: str) -> None
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     initialized = [tensor.detach() for tensor in tensors.values() if not isinstance(tensor, FileTensor)]
     broadcast_from_first(job, initialized)
-    problem: BaseException | None = None
     new: dict[int, Tensor] = {}
     parts = []
-    try:
+    with agreeing(job, doing):
         for key, tensor in tensors.items():
             if not isinstance(tensor, nn.Parameter) or not tensor.numel():
                 new[key] = _on_device(tensor, device)
@@ -220,9 +213,6 @@ def _shard(job: Job, model: nn.Module, device: torch.device, doing: str) -> None
             new[key] = parameter
             # Frees values that are in memory already.
             tensor.data = empty
-    except BaseException as error:
-        problem = error
-    agree(job, doing, 0, dict, problem)
     for module in list(model.modules()):
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             setattr(module, name, new[id(tensor)])

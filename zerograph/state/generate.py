@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.errors import CommunicationError, ConfigError, InputError, RankMismatchError
-from zerograph.runtime.job.process_group import Job, agree, reporting_failures
+from zerograph.runtime.job.process_group import Job, agree, agreeing, reporting_failures
 from zerograph.runtime.state import Store, reshard, start_unshard, store_of, stores_of, unshard
 
 _DOING = "a forward of generate()"
@@ -119,16 +119,8 @@ def generate(job: Job, call: Generation, *, whole: bool) -> Any:
         if not whole:
             with _UnitGather(job, call) as units:
                 return units.run()
-        problem: BaseException | None = None
-        tokens: Any = call.ids
-        with _gathered(call):
-            try:
-                if len(call.ids):
-                    tokens = call.model.generate(call.ids, **call.options)
-            except BaseException as error:
-                problem = error
-    agree(job, "the end of generate()", 0, dict, problem)
-    return tokens
+        with _gathered(call), agreeing(job, "the end of generate()"):
+            return call.model.generate(call.ids, **call.options) if len(call.ids) else call.ids
 
 
 @contextlib.contextmanager

@@ -49,11 +49,10 @@ def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> d
     """
     children = dict(members.root.named_children())
     has_state = {name: bool(module.state_dict(keep_vars=True)) for name, module in children.items()}
-    _check_names(
-        "modules",
-        [name for name, has in has_state.items() if has],
-        [name for name, state in states.items() if state or has_state.get(name, True)],
-    )
+    own = [name for name, has in has_state.items() if has]
+    loaded = [name for name, state in states.items() if state or has_state.get(name, True)]
+    if sorted(own) != sorted(loaded):
+        raise ConfigError(f"the graph has the modules {', '.join(own)}; the loaded state is of {', '.join(loaded)}")
     with torch.no_grad():
         whole: dict[str, Tensor] = {
             name: FileTensor(parameter.shape, parameter.dtype, None, parameter.device)
@@ -210,8 +209,3 @@ def _names(members: Members, parameters: Sequence[nn.Parameter]) -> list[str]:
 def _with_aliases(members: Members, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     own = {name: tensor for name, tensor in tensors.items() if not name.startswith("elsewhere")}
     return own | {alias: tensors[name] for alias, name in members.aliases.items()}
-
-
-def _check_names(what: str, own: Sequence[str], loaded: Sequence[str]) -> None:
-    if sorted(own) != sorted(loaded):
-        raise ConfigError(f"the graph has the {what} {', '.join(own)}; the loaded state is of {', '.join(loaded)}")

@@ -21,7 +21,7 @@ from zerograph.errors import ConfigError, InputError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.feedback import set_residuals
-from zerograph.runtime.job.process_group import Job, agree, digest, join
+from zerograph.runtime.job.process_group import Job, agree, agreeing, digest, join
 from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
 from zerograph.state.checks import check_form, check_state
@@ -154,20 +154,15 @@ class Stateful:
             RankMismatchError: the state does not fit on another rank, or ranks have other values. Nothing is changed.
         """
         self._check_resharded()
-        problem: BaseException | None = None
         whole: dict[str, Tensor] = {}
-        facts: dict[str, str] = {}
-        try:
+        with agreeing(self._join(), "loading a state") as facts:
             state = state_dict.open_files(state)
             check_form(state)
             check_state(self._optimizers, self._schedulers, self.config.scaler, state)
             if "modules" in state:
                 whole = state_dict.read_modules(self._adopted(), state["modules"])
             if self._join().size > 1:
-                facts = loaded_facts(state)
-        except BaseException as error:
-            problem = error
-        agree(self._join(), "loading a state", digest(facts), lambda: facts, problem)
+                facts |= loaded_facts(state)
         if whole:
             state_dict.load_modules(self._adopted(), whole)
         for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):
@@ -344,17 +339,11 @@ class Stateful:
             RankMismatchError: the other ranks call something else.
         """
         self._check_resharded()
-        members, problem = self._adopted(), None
-        plan: Stream | None = None
-        facts: dict[str, str] = {}
-        try:
+        members = self._adopted()
+        with agreeing(self._join(), "streaming") as facts:
             name, chosen = chosen_module(members.root, module)
             plan = Stream(chosen, original_names=original_names)
-            facts = {"the module": name, "dtype": str(dtype), "original_names": str(original_names)}
-        except BaseException as error:
-            problem = error
-        agree(self._join(), "streaming", digest(facts), lambda: facts, problem)
-        assert plan is not None
+            facts |= {"the module": name, "dtype": str(dtype), "original_names": str(original_names)}
         return self._streamed(plan, dtype)
 
     def _streamed(self, plan: Stream, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:

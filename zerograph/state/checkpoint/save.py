@@ -31,8 +31,7 @@ from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported
 from zerograph.runtime.job.process_group import (
     Job,
-    agree,
-    digest,
+    agreeing,
     explaining_failures,
     new_group,
     reporting_failures,
@@ -76,26 +75,20 @@ class Saver:
             CheckpointError: the save failed, on every rank. Earlier checkpoints are unchanged.
         """
         self.wait()
-        problem: BaseException | None = None
-        target: Folder = Path()
-        pieces: Mapping[str, Pieces] = {}
-        document: Mapping[str, Any] = {}
-        try:
+        with agreeing(job, "saving a checkpoint") as facts:
+            facts |= {"the path of the checkpoint": str(path), "keep": str(keep)}
             if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
                 raise ConfigError(f"keep = {keep!r}: give a number of checkpoints, 1 or more, or None")
             target = folder_of(path).absolute()
-            check_kind(target, keep)
-            target = target if keep is None else target / f"step-{steps_done:08d}"
-            target.mkdir(parents=True, exist_ok=True)
-            if isinstance(target, Path) and not os.access(target, os.W_OK):
-                raise CheckpointError(f"{target} cannot be written to: no permission")
-            pieces, document = contents()
-        except OSError as error:
-            problem = CheckpointError(f"{target} cannot be created: {error.strerror}")
-        except BaseException as error:
-            problem = error
-        arguments = {"the path of the checkpoint": str(path), "keep": str(keep)}
-        agree(job, "saving a checkpoint", digest(arguments), lambda: arguments, problem)
+            try:
+                check_kind(target, keep)
+                target = target if keep is None else target / f"step-{steps_done:08d}"
+                target.mkdir(parents=True, exist_ok=True)
+                if isinstance(target, Path) and not os.access(target, os.W_OK):
+                    raise CheckpointError(f"{target} cannot be written to: no permission")
+                pieces, document = contents()
+            except OSError as error:
+                raise CheckpointError(f"{target} cannot be created: {error.strerror}") from error
         with self._cleanup_on_error(job):
             self._renew_group(job)
         root = target if keep is None else target.parent
@@ -103,7 +96,9 @@ class Saver:
         with self._cleanup_on_error(job, save):
             with explaining_failures(job, "beginning to save a checkpoint"), _mark_interrupts():
                 save.begin(job, self._group, self._numbers.get(root))
-            save.writer = Writer(target, save.data, save.numbered(document), job.rank, save.check_lock, save.tidy)
+            save.writer = Writer(
+                target, save.data, numbered(document, save.number), job.rank, save.check_lock, save.tidy
+            )
             with reporting_failures(job, "saving a checkpoint"), _mark_interrupts():
                 pieces = _copied(pieces) if asynchronous else pieces
             if asynchronous:
@@ -228,10 +223,6 @@ class _Save:
         self.data, problem = message[0]
         if problem:
             raise CheckpointError(problem)
-
-    def numbered(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the document with this save's number."""
-        return numbered(document, self.number)
 
     def check_lock(self) -> None:
         """Check that no other job has taken the lock over, on rank 0."""

@@ -20,7 +20,7 @@ from zerograph.runtime.checkpoint.index import DTYPES, check_text
 from zerograph.runtime.checkpoint.pieces import Pieces, constant
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.feedback import set_residuals
-from zerograph.runtime.job.process_group import Job, agree
+from zerograph.runtime.job.process_group import Job, agreeing
 from zerograph.runtime.state import stores_of
 from zerograph.state.checkpoint.contents import names_of, pieces_of_plain, pieces_of_store, plain_tensors
 from zerograph.state.checkpoint.document import encode
@@ -114,11 +114,8 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
         CheckpointError: there is no checkpoint, or it is damaged.
         ConfigError: it is of another model or of other optimizers. Nothing is changed then.
     """
-    problem: BaseException | None = None
-    reader: Reader | None = None
-    saved: Written | None = None
-    generators: list[str] = []
-    try:
+    # A file that one rank cannot read is an error on all ranks.
+    with agreeing(job, "loading a checkpoint"):
         reader = path if isinstance(path, Reader) else open_checkpoint(path)
         saved = written(reader)
         _check_fits(reader, saved, parts)
@@ -127,12 +124,6 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
         has_own = saved.ranks == job.size or parts.calls is not None
         generators = [name for name in reader.index.tensors if has_own and name.startswith(start)]
         _check_generators(reader, generators)
-    except BaseException as error:
-        problem = error
-    # A file that one rank cannot read is an error on all ranks.
-    agree(job, "loading a checkpoint", 0, dict, problem)
-    assert reader is not None
-    assert saved is not None
     groups = saved.groups
     residuals = read_residuals(job, reader, parts.members)
     load(job, reader, parts.members, parts.optimizers, groups, generators)
