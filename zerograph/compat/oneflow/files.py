@@ -89,10 +89,8 @@ def load(
         return _mapped(_read(Path(path)), map_location)
     values = _on_rank(global_src_rank, "flow.load()", lambda: _read(Path(path)))
     mesh = placement("cpu", [global_src_rank]).mesh
-    # All ranks get the values that are not tensors, and the shapes and dtypes of tensors.
-    descriptions: list[Any] = [pytree.tree_map(described, values)]
-    dist.broadcast_object_list(descriptions, src=global_src_rank, group=join(_TIMEOUT).control)
-    own = values if rank() == global_src_rank else descriptions[0]
+    like = shared(values, global_src_rank)
+    own = values if rank() == global_src_rank else like
     return _mapped(pytree.tree_map(lambda value: _on_one_rank(value, mesh), own), map_location)
 
 
@@ -116,19 +114,22 @@ class _Description:
     dtype: torch.dtype
 
 
-def described(value: Any) -> Any:
-    """Return the shape and dtype of a tensor, and any other value unchanged, to send to other ranks."""
-    # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
-    return _Description(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+def shared(values: Any, source: int) -> Any:
+    """Return one rank's values on all ranks, with empty tensors of the same shapes and dtypes. A collective."""
 
+    def described(value: Any) -> Any:
+        # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
+        return _Description(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
 
-def undescribed(value: Any) -> Any:
-    """Return an empty tensor for a description, and any other value unchanged."""
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Description) else value
+    def like(value: Any) -> Any:
+        return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Description) else value
+
+    descriptions: list[Any] = [pytree.tree_map(described, values) if rank() == source else None]
+    dist.broadcast_object_list(descriptions, src=source, group=join(_TIMEOUT).control)
+    return pytree.tree_map(like, descriptions[0])
 
 
 def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
-    value = undescribed(value)
     return cut(value, mesh, all_broadcast(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
 
 

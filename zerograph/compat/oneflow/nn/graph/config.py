@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, Literal
 
 import torch
 
 from zerograph.base.options import is_whole_number
 from zerograph.base.source import warn_user
-from zerograph.compat.notices import call_without_effect
+from zerograph.compat.notices import call_without_effect, without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
@@ -21,15 +21,7 @@ from zerograph.runtime.job.process_group import world_size
 _MIN_SHARD = 1024
 
 
-def _tuning(name: str, why: str) -> Callable[..., None]:
-    def option(self: GraphConfig, *args: Any, **options: Any) -> None:
-        call_without_effect(f"config.{name}()", why)
-
-    option.__name__, option.__qualname__ = name, f"GraphConfig.{name}"
-    option.__doc__ = f"No effect here: {why}."
-    return option
-
-
+_tuning = functools.partial(without_effect, "config")
 _FUSES = "the backend decides which operators are fused, see config.backend"
 _PLACES = "placements are always inferred, and SBPs that you set are kept"
 _ORDERS = "operators are always ordered for least memory; see config.memory_budget"
