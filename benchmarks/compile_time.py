@@ -37,10 +37,10 @@ from zerograph.ir.mesh import line  # noqa: E402
 
 
 class GptStep(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fused: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused))
         self.config.enable_zero(True, stage=3)
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def gpt(layers: int, *, any_size: bool = False) -> tuple[GptStep, Tensor]:
     return step, torch.zeros(2, 256, dtype=torch.int64)
 
 
-def llama() -> tuple[GptStep, Tensor]:
+def llama(fused: bool = False) -> tuple[GptStep, Tensor]:
     """Llama-3-8B as Meta published it."""
     from transformers import LlamaConfig, LlamaForCausalLM  # seconds to import: only for those who use it
 
@@ -78,7 +78,7 @@ def llama() -> tuple[GptStep, Tensor]:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
     )
-    return LlamaStep(LlamaForCausalLM(config)), torch.zeros(1, 8192, dtype=torch.int64)
+    return LlamaStep(LlamaForCausalLM(config), fused), torch.zeros(1, 8192, dtype=torch.int64)
 
 
 MODELS: dict[str, tuple[Callable[[], tuple[GptStep, Tensor]], tuple[int, ...]]] = {

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-import zerograph as zg  # noqa: E402
+from benchmarks.compile_time import llama  # noqa: E402
 from benchmarks.contenders.tasks import Task, gpt  # noqa: E402
 from benchmarks.contenders.training import loop  # noqa: E402
 from benchmarks.contenders.zerograph import TrainStep  # noqa: E402
@@ -98,37 +98,20 @@ def measure(kinds: dict[str, str], layers: int, backend: str, table: Table) -> N
         table.add([str(layers), name, with_what, *times, f"{cold[2]:.5f}"])
 
 
-class LlamaStep(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        self.set_zero_mode("distributed_split", stage=3)
-
-    def build(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss
-
-
 def llama_main(file: Path) -> None:
     """Prepare Llama-3-8B's step, from the file if there is one, and write the file else: prints seconds."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.set_num_threads(1)
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    config = LlamaConfig(vocab_size=128256, num_key_value_heads=8, max_position_embeddings=8192, **shape)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
+        step, _ = llama(fused=True)
         ids = torch.zeros(1, 2048, dtype=torch.int64)
-    step, mesh = LlamaStep(model), line(64, 0, "ranks")
+    mesh = line(64, 0, "ranks")
     began, before = time.perf_counter(), time.process_time()
     if is_second := file.exists():
         # load_compiled() needs parameters on a device: this is what it does, for a model that has none.
         members = replace(step._members(), meta=torch.device("cpu"))
         required = step._compiler.requirements(members, step._steps.dependencies(members).texts(), step._request)
         step._compiler.loaded.add(read_artifact(file, members), required)
-    prepared = step.prepare(mesh, ids)
+    prepared = step.prepare(mesh, ids, ids)
     print("measured", time.perf_counter() - began, time.process_time() - before)
     if not is_second:
         step.export_compiled(file, prepared)
