@@ -40,7 +40,7 @@ class GraphConfig(Config):
     # Whether flow.boxing.nccl's switches choose the stage, and their stage when the graph was constructed.
     _by_switches = False
     _switched: int | None = None
-    _training = False
+    training = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.mesh if name == "placement" and isinstance(value, placement) else value)
@@ -53,15 +53,6 @@ class GraphConfig(Config):
         raise AttributeError(
             f"the configuration has no {name!r}{hint}\ndocs/oneflow.md and zerograph.Config list all options."
         )
-
-    @property
-    def training(self) -> bool:
-        """Return whether the graph has an optimizer."""
-        return self._training
-
-    def mark_training(self) -> None:
-        """Record that the graph has an optimizer."""
-        object.__setattr__(self, "_training", True)
 
     def take_switches(self) -> None:
         """Take the stage from the switches of ``flow.boxing.nccl``, at the end of the graph's construction."""
