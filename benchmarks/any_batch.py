@@ -20,36 +20,34 @@ import argparse
 import multiprocessing
 import os
 import platform
-import queue
 import random
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
+sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
 
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders import ddp, fsdp2  # noqa: E402
 from benchmarks.contenders.tasks import Gpt, Task  # noqa: E402
 from benchmarks.contenders.training import adamw  # noqa: E402
+from benchmarks.contenders.zerograph import TrainStep  # noqa: E402
 from benchmarks.measure.job import seconds  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
-from zerograph.ir.mesh import line as mesh_line  # noqa: E402
+from benchmarks.tables import Table, write  # noqa: E402
+from benchmarks.task_steps import eager_step  # noqa: E402
+from tests.pool import Pool  # noqa: E402
+from zerograph.ir.mesh import line  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "any_batch.md"
 RANKS, ROWS, SHORTEST, LONGEST, VOCABULARY, CLASSES, LR = 2, 8, 32, 512, 512, 4, 1e-3
-COMPARED_STAGES = ("off", 1, 2, 3)
+COMPARED_STAGES = (0, 1, 2, 3)
 # Batches on which stages are compared, and those of a peer that are not counted.
 STAGE_STEPS, WARM = 16, 3
 PATIENCE = 3600.0
@@ -172,22 +170,13 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
-class TrainStep(zg.ZeroGraph):
-    def __init__(self, name: str, sizes: Sizes, dynamic: Any, stage: Any = 2) -> None:
-        super().__init__()
-        self.model = model_of(name, sizes)
-        self.add_optimizer(adamw(self.model.parameters(), LR))
-        if stage == "off":
-            self.set_zero_mode("off")
-        else:
-            self.set_zero_mode("distributed_split", stage=stage)
-        self.config.dynamic_shapes = dynamic
-        self.config.backend = "eager"
+def step_of(name: str, sizes: Sizes, dynamic: bool | str, stage: int = 2) -> TrainStep:
+    return eager_step(task_of(Task, name, sizes), stage, dynamic_shapes=dynamic)
 
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = loss_of(self.model, x, y)
-        loss.backward()
-        return loss
+
+def task_of(kind: type[Task], name: str, sizes: Sizes) -> Task:
+    """Return a task whose batches are those of :func:`batches`."""
+    return kind(lambda: model_of(name, sizes), lambda generator: None, LR)  # type: ignore[arg-type, return-value]
 
 
 @dataclass
@@ -200,7 +189,7 @@ class Trained:
 
 
 def random_sizes(name: str, sizes: Sizes, rank: int) -> Trained:
-    step, result = TrainStep(name, sizes, "auto"), Trained()
+    step, result = step_of(name, sizes, "auto"), Trained()
     for number, batch in enumerate(batches(name, sizes), 1):
         x, y = batch.own(rank)
         before = step._steps.compilations
@@ -214,7 +203,7 @@ def stages_equal(name: str, sizes: Sizes, rank: int) -> bool:
     """Return whether losses and final parameters of all stages are equal bit by bit."""
     results = []
     for stage in COMPARED_STAGES:
-        step = TrainStep(name, sizes, "auto", stage)
+        step = step_of(name, sizes, "auto", stage)
         losses = [step(*batch.own(rank)) for batch in batches(name, sizes)[:STAGE_STEPS]]
         results.append([*losses, *step.state_dict()["modules"]["model"].values()])
     return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
@@ -223,7 +212,7 @@ def stages_equal(name: str, sizes: Sizes, rank: int) -> bool:
 def same_size(name: str, sizes: Sizes, rank: int) -> tuple[float, float]:
     """Return the median seconds of a static and of a symbolic step."""
     batch = batch_of(name, [ROWS] * RANKS, sizes.longest // 2, torch.Generator().manual_seed(0))
-    steps, times = (TrainStep(name, sizes, False), TrainStep(name, sizes, True)), ([], [])
+    steps, times = (step_of(name, sizes, False), step_of(name, sizes, True)), ([], [])
     x, y = batch.own(rank)
     for number in range(sizes.rounds + WARM):
         for step, taken in zip(steps, times, strict=True):
@@ -235,7 +224,7 @@ def same_size(name: str, sizes: Sizes, rank: int) -> tuple[float, float]:
 
 def padded_peer(peer: str, name: str, sizes: Sizes, rank: int) -> list[float]:
     """Return the seconds of each of the first steps of a peer that pads every batch to the maximum."""
-    task = PaddedTask(lambda: model_of(name, sizes), lambda generator: None, LR)  # type: ignore[arg-type, return-value]
+    task = task_of(PaddedTask, name, sizes)
     trainer = ddp.build(task) if peer == "DDP" else fsdp2.build(task, reshard=False)
     taken = []
     for batch in batches(name, sizes)[: sizes.peer_steps]:
@@ -247,46 +236,16 @@ def padded_peer(peer: str, name: str, sizes: Sizes, rank: int) -> list[float]:
 PEERS = ("DDP", "FSDP2")
 
 
-def on_rank(rank: int, store: str, name: str, sizes: Sizes, results: Any) -> None:
+Measured = tuple[tuple[float, float], Trained, bool, dict[str, list[float]]]
+
+
+def on_rank(name: str, sizes: Sizes) -> Measured:
+    """Return what this rank has measured."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    same = same_size(name, sizes, rank)
-    trained = random_sizes(name, sizes, rank)
+    rank = zg.rank()
+    same, trained = same_size(name, sizes, rank), random_sizes(name, sizes, rank)
     equal = stages_equal(name, sizes, rank)
-    peers = {peer: padded_peer(peer, name, sizes, rank) for peer in PEERS}
-    if rank == 0:
-        results.put((same, trained, equal, peers))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def measured(name: str, sizes: Sizes) -> tuple[tuple[float, float], Trained, bool, dict[str, list[float]]]:
-    """Return what two ranks measured.
-
-    Raises:
-        TimeoutError: they do not end.
-        RuntimeError: one of them failed.
-    """
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = f"{folder}/store", name, sizes, results
-        ranks = [context.Process(target=on_rank, args=(rank, *arguments), daemon=True) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        limit = time.monotonic() + PATIENCE
-        while True:
-            try:
-                found: Any = results.get(timeout=1.0)
-                break
-            except queue.Empty:
-                if any(process.exitcode for process in ranks):
-                    raise RuntimeError(f"{name}: a rank failed") from None
-                if time.monotonic() > limit:
-                    raise TimeoutError(f"{name}: the ranks hang") from None
-        for process in ranks:
-            process.join()
-    return found
+    return same, trained, equal, {peer: padded_peer(peer, name, sizes, rank) for peer in PEERS}
 
 
 def plain_losses(name: str, sizes: Sizes) -> list[float]:
@@ -305,9 +264,9 @@ def plain_losses(name: str, sizes: Sizes) -> list[float]:
 def compile_seconds(name: str, sizes: Sizes, dynamic: bool) -> float:
     torch.set_num_threads(1)
     batch = batch_of(name, [ROWS] * RANKS, sizes.longest // 2, torch.Generator().manual_seed(0))
-    step = TrainStep(name, sizes, dynamic)
+    step = step_of(name, sizes, dynamic)
     began = time.perf_counter()
-    step.prepare(mesh_line(RANKS, 0, "ranks"), *batch.own(0))
+    step.prepare(line(RANKS, 0, "ranks"), *batch.own(0))
     return time.perf_counter() - began
 
 
@@ -323,7 +282,9 @@ def first_compile(name: str, sizes: Sizes) -> list[float]:
 def rows_of(name: str, sizes: Sizes) -> list[list[str]]:
     """Return the cells of a model's column, with the goal of each: label, measured, goal."""
     static_compile, symbolic_compile = first_compile(name, sizes)
-    (static, symbolic), trained, equal, peers = measured(name, sizes)
+    pool = Pool(RANKS, patience=PATIENCE)
+    (static, symbolic), trained, equal, peers = pool.run(RANKS, on_rank, name, sizes)[0]
+    pool.close()
     losses = plain_losses(name, sizes)
     difference = max(abs(a - b) / abs(b) for a, b in zip(trained.losses, losses, strict=True))
     tokens = [batch.tokens for batch in batches(name, sizes)]
@@ -366,15 +327,13 @@ def main() -> None:
         began = time.perf_counter()
         columns.append(rows_of(name, sizes))
         print(f"{name}: {time.perf_counter() - began:.0f} s", flush=True)
-    cells = [["", "GPT", "BERT", "goal"], ["---", "---:", "---:", "---:"]]
-    cells += [[gpt[0], gpt[1], bert[1], gpt[2]] for gpt, bert in zip(*columns, strict=True)]
-    shown = [line(row) for row in cells]
-    print("\n".join(shown))
+    cells = [[gpt[0], gpt[1], bert[1], gpt[2]] for gpt, bert in zip(*columns, strict=True)]
+    table = Table(["", "GPT", "BERT", "goal"], cells)
     if not options.quick:
         machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
         arguments = "" if options.steps == 1000 else f" --steps {options.steps}"
         command = f"`python benchmarks/any_batch.py{arguments}`, {machine}"
-        RESULTS.write_text(page("Batches of any size", command, __doc__, *shown))
+        write("Batches of any size", command, __doc__, *table)
 
 
 if __name__ == "__main__":

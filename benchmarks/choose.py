@@ -19,14 +19,19 @@ class Named(Protocol):
 One = TypeVar("One", bound=Named)
 
 
-def choose(patterns: Sequence[str], table: Sequence[One]) -> list[One]:
-    """The contenders whose names match, in the table's order.
+def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The names that match, in their order.
 
     Raises:
         typer.BadParameter: a pattern matches none.
     """
-    names = [one.name for one in table]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise typer.BadParameter(f"no contender matches {pattern!r}; there are {', '.join(names)}")
-    return [one for one in table if any(fnmatch.fnmatch(one.name, pattern) for pattern in patterns)]
+            raise typer.BadParameter(f"nothing matches {pattern!r}; there are {', '.join(names)}")
+    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
+def choose(patterns: Sequence[str], table: Sequence[One]) -> list[One]:
+    """The contenders whose names :func:`matching` returns, in the table's order."""
+    names = matching(patterns, [one.name for one in table])
+    return [one for one in table if one.name in names]

@@ -25,8 +25,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,17 +32,15 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Gpt  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
-from zerograph.ir.mesh import line as mesh_line  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "compile_time.md"
+from benchmarks.tables import Table, write  # noqa: E402
+from zerograph.ir.mesh import line  # noqa: E402
 
 
 class GptStep(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fused: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused))
         self.config.enable_zero(True, stage=3)
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
@@ -66,7 +62,7 @@ def gpt(layers: int, *, any_size: bool = False) -> tuple[GptStep, Tensor]:
     return step, torch.zeros(2, 256, dtype=torch.int64)
 
 
-def llama() -> tuple[GptStep, Tensor]:
+def llama(fused: bool = False) -> tuple[GptStep, Tensor]:
     """Llama-3-8B as Meta published it."""
     from transformers import LlamaConfig, LlamaForCausalLM  # seconds to import: only for those who use it
 
@@ -82,7 +78,7 @@ def llama() -> tuple[GptStep, Tensor]:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=False,
     )
-    return LlamaStep(LlamaForCausalLM(config)), torch.zeros(1, 8192, dtype=torch.int64)
+    return LlamaStep(LlamaForCausalLM(config), fused), torch.zeros(1, 8192, dtype=torch.int64)
 
 
 MODELS: dict[str, tuple[Callable[[], tuple[GptStep, Tensor]], tuple[int, ...]]] = {
@@ -115,7 +111,7 @@ def measure(model: str, ranks: int) -> Measured:
         step, tokens = MODELS[model][0]()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cpu = time.process_time()
-    prepared = step.prepare(mesh_line(ranks, 0, "ranks"), tokens, tokens)
+    prepared = step.prepare(line(ranks, 0, "ranks"), tokens, tokens)
     cpu = time.process_time() - cpu
     seconds = {record.name: record.seconds for record in prepared.passes}
     seconds = {"capture": seconds.pop("capture"), "update": prepared.update_seconds, **seconds}
@@ -129,15 +125,16 @@ def in_a_process(model: str, ranks: int) -> Measured:
         return pool.apply(measure, (model, ranks))
 
 
-def rows(found: list[Measured]) -> list[list[str]]:
+def rows(found: list[Measured]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of the table."""
     parts = list(found[0].seconds)
-    lines = [["model", "ranks", "parameters", *parts, "total", "CPU", "nodes", "memory"]]
+    lines = []
     for one in found:
         seconds = [one.seconds[part] for part in parts]
         shown = [f"{value:.2f}" for value in (*seconds, sum(seconds), one.cpu)]
         sizes = f"{one.parameters / 1e6:,.0f} M", f"{one.memory / 2**20:,.0f} MiB"
         lines.append([one.model, str(one.ranks), sizes[0], *shown, str(one.nodes), sizes[1]])
-    return lines
+    return ["model", "ranks", "parameters", *parts, "total", "CPU", "nodes", "memory"], lines
 
 
 def main() -> None:
@@ -151,17 +148,11 @@ def main() -> None:
         for ranks in ((options.ranks,) if options.ranks else counts)
         if options.only in (None, model)
     ]
-    lines = rows([in_a_process(*one) for one in wanted])
-    table = Table(*lines[0])
-    for one in lines[1:]:
-        table.add_row(*one)
-    Console(width=180).print(table)
+    table = Table(*rows([in_a_process(*one) for one in wanted]))
     if options.only is None and options.ranks is None:
         machine = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {date.today()}"
-        head, *body = lines
-        shown = map(line, (head, ["---"] * len(head), *body))
         command = f"`python benchmarks/compile_time.py`, {machine}"
-        RESULTS.write_text(page("Seconds before the backend", command, __doc__, *shown))
+        write("Seconds before the backend", command, __doc__, *table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ over length of the value, all in fp32 (of which one bit is 1.2e-7).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +21,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests are no installed package
 
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, asked_names, write  # noqa: E402
 from tests.equivalence.families import FAMILIES  # noqa: E402
 from tests.equivalence.mesh_layouts import ON_A_MESH  # noqa: E402
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "equivalence.md"
 HEADER = ["model", "ranks", *(f"stage {one}" if one != "off" else "off" for one in STAGES), "stages bitwise equal"]
 
 
@@ -67,24 +65,17 @@ def row(pool: Pool, setting: Setting, name: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help=f"of {', '.join(FAMILIES)}; all if none")
-    asked = parser.parse_args().families
-    if unknown := set(asked) - set(FAMILIES):
-        parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(FAMILIES)}")
-    lines = [line(HEADER), line(["---"] * len(HEADER))]
-    print("\n".join(lines), flush=True)
+    asked = asked_names(__doc__, "families", FAMILIES)
+    table = Table(HEADER)
     pool = Pool(size=max(setting.ranks for setting in SETTINGS), patience=900.0)
     for setting in SETTINGS:
         for name in setting.families:
             if not asked or name in asked:
-                lines.append(line(row(pool, setting, name)))
-                print(lines[-1], flush=True)
+                table.add(row(pool, setting, name))
     pool.close()
     if not asked:
-        RESULTS.parent.mkdir(exist_ok=True)
         command = f"`python benchmarks/equivalence.py`, torch {torch.__version__}"
-        RESULTS.write_text(page("Deviation from one device", command, __doc__, *lines))
+        write("Deviation from one device", command, __doc__, *table)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,8 @@ is more than a limit on the process leaves (RLIMIT_AS), trained plainly and with
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
@@ -37,11 +33,11 @@ sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packa
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Gpt, Task  # noqa: E402
 from benchmarks.measure.process import forget_most_resident, most_resident, resident  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, asked_names, write  # noqa: E402
+from benchmarks.task_steps import eager_step, run_ranks  # noqa: E402
 from tests.peak_memory import most_alive_bytes  # noqa: E402
 from tests.state.test_out_of_memory import trained_apart  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results"
 STAGES = (1, 2, 3)
 STEPS = 20
 LAYERS, WIDTH, VOCABULARY, CONTEXT, BATCH = 6, 128, 1024, 64, 8
@@ -61,20 +57,6 @@ def _tokens(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 TASK = Task(lambda: Gpt(LAYERS, WIDTH, 4, VOCABULARY, CONTEXT), _tokens)
-
-
-class TrainStep(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-        self.config.enable_zero(stage=stage)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = TASK.loss(self.model, x, y)
-        loss.backward()
-        return loss
 
 
 Feature = Callable[[zg.Config, str], None]
@@ -113,7 +95,7 @@ def measure(feature: str, stage: int, folder: str) -> dict[str, Any]:
     """One row, in this process: it is a rank of a job."""
     batches = TASK.batches(zg.rank())
     before = resident()
-    step = TrainStep(TASK.model(), stage)
+    step = eager_step(TASK, stage)
     FEATURES[feature](step.config, folder)
     losses, seconds = [], []
     for number in range(STEPS):
@@ -138,23 +120,10 @@ def measure(feature: str, stage: int, folder: str) -> dict[str, Any]:
 def in_own_processes(feature: str, stage: int) -> dict[str, Any]:
     """Return the measurements of rank 0 of a pair of processes."""
     with tempfile.TemporaryDirectory(dir=DISK) as folder:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {**os.environ, **GIVE_BACK, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        out = Path(folder) / "row.json"
-        processes = []
-        for rank in range(2):
-            files = Path(folder) / f"rank{rank}"
-            files.mkdir()
-            command = [sys.executable, __file__, "--row", feature, str(stage), str(files), str(out)]
-            processes.append(subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
-        statuses = [one.wait() for one in processes]
-        if any(statuses):
-            raise SystemExit(f"{feature} at stage {stage} failed: see above")
-        row: dict[str, Any] = json.loads(out.read_text())
-        return row
+        command = [sys.executable, __file__, "--row", feature, str(stage), folder]
+        printed = run_ranks(command, 2, GIVE_BACK)
+    row: dict[str, Any] = json.loads(printed[0].splitlines()[-1])
+    return row
 
 
 def shown(feature: str, stage: int, row: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
@@ -205,38 +174,28 @@ def _of_kind(kinds: Mapping[str, float], kind: str, named: Mapping[str, str]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("features", nargs="*", help=f"of {', '.join(FEATURES)}; all if none is given")
-    parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.row:
-        feature, stage, folder, out = arguments.row
-        row = measure(feature, int(stage), folder)
-        if zg.rank() == 0:
-            Path(out).write_text(json.dumps(row))
+    if sys.argv[1:2] == ["--row"]:
+        feature, stage, folder = sys.argv[2:]
+        files = Path(folder) / f"rank{zg.rank()}"
+        files.mkdir()
+        print(json.dumps(measure(feature, int(stage), str(files))))
         return
-    if unknown := set(arguments.features) - set(FEATURES):
-        parser.error(f"no feature {', '.join(sorted(unknown))}; there are {', '.join(FEATURES)}")
+    asked = asked_names(__doc__, "features", FEATURES)
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    lines = [line(HEADER), line(["---"] * len(HEADER))]
-    print("\n".join(lines), flush=True)
+    table = Table(HEADER)
     for feature in FEATURES:
-        if arguments.features and feature not in ("none", *arguments.features):
+        if asked and feature not in ("none", *asked):
             continue
         for stage in STAGES:
             rows[feature, stage] = in_own_processes(feature, stage)
-            lines.append(line(shown(feature, stage, rows[feature, stage], rows["none", stage])))
-            print(lines[-1], flush=True)
+            table.add(shown(feature, stage, rows[feature, stage], rows["none", stage]))
     limited = within_a_limit()
-    print("\n".join(limited), flush=True)
-    if not arguments.features:
-        RESULTS.mkdir(exist_ok=True)
-        draw(rows, RESULTS / "features.png")
+    if not asked:
+        draw(rows, ROOT / "benchmarks" / "results" / "features.png")
         command = f"`make bench-memory` (`python benchmarks/features.py`), torch {torch.__version__}"
         model = f"GPT: {LAYERS} layers, width {WIDTH}, vocabulary {VOCABULARY}, {BATCH} x {CONTEXT} tokens on each rank"
         picture = "![MiB on a rank at the peak](features.png)"
-        parts = [model, "", *lines, "", picture, "", *limited]
-        (RESULTS / "features.md").write_text(page("What each feature saves", command, __doc__, *parts))
+        write("What each feature saves", command, __doc__, model, "", *table, "", picture, "", *limited)
 
 
 def within_a_limit() -> list[str]:
@@ -250,7 +209,7 @@ def within_a_limit() -> list[str]:
         ["plain PyTorch without a limit", f"losses {found['wanted']}"],
     ]
     header = [f"{found['state'] / 2**20:.0f} MiB of state, {found['left'] / 2**20:.0f} MiB left", "three steps"]
-    return [line(header), line(["---"] * 2), *map(line, rows)]
+    return Table(header, rows)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,18 +33,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
 
 import zerograph as zg  # noqa: E402
+from benchmarks.measure.hosts import two_hosts, unavailable  # noqa: E402
 from benchmarks.measure.rounds import medians  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, write  # noqa: E402
+from benchmarks.task_steps import run_ranks  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "generate.md"
 HEADER = ["", "way", "ms per token", "gathered once is faster by"]
 WAYS = ("plain", "gathered once", "in units", "gathered for each token", "gathers alone")
 NEW = 32
 # Of the wire between two hosts, as tc has it.
 RATE = "1gbit"
-HOSTS = ("zerograph0", "zerograph1")
-ADDRESSES = ("10.213.0.1", "10.213.0.2")
 
 
 def llama(hidden: int = 1024, layers: int = 4) -> Any:
@@ -130,49 +126,12 @@ def per_token(runs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
 
 def between_hosts(rounds: int) -> list[float]:
     """Return what :func:`measured` does between two network namespaces."""
-    with two_hosts():
-        processes = []
-        for rank, host in enumerate(HOSTS):
-            # The namespaces share memory, which two hosts do not.
-            environment = {
-                "ZEROGRAPH_WIRE": "sockets",
-                "GLOO_SOCKET_IFNAME": "wire",
-                "MASTER_ADDR": ADDRESSES[0],
-                "MASTER_PORT": "29500",
-                "WORLD_SIZE": "2",
-                "RANK": str(rank),
-            }
-            command = ["ip", "netns", "exec", host, sys.executable, __file__, "--measure", str(rounds)]
-            processes.append(
-                subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
-            )
-        outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError("a rank between two hosts has failed")
-    times: list[float] = json.loads(outputs[0].splitlines()[-1])
+    with two_hosts(RATE) as hosts:
+        # The namespaces share memory, which two hosts do not.
+        command = [sys.executable, __file__, "--measure", str(rounds)]
+        printed = run_ranks(command, 2, {"ZEROGRAPH_WIRE": "sockets"}, hosts)
+    times: list[float] = json.loads(printed[0].splitlines()[-1])
     return times
-
-
-@contextlib.contextmanager
-def two_hosts() -> Iterator[None]:
-    """Make two network namespaces with a wire of :data:`RATE` between them."""
-
-    def run(command: str) -> None:
-        subprocess.run(command.split(), check=True)
-
-    try:
-        for host in HOSTS:
-            run(f"ip netns add {host}")
-        run(f"ip link add wire netns {HOSTS[0]} type veth peer name wire netns {HOSTS[1]}")
-        for host, address in zip(HOSTS, ADDRESSES, strict=True):
-            run(f"ip -n {host} addr add {address}/24 dev wire")
-            run(f"ip -n {host} link set wire up")
-            run(f"ip -n {host} link set lo up")
-            run(f"tc -n {host} qdisc add dev wire root tbf rate {RATE} burst 256kb latency 50ms")
-        yield
-    finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], check=False)
 
 
 class DecodeGraph:
@@ -239,24 +198,26 @@ def main() -> None:
             print(json.dumps(times))
         return
     size = sum(parameter.nbytes for parameter in llama().parameters())
-    lines = [f"{size / 1e6:.0f} MB of parameters, {NEW} new tokens.", "", line(HEADER), line(["---"] * len(HEADER))]
+    lines = [f"{size / 1e6:.0f} MB of parameters, {NEW} new tokens.", ""]
+    print(lines[0])
+    table = Table(HEADER)
     pool = Pool(size=2)
     places: dict[str, Callable[[], list[float]]] = {"one host": lambda: pool.run(2, measured, 3)[0]}
-    if os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc"))):
+    if not unavailable():
         places[f"two hosts, {RATE}"] = lambda: between_hosts(1)
     for place, run in places.items():
         times = run()
         for way, value in zip(WAYS, times, strict=True):
-            lines.append(line([place, way, f"{value:.1f}", f"{value / times[1]:.1f}"]))
+            table.add([place, way, f"{value:.1f}", f"{value / times[1]:.1f}"])
     pool.close()
     names = ["parameters", "dynamic cache", "static cache", "as a graph", "with Inductor"]
-    lines += ["", "One process, ms per token:", "", line(names), line(["---"] * len(names))]
+    lines += [*table, "", "One process, ms per token:", ""]
+    table = Table(names)
     for hidden, layers in ((1024, 4), (256, 8)):
         size = sum(parameter.nbytes for parameter in llama(hidden, layers).parameters())
-        lines.append(line([f"{size / 1e6:.0f} MB", *(f"{value:.1f}" for value in decoded(hidden, layers, 3))]))
-    print("\n".join(lines), flush=True)
+        table.add([f"{size / 1e6:.0f} MB", *(f"{value:.1f}" for value in decoded(hidden, layers, 3))])
     command = f"`python benchmarks/generate.py`, torch {torch.__version__}, transformers {transformers.__version__}"
-    RESULTS.write_text(page("Generating between steps", command, __doc__, *lines))
+    write("Generating between steps", command, __doc__, *lines, *table)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ with status 1 if a contender or a test fails, with status 2 if there is no GPU.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import platform
 import sys
@@ -29,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 from benchmarks import generated  # noqa: E402
+from benchmarks.choose import matching  # noqa: E402
 from benchmarks.simulated import planned, report  # noqa: E402
 from benchmarks.simulated.contenders import CONTENDERS  # noqa: E402
 from benchmarks.simulated.schedule import Beside, Run, Schedule, add, name_of, rows_of, start  # noqa: E402
@@ -88,7 +88,7 @@ def main(
         )
         raise typer.Exit(2)
     end = time.monotonic() + seconds
-    names = [name for name in chosen(only, TINY if tiny else NAMES[device == "cpu" :]) if exists(name)]
+    names = [name for name in matching(only, TINY if tiny else NAMES[device == "cpu" :]) if exists(name)]
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu")
     out.mkdir(parents=True, exist_ok=True)
     memory = torch.cuda.get_device_properties(0).total_memory - MARGIN if device == "cuda" else float("inf")
@@ -105,18 +105,6 @@ def main(
     latest = {name_of(row): row for row in rows if row["kind"] == "step"}
     if any("failed" in row for row in latest.values()) or any(row.get("outcome") == "failed" for row in rows):
         raise typer.Exit(1)
-
-
-def chosen(patterns: list[str], names: tuple[str, ...]) -> list[str]:
-    """The names that match, in their order.
-
-    Raises:
-        typer.BadParameter: a pattern matches none.
-    """
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise typer.BadParameter(f"nothing matches {pattern!r}; there are {', '.join(names)}")
-    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def exists(name: str) -> bool:

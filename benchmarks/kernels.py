@@ -34,9 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Task, blocks  # noqa: E402
-from benchmarks.contenders.training import adamw  # noqa: E402
+from benchmarks.contenders.zerograph import TrainStep  # noqa: E402
 from benchmarks.simulated import absent_card, kernels  # noqa: E402
 from benchmarks.simulated.sizes import SIZES  # noqa: E402
 from benchmarks.tables import line  # noqa: E402
@@ -81,14 +80,7 @@ def _updates(sizes: Iterable[int]) -> int:
     return launches + (chunks > 0)
 
 
-class _Step(zg.ZeroGraph):
-    def __init__(self, task: Task, model: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.task, self.model = task, model
-        self.add_optimizer(adamw(model.parameters(), 1e-4))
-        self.config.backend = "inductor"
-        self.config.enable_zero(True, stage=stage)
-
+class _Step(TrainStep):
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = _loss(self.task, self.model, x, y)
         loss.backward()
@@ -107,7 +99,9 @@ def ours(size: str, ranks: int) -> Counter[str]:
     with torch.device("meta"):
         model = task.model()
     batch = [part.to("meta") for part in task.batches(0)[0]]
-    step = _Step(task, model, 2 if ranks == 1 else 3)
+    step = _Step(task, model)
+    step.config.backend = "inductor"
+    step.config.enable_zero(True, stage=2 if ranks == 1 else 3)
     graph = step.prepare(mesh_of(ranks, 0, "ranks"), *batch, device="meta").graph
     with patch.object(_torch, "inductor", _counted):
         program = compile_pieces(graph)

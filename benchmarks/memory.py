@@ -11,46 +11,30 @@ included; the profiler's count of a step, on top of what the step finds there.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
 
 import zerograph as zg  # noqa: E402
-from benchmarks.contenders.tasks import TASKS, Task  # noqa: E402
+from benchmarks.contenders.tasks import TASKS  # noqa: E402
 from benchmarks.peers import SIZES  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, asked_names, write  # noqa: E402
+from benchmarks.task_steps import eager_step  # noqa: E402
 from tests.peak_memory import most_alive_bytes, most_allocated_bytes  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "memory.md"
 MODELS = ("small", "mid", "resnet")
 HEADER = ["model", "stage", "predicted", "live tensors", "ratio", "allocated", "ratio", "at the peak"]
-
-
-class TrainStep(zg.ZeroGraph):
-    def __init__(self, task: Task, model: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.task, self.model = task, model
-        self.add_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.task.loss(self.model, x, y)
-        loss.backward()
-        return loss
 
 
 def measure(name: str, stage: int) -> tuple[int, int, int, str]:
     """Predicted, live and allocated bytes of a step that is not the first, and what the prediction consists of."""
     task = TASKS[name]
-    step = TrainStep(task, task.model(), stage)
+    step = eager_step(task, stage)
     first, second, third, *_ = task.batches(zg.rank())
     # The first update may be another program than the later ones.
     step(*first)
@@ -69,24 +53,17 @@ def row(pool: Pool, name: str, stage: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(TASKS)}; {', '.join(MODELS)} if none")
-    asked = parser.parse_args().models
-    if unknown := set(asked) - set(TASKS):
-        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
-    lines = [line(HEADER), line(["---"] * len(HEADER))]
-    print("\n".join(lines), flush=True)
+    asked = asked_names(__doc__, "models", TASKS, ", ".join(MODELS))
+    table = Table(HEADER)
     pool = Pool(size=2)
     for name in asked or MODELS:
         for stage in range(4):
-            lines.append(line(row(pool, name, stage)))
-            print(lines[-1], flush=True)
+            table.add(row(pool, name, stage))
     pool.close()
     if not asked:
-        RESULTS.parent.mkdir(exist_ok=True)
         command = f"`python benchmarks/memory.py`, torch {torch.__version__}"
         models = [f"- {name}: {SIZES[name]}" for name in MODELS]
-        RESULTS.write_text(page("Memory, predicted and seen", command, __doc__, *models, "", *lines))
+        write("Memory, predicted and seen", command, __doc__, *models, "", *table)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
 import zerograph as zg  # noqa: E402
 from benchmarks.measure.rounds import medians  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, write  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "muon.md"
 Shape = tuple[int, int]
 
 
@@ -189,15 +188,15 @@ def main() -> None:
             [stack_row(shape, count) for shape in SHAPES for count in COUNTS],
         ),
     ):
-        lines += [line(header), line(["---", *["---:"] * (len(header) - 1)]), *map(line, rows), ""]
+        lines += [*Table(header, rows), ""]
     capability = torch.backends.cpu.get_cpu_capability()
     lines.append(
         f"Of {RANDOM_STACKS} stacks, bits differ in {differing_stacks()} with {capability}, "
         f"in {differing_stacks(ATEN_CPU_CAPABILITY='default')} with `ATEN_CPU_CAPABILITY=default`."
     )
-    print("\n".join(lines))
+    print(lines[-1])
     command = f"`python benchmarks/muon.py`, torch {torch.__version__}"
-    RESULTS.write_text(page("Muon over its owners", command, __doc__, *lines))
+    write("Muon over its owners", command, __doc__, *lines)
 
 
 if __name__ == "__main__":

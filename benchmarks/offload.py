@@ -32,10 +32,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
 
 import zerograph as zg  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, write  # noqa: E402
 from zerograph.runtime.offload import transfers  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "offload.md"
 WIDTH, LAYERS, STEPS = 2048, 16, 5
 HEADER = [
     "state, MiB",
@@ -182,14 +181,12 @@ def main() -> None:
     if asked.one:
         print(json.dumps(trained(asked.folder)))
         return
-    lines = [line(HEADER), line(["---"] * len(HEADER))]
-    print("\n".join(lines), flush=True)
+    table = Table(HEADER)
     for _ in range(3):
-        lines.append(line(row(asked.folder or Path("/var/tmp"))))
-        print(lines[-1], flush=True)
+        table.add(row(asked.folder or Path("/var/tmp")))
     if asked.folder is None:
         command = f"`python benchmarks/offload.py`, torch {torch.__version__}"
-        RESULTS.write_text(page("Optimizer state in files", command, __doc__, *lines))
+        write("Optimizer state in files", command, __doc__, *table)
 
 
 if __name__ == "__main__":

@@ -24,27 +24,14 @@ from torch import Tensor, fx
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packages
 
-import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Task, gpt  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.contenders.zerograph import TrainStep  # noqa: E402
+from benchmarks.measure.rounds import medians  # noqa: E402
+from benchmarks.tables import Table, write  # noqa: E402
+from benchmarks.task_steps import eager_step  # noqa: E402
 from tests.peak_memory import most_alive_bytes  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "recompute.md"
 HEADER = ["recompute", "peak", "saved, predicted", "saved, seen", "ratio", "step", "longer by", "made again", "allowed"]
-
-
-class TrainStep(zg.ZeroGraph):
-    def __init__(self, task: Task, recompute: str, budget: int | None = None) -> None:
-        super().__init__()
-        self.task, self.model = task, task.model()
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
-        self.config.backend = "eager"
-        self.config.activation_checkpointing, self.config.memory_budget = recompute, budget
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.task.loss(self.model, x, y)
-        loss.backward()
-        return loss
 
 
 class Timed(fx.Interpreter):
@@ -61,16 +48,10 @@ class Timed(fx.Interpreter):
 
 def ready(task: Task, recompute: str, budget: int | None = None) -> TrainStep:
     """A step that has made its first update, which may be another program than the later ones."""
-    step = TrainStep(task, recompute, budget)
+    step = eager_step(task, activation_checkpointing=recompute, memory_budget=budget)
     for batch in task.batches(0)[:2]:
         step(*batch)
     return step
-
-
-def seconds(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
-    began = time.perf_counter()
-    step(*batch)
-    return time.perf_counter() - began
 
 
 def seconds_again(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
@@ -99,24 +80,20 @@ def main() -> None:
         steps[name] = ready(task, "auto", round(least + share * (most - least)))
     batch = task.batches(0)[2]
     live = {way: most_alive_bytes(step, *batch) for way, step in steps.items()}
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    for _ in range(rounds):
-        for way, step in steps.items():
-            times[way].append(seconds(step, batch))
+    runs = [lambda step=step: step(*batch) for step in steps.values()]
+    found = dict(zip(steps, medians(runs, rounds), strict=True))
     again = {way: statistics.median(seconds_again(step, batch) for _ in range(5)) for way, step in steps.items()}
-    found = {way: statistics.median(every) for way, every in times.items()}
-    lines = [line(HEADER), line(["---"] * len(HEADER))]
+    table = Table(HEADER)
     for way, step in steps.items():
         predicted, seen = most - step.memory.peak, live["none"] - live[way]
         longer, share = found[way] / found["none"] - 1, (again[way] - again["none"]) / found["none"]
         cells = [way, f"{step.memory.peak / 2**20:.1f} MiB", f"{predicted / 2**20:.1f}", f"{seen / 2**20:.1f}"]
         cells += [f"{predicted / seen:.3f}" if seen else "", f"{found[way] * 1e3:.0f} ms"]
         cells += [f"{longer:.1%}", f"{share:.1%}", f"{share + 0.05:.1%}"] if seen else ["", "", ""]
-        lines.append(line(cells))
-    print("\n".join(lines))
+        table.add(cells)
     if not quick:
         title = f"Recompute: a GPT of {layers} layers, width {width}, 8 sequences of 128"
-        RESULTS.write_text(page(title, "`python benchmarks/recompute.py`", __doc__, *lines))
+        write(title, "`python benchmarks/recompute.py`", __doc__, *table)
 
 
 if __name__ == "__main__":

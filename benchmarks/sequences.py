@@ -24,7 +24,7 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,32 +42,17 @@ import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import Task, gpt  # noqa: E402
 from benchmarks.contenders.training import adamw, loop  # noqa: E402
 from benchmarks.measure.rounds import medians  # noqa: E402
-from benchmarks.tables import line, page  # noqa: E402
+from benchmarks.tables import Table, write  # noqa: E402
+from benchmarks.task_steps import eager_step  # noqa: E402
 from tests.peak_memory import most_alive_bytes  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 from zerograph.inspection.step import Prepared  # noqa: E402
 from zerograph.ir import mesh as meshes  # noqa: E402
 
-RESULTS = ROOT / "benchmarks" / "results" / "sequences.md"
 FORMS = ("ulysses", "gather", "ring")
 # Lengths that are tried are multiples of this.
 UNIT = 128
 RANKS = 2
-
-
-class TrainStep(zg.ZeroGraph):
-    def __init__(self, task: Task, **options: Any) -> None:
-        super().__init__()
-        self.task, self.model = task, task.model()
-        self.add_optimizer(adamw(self.model.parameters(), task.lr))
-        self.config.backend = "eager"
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.task.loss(self.model, x, y)
-        loss.backward()
-        return loss
 
 
 def split(form: str) -> dict[str, Any]:
@@ -85,7 +70,7 @@ def piece(batch: tuple[Tensor, ...], rank: int, ranks: int) -> list[Tensor]:
 def prepared(task: Task, ranks: int, **options: Any) -> Prepared:
     """Return what rank 0 would run; no process group is needed."""
     batch = piece(task.batches(0)[0], 0, ranks)
-    return TrainStep(task, **options).prepare(meshes.line(ranks, 0, "sequence"), *batch)
+    return eager_step(task, **options).prepare(meshes.line(ranks, 0, "sequence"), *batch)
 
 
 def activations(step: Prepared | zg.ZeroGraph) -> int:
@@ -96,7 +81,7 @@ def activations(step: Prepared | zg.ZeroGraph) -> int:
 def live_activations(sizes: dict[str, int], options: dict[str, Any]) -> int:
     """Return the bytes of activations that the live tensors of a running step of this rank show."""
     task = gpt(**sizes)
-    step = TrainStep(task, **options)
+    step = eager_step(task, **options)
     first, second, third, *_ = (piece(batch, zg.rank(), zg.world_size()) for batch in task.batches(0))
     # The first update may be another program than the later ones.
     step(*first)
@@ -198,7 +183,7 @@ def by_hand(task: Task, attention: Attention) -> Callable[[Tensor, Tensor], Tens
 def alternate(sizes: dict[str, int], rounds: int) -> tuple[list[str], list[float], list[float]]:
     """Return the ways, the median seconds of their steps, and their losses of the last step."""
     task = gpt(**sizes)
-    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {form: TrainStep(task, **split(form)) for form in FORMS}
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {form: eager_step(task, **split(form)) for form in FORMS}
     if importlib.util.find_spec("deepspeed"):
         ways["DeepSpeed"] = by_hand(task, exchanged_by_deepspeed())
     ways["by hand"] = by_hand(task, exchanged_by_hand)
@@ -221,10 +206,6 @@ def alternate(sizes: dict[str, int], rounds: int) -> tuple[list[str], list[float
     return list(ways), seconds, [loss.item() for loss in losses.values()]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [line(header), line(["---"] * len(header)), *map(line, rows), ""]
-
-
 def mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
 
@@ -238,7 +219,7 @@ def memory_table(pool: Pool, sizes: dict[str, int]) -> list[str]:
         ratios = [f"{count / full:.3f}" for count, full in zip(counts, whole, strict=True)]
         kinds, sent = exchanged(step)
         rows.append([name, mib(counts[0]), ratios[0], mib(counts[1]), ratios[1], kinds or "none", f"{sent:,}"])
-    return table(
+    return Table(
         ["", "activations, predicted", "ratio", "live", "ratio", "exchanges of activations", "bytes sent"], rows
     )
 
@@ -250,7 +231,7 @@ def longest_table(sizes: dict[str, int], budget: int) -> list[str]:
             tokens = longest(sizes, budget, ranks, activation_checkpointing=recompute, **options)
             whole = whole or tokens
             rows.append([name, recompute, f"{tokens:,}", f"{tokens / whole:.2f}"])
-    return table(["", "recompute", f"longest sequence in {mib(budget)}", "ratio"], rows)
+    return Table(["", "recompute", f"longest sequence in {mib(budget)}", "ratio"], rows)
 
 
 def times_table(pool: Pool, sizes: dict[str, int], rounds: int) -> list[str]:
@@ -261,7 +242,7 @@ def times_table(pool: Pool, sizes: dict[str, int], rounds: int) -> list[str]:
         [way, f"{taken * 1e3:.0f} ms", f"{seconds[-1] / taken:.2f}", f"{loss:.6f}"]
         for way, taken, loss in zip(ways, seconds, losses, strict=True)
     ]
-    return table(["two ranks", "step", "times as fast as by hand", "loss of the last step"], rows)
+    return Table(["two ranks", "step", "times as fast as by hand", "loss of the last step"], rows)
 
 
 def main() -> None:
@@ -275,13 +256,13 @@ def main() -> None:
     longer = sizes | {"context": 5 * context}
     state = prepared(with_length(longer, UNIT), 1).memory.at_rest
     pool = Pool(size=RANKS)
-    lines = memory_table(pool, sizes) + longest_table(longer, state + activations(prepared(gpt(**sizes), 1)))
-    lines += [] if asked.no_times else times_table(pool, sizes, 3 if asked.quick else 15)
+    lines = [*memory_table(pool, sizes), ""]
+    lines += longest_table(longer, state + activations(prepared(gpt(**sizes), 1)))
+    lines += [] if asked.no_times else ["", *times_table(pool, sizes, 3 if asked.quick else 15)]
     pool.close()
-    print("\n".join(lines))
     if not asked.quick:
         title = f"Long sequences: a GPT of {layers} layers, width {width}, one sequence of {context:,}"
-        RESULTS.write_text(page(title, "`python benchmarks/sequences.py`", __doc__, *lines[:-1]))
+        write(title, "`python benchmarks/sequences.py`", __doc__, *lines)
 
 
 if __name__ == "__main__":

@@ -6,30 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 import zerograph as zg
-from benchmarks.contenders.tasks import Task
-from benchmarks.contenders.training import adamw
+from benchmarks.contenders.zerograph import TrainStep
 from benchmarks.simulated.contenders import CONTENDERS
 from benchmarks.simulated.sizes import SIZES
 
 Key = tuple[str, int, int]
-
-
-class _Step(zg.ZeroGraph):
-    """The contenders' step. A plan is of tensors on meta, for which ``torch.autocast`` of CUDA does nothing."""
-
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self.task, self.model = task, model
-        self.add_optimizer(adamw(model.parameters(), 1e-4))
-        self.config.enable_amp(dtype=torch.bfloat16)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.task.loss(self.model, x, y)
-        loss.backward()
-        return loss
 
 
 def key_of(row: Mapping[str, Any]) -> Key:
@@ -54,5 +37,8 @@ def predict(key: Key) -> dict[str, Any]:
     with torch.device("meta"):
         model = task.model()
     batch = tuple(part.to("meta") for part in task.batches(0)[0])
-    plan = zg.plan(_Step(task, model), batch, world_size=ranks, stage=stage, device="h100")
+    step = TrainStep(task, model)
+    # A plan is of tensors on meta, for which torch.autocast of CUDA does nothing.
+    step.config.enable_amp(dtype=torch.bfloat16)
+    plan = zg.plan(step, batch, world_size=ranks, stage=stage, device="h100")
     return {"kind": "planned", "size": size, "stage": stage, "ranks": ranks, "ms": plan.time.compute * 1000}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,6 @@ class Size:
     def tokens(self) -> int:
         """Return the tokens of a rank in a step."""
         return self.batch * self.context
-
-    def with_batch(self, batch: int | None) -> Size:
-        """The same model; ``batch`` sequences on each rank, unless None."""
-        return self if batch is None else replace(self, batch=batch)
 
     def __str__(self) -> str:
         return (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import zerograph as zg
+from benchmarks.contenders import zerograph
 from benchmarks.contenders.tasks import Task, blocks
 from benchmarks.contenders.training import Step, adamw, loop
 from benchmarks.simulated.contenders import Contender
@@ -16,11 +18,10 @@ from benchmarks.simulated.contenders import Contender
 LR = 1e-4
 
 
-class TrainStep(zg.ZeroGraph):
+class TrainStep(zerograph.TrainStep):
     def __init__(self, task: Task, model: nn.Module, device: str) -> None:
-        super().__init__()
-        self.task, self.model, self.device = task, model, device
-        self.add_optimizer(adamw(model.parameters(), LR))
+        super().__init__(replace(task, lr=LR), model)
+        self.device = device
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16):

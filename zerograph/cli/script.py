@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import math
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,11 +131,15 @@ def _parameters(step: ZeroGraph) -> list[torch.nn.Parameter]:
 
 
 @contextlib.contextmanager
-def tracing(step: ZeroGraph) -> Iterator[None]:
-    """Report errors of the script's step while it is traced, with the user's line.
+def errors_of_script(doing: str, *, are_all_users: bool = True) -> Iterator[None]:
+    """Report errors of the script's code inside the block, with the innermost line of the user that they passed.
+
+    Args:
+        doing: what has failed, for the message.
+        are_all_users: so are errors that passed no line of the user. Else they are bugs, and pass unchanged.
 
     Raises:
-        ConfigError: the step failed. An error that passed no line of the user is a bug, and passes unchanged.
+        ConfigError: there was an error.
     """
     try:
         with _torch.errors_unlogged():
@@ -145,11 +148,15 @@ def tracing(step: ZeroGraph) -> Iterator[None]:
         raise
     except Exception as error:
         line, code = source.raising_line(error.__traceback__)
-        if not line:
+        if not (line or are_all_users):
             raise
-        raise ConfigError(
-            f"{type(step).__name__} failed while it was traced: {type(error).__name__}: {error}\n  {line}   {code}"
-        ) from error
+        where = f"\n  {line}   {code}" if line else ""
+        raise ConfigError(f"{doing}: {type(error).__name__}: {error}{where}") from error
+
+
+def tracing(step: ZeroGraph) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which errors of the script's step are reported, while it is traced."""
+    return errors_of_script(f"{type(step).__name__} failed while it was traced", are_all_users=False)
 
 
 def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:
@@ -191,17 +198,13 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[name] = module
     tell("script", 0, 0, f"importing {path}")
     try:
-        with _counted_calls() as calls:
+        with errors_of_script(f"{path} failed while it was imported"), _counted_calls() as calls:
             spec.loader.exec_module(module)
-    except ZeroGraphError:
-        raise
     except SystemExit as error:
         raise ConfigError(
             f"{path} exited while it was imported ({error})\n"
             "Put code that must run only in a training run under: if __name__ == '__main__':"
         ) from error
-    except Exception as error:
-        raise ConfigError(f"{path} failed while it was imported: {_error_text(error, path)}") from error
     tell("script", 0, 0)
     if calls.total():
         steps = ", ".join(f"{name} ran {count} time{'s' * (count != 1)}" for name, count in calls.items())
@@ -251,24 +254,9 @@ def _may_be_a_step(module: ModuleType, value: Any) -> bool:
 def _called(value: Any, name: str, path: str, meta: bool) -> Any:
     if not callable(value):
         return value
-    try:
-        with torch.device("meta") if meta else contextlib.nullcontext():
-            return value()
-    except ZeroGraphError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{name}() of {path} failed: {_error_text(error, Path(path))}") from error
-
-
-def _error_text(error: Exception, path: Path) -> str:
-    """Return the error's text, with the last line of the script in its traceback."""
-    line = ""
-    with contextlib.suppress(OSError):
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == path.name
-        ]
-        line = f"\n  {path}:{frames[-1].lineno}   {frames[-1].line}" if frames else ""
-    return f"{type(error).__name__}: {error}{line}"
+    place = torch.device("meta") if meta else contextlib.nullcontext()
+    with errors_of_script(f"{name}() of {path} failed"), place:
+        return value()
 
 
 def _type_of(value: Any) -> str:

@@ -160,20 +160,9 @@ _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
     "stage3_use_all_reduce_for_fetch_params": None,
     "use_multi_rank_bucket_allreduce": ...,
 }
-# Names that DeepSpeed takes too.
+# DeepSpeed takes these keys without their prefix too.
 _ZERO_ALIASES = {
-    name: f"stage3_{name}"
-    for name in (
-        "allgather_sequential",
-        "gather_16bit_weights_on_model_save",
-        "max_live_parameters",
-        "max_reuse_distance",
-        "model_persistence_threshold",
-        "module_granularity_threshold",
-        "param_persistence_threshold",
-        "prefetch_bucket_size",
-        "use_all_reduce_for_fetch_params",
-    )
+    key.removeprefix("stage3_"): key for key in (*_ZERO_READ, *_ZERO_WITHOUT_EFFECT) if key.startswith("stage3_")
 }
 _ZERO_REFUSED = {
     "leaf_module": "pass modules that must not be captured operator by operator to zg.local(module)",

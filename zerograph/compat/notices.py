@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -38,3 +39,14 @@ def call_without_effect(call: str, reason: str) -> None:
     if call not in _warned_calls:
         _warned_calls.add(call)
         say(f"{call} has no effect: {reason}")
+
+
+def without_effect(owner: str, name: str, reason: str) -> Callable[..., None]:
+    """Return a function, or a method, of another system's API that has no effect and says so."""
+
+    def call(*args: Any, **options: Any) -> None:
+        call_without_effect(f"{owner}.{name}()", reason)
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"No effect here: {reason}."
+    return call

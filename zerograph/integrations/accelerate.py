@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -339,19 +340,12 @@ class Accelerator(accelerate.Accelerator):
         loops = [loop for model in self._models if (loop := loop_of(model)) is not None]
         return [loop for number, loop in enumerate(loops) if not any(loop is other for other in loops[:number])]
 
-    @contextlib.contextmanager
-    def _without_sharded(self) -> Iterator[None]:
-        """Hide models and optimizers, whose state is saved sharded."""
-        loops = self._loops()
-        models, optimizers = self._models, self._optimizers
-        self._models = [one for one in models if loop_of(one) is None]
-        self._optimizers = [
-            one for one in optimizers if not any(one.optimizer is other for loop in loops for other in loop.optimizers)
-        ]
-        try:
-            yield
-        finally:
-            self._models, self._optimizers = models, optimizers
+    def _without_sharded(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which models and optimizers are hidden whose state is saved sharded."""
+        sharded = {id(one) for loop in self._loops() for one in loop.optimizers}
+        models = [one for one in self._models if loop_of(one) is None]
+        optimizers = [one for one in self._optimizers if id(one.optimizer) not in sharded]
+        return patch.multiple(self, _models=models, _optimizers=optimizers)
 
 
 @contextlib.contextmanager

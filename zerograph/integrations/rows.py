@@ -6,7 +6,8 @@ with a collator that only stacks samples, a rank reads its own samples, unless r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -19,44 +20,31 @@ from zerograph.runtime.job.process_group import Job
 
 
 class WholeBatches(BatchSampler):
-    """The samples of each whole batch, or this rank's samples of it.
+    """The samples of whole batches: of ``ranks`` batches in a row of a batch sampler; or this rank's samples of them.
 
     Args:
-        sampler: the order of the samples.
-        batch_size: of the whole batch.
-        drop_last: leave out a last, smaller batch.
+        batches: the batch sampler.
+        ranks: how many of its batches make a whole one.
         job: the ranks. They must draw the same samples.
         own: yield this rank's samples only.
     """
 
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, job: Job, own: bool) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self._job, self._own = job, own
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for number, samples in enumerate(super().__iter__()):
-            yield _part(self._job, number, samples, self._own)
-
-
-class JoinedBatches(BatchSampler):
-    """As :class:`WholeBatches`, for a batch sampler of the user's: ``ranks`` batches in a row are a whole batch."""
-
-    def __init__(self, batches: Any, ranks: int, job: Job) -> None:
+    def __init__(self, batches: Any, ranks: int, job: Job, *, own: bool) -> None:
         self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
         self.sampler = getattr(batches, "sampler", batches)
         self.batch_size = (getattr(batches, "batch_size", None) or 1) * ranks
-        self._ranks, self._job = ranks, job
+        self._ranks, self._job, self._own = ranks, job, own
 
     def __iter__(self) -> Iterator[list[Any]]:
-        joined: list[list[Any]] = []
-        number = 0
-        for batch in self.batch_sampler:
-            joined.append(list(batch))
-            if len(joined) == self._ranks:
-                yield _part(self._job, number, [one for part in joined for one in part], own=False)
-                joined, number = [], number + 1
-        if joined and not self.drop_last:
-            yield _part(self._job, number, [one for part in joined for one in part], own=False)
+        batches = iter(self.batch_sampler)
+        for number in itertools.count():
+            # A batch sampler may yield the same list again.
+            parts = [list(one) for one in itertools.islice(batches, self._ranks)]
+            if not parts or (len(parts) < self._ranks and self.drop_last):
+                return
+            samples = [one for part in parts for one in part]
+            agree_on_batch(self._job, number, "samples", samples)
+            yield samples[bounds(len(samples), self._job.rank, self._job.size)] if self._own else samples
 
     def __len__(self) -> int:
         whole, more = divmod(len(self.batch_sampler), self._ranks)
@@ -82,28 +70,23 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
         raise InputError(
             "a DataLoader with batch_size=None has no batches to split between the ranks: give it a batch_size"
         )
-    if type(batches) is not BatchSampler:
-        return DataLoader(
-            loader.dataset, batch_sampler=JoinedBatches(batches, ranks, job), collate_fn=collate, **arguments
-        )
-    size = batches.batch_size * ranks
-    stacks = only_stacks(loader.collate_fn) and _has_rows_for_all(loader, batches, size, job.size)
-    own = stacks and not noise.draws(loader.dataset)
-    sampler = WholeBatches(batches.sampler, size, batches.drop_last, job, own)
+    own = False
+    if type(batches) is BatchSampler:
+        stacks = only_stacks(loader.collate_fn) and _has_rows_for_all(loader, batches, ranks, job.size)
+        own = stacks and not noise.draws(loader.dataset)
+        # A framework that exchanges the sampler leaves the one of the user's loader.
+        batches = BatchSampler(batches.sampler, batches.batch_size, batches.drop_last)
     return DataLoader(
-        loader.dataset, batch_sampler=sampler, collate_fn=Stacked(loader.collate_fn) if own else collate, **arguments
+        loader.dataset,
+        batch_sampler=WholeBatches(batches, ranks, job, own=own),
+        collate_fn=Stacked(loader.collate_fn) if own else collate,
+        **arguments,
     )
 
 
-def _part(job: Job, number: int, samples: Sequence[Any], own: bool) -> list[Any]:
-    """Return the samples to read of a whole batch, which must be the same on all ranks."""
-    samples = list(samples)
-    agree_on_batch(job, number, "samples", samples)
-    return samples[bounds(len(samples), job.rank, job.size)] if own else samples
-
-
-def _has_rows_for_all(loader: DataLoader[Any], batches: BatchSampler, size: int, ranks: int) -> bool:
+def _has_rows_for_all(loader: DataLoader[Any], batches: BatchSampler, joined: int, ranks: int) -> bool:
     """Return whether no rank is without a sample of the last batch."""
+    size = batches.batch_size * joined
     try:
         last = len(batches.sampler) % size  # type: ignore[arg-type]
     except TypeError:

@@ -10,7 +10,7 @@ import functools
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -132,18 +132,12 @@ class ZeroTrainerMixin(_Mixed):
         with self._batch_of_all_ranks():
             return super()._get_eval_sampler(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def _batch_of_all_ranks(self) -> Iterator[None]:
+    def _batch_of_all_ranks(self) -> contextlib.AbstractContextManager[Any]:
         """Show batch sizes of the whole batch, on which the order of samples grouped by length depends."""
         names, ranks = ("per_device_train_batch_size", "per_device_eval_batch_size"), self.accelerator.num_processes
-        sizes = {name: getattr(self.args, name) for name in names}
-        try:
-            for name, size in sizes.items():
-                setattr(self.args, name, size * ranks)
-            yield
-        finally:
-            for name, size in sizes.items():
-                setattr(self.args, name, size)
+        sizes: dict[str, Any] = {name: getattr(self.args, name) * ranks for name in names}
+        block: contextlib.AbstractContextManager[Any] = patch.multiple(self.args, **sizes)
+        return block
 
     # --- checkpoints ---
 

@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, TypeVarTuple, overload
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -185,14 +186,14 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         graph = loop.graph()
         if self is not module or args or kwargs or are_calls_plain() or loop.busy:
             return kind.state_dict(self, *args, **kwargs)
-        with _busy(loop), graph.gathered_parameters():
+        with patch.object(loop, "busy", True), graph.gathered_parameters():
             return loop.copied(kind.state_dict(self, keep_vars=True))
 
     def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
         if self is not module or loop.busy:
             return kind.load_state_dict(self, *args, **kwargs)
-        with _busy(loop), graph.full_parameters():
+        with patch.object(loop, "busy", True), graph.full_parameters():
             return kind.load_state_dict(self, *args, **kwargs)
 
     def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -269,7 +270,7 @@ def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> I
     if loop is None:
         raise ConfigError(f"zg.full_parameters() of a {type(module).__name__} that zg.prepare() has not prepared")
     graph = loop.graph()
-    with _busy(loop), graph.full_parameters(modifier_rank=modifier_rank), plain_calls():
+    with patch.object(loop, "busy", True), graph.full_parameters(modifier_rank=modifier_rank), plain_calls():
         yield
 
 
@@ -314,19 +315,6 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
         else:
             for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "__reduce_ex__"):
                 vars(one).pop(name, None)
-
-
-class _busy:  # noqa: N801
-    """A block inside which state dicts are those of plain modules."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-
-    def __enter__(self) -> None:
-        self._loop.busy = True
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.busy = False
 
 
 def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:

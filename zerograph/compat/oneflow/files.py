@@ -88,9 +88,8 @@ def load(
         return _mapped(_read(Path(path)), map_location)
     values = _on_rank(global_src_rank, "flow.load()", lambda: _read(Path(path)))
     mesh = placement("cpu", [global_src_rank]).mesh
-    # All ranks get the values that are not tensors, and the shapes and dtypes of tensors.
-    descriptions = join(_TIMEOUT).channel.broadcast(pytree.tree_map(described, values), global_src_rank)
-    own = values if rank() == global_src_rank else descriptions
+    like = shared(values, global_src_rank)
+    own = values if rank() == global_src_rank else like
     return _mapped(pytree.tree_map(lambda value: _on_one_rank(value, mesh), own), map_location)
 
 
@@ -114,19 +113,21 @@ class _Description:
     dtype: torch.dtype
 
 
-def described(value: Any) -> Any:
-    """Return the shape and dtype of a tensor, and any other value unchanged, to send to other ranks."""
-    # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
-    return _Description(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
+def shared(values: Any, source: int) -> Any:
+    """Return one rank's values on all ranks, with empty tensors of the same shapes and dtypes. A collective."""
 
+    def described(value: Any) -> Any:
+        # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
+        return _Description(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
 
-def undescribed(value: Any) -> Any:
-    """Return an empty tensor for a description, and any other value unchanged."""
-    return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Description) else value
+    def like(value: Any) -> Any:
+        return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Description) else value
+
+    own = pytree.tree_map(described, values) if rank() == source else None
+    return pytree.tree_map(like, join(_TIMEOUT).channel.broadcast(own, source))
 
 
 def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
-    value = undescribed(value)
     return cut(value, mesh, all_broadcast(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
 
 

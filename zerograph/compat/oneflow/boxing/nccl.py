@@ -7,9 +7,9 @@ The switches are global to the process. A graph reads them at the end of its con
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
-from zerograph.compat.notices import call_without_effect
+from zerograph.compat.notices import without_effect
 from zerograph.errors import ConfigError
 
 _switches = {"use_compute_stream": False, "disable_group_boxing": False}
@@ -49,15 +49,9 @@ def _switch(name: str, call: str, val: object) -> None:
     _switches[name] = val
 
 
-def _tuning(name: str) -> Callable[[object], None]:
-    def call(val: object) -> None:
-        call_without_effect(f"flow.boxing.nccl.{name}()", "it tunes OneFlow's runtime; see config.bucket_size")
-
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = "Tune OneFlow's runtime. No effect here."
-    return call
-
-
+_tuning = functools.partial(
+    without_effect, "flow.boxing.nccl", reason="it tunes OneFlow's runtime; see config.bucket_size"
+)
 set_fusion_threshold_mbytes = _tuning("set_fusion_threshold_mbytes")
 set_fusion_max_ops_num = _tuning("set_fusion_max_ops_num")
 allow_fuse_all_reduce = _tuning("allow_fuse_all_reduce")

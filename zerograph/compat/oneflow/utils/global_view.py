@@ -11,14 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from zerograph._torch import pytree
 from zerograph.compat.oneflow import tensors
-from zerograph.compat.oneflow.files import described, undescribed
+from zerograph.compat.oneflow.files import shared
 from zerograph.compat.oneflow.placements import mesh_of, placement
 from zerograph.errors import PlacementError
 from zerograph.ir.sbp import Sbp
-from zerograph.runtime.job.process_group import join, rank
-
-# Seconds that ranks wait for the rank that describes its values to the others.
-_TIMEOUT = 600.0
 
 
 def to_global(
@@ -42,8 +38,8 @@ def to_global(
         raise PlacementError("global_view.to_global() needs both placement= and sbp=")
     mesh = mesh_of(placement)
     first = int(mesh.mesh.flatten()[0])
-    own = pytree.tree_map(described, input) if rank() == first else None
-    tree = pytree.tree_map(undescribed, join(_TIMEOUT).channel.broadcast(own, first)) if input is None else input
+    like = shared(input, first)
+    tree = like if input is None else input
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or (not leaf.dim() and mesh.size() < dist.get_world_size()):

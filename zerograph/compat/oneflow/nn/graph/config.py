@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any, Literal
 
 import torch
 
 from zerograph.base.options import is_whole_number
 from zerograph.base.source import warn_user
-from zerograph.compat.notices import call_without_effect
+from zerograph.compat.notices import call_without_effect, without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config
@@ -21,15 +21,7 @@ from zerograph.runtime.job.process_group import world_size
 _MIN_SHARD = 1024
 
 
-def _tuning(name: str, why: str) -> Callable[..., None]:
-    def option(self: GraphConfig, *args: Any, **options: Any) -> None:
-        call_without_effect(f"config.{name}()", why)
-
-    option.__name__, option.__qualname__ = name, f"GraphConfig.{name}"
-    option.__doc__ = f"No effect here: {why}."
-    return option
-
-
+_tuning = functools.partial(without_effect, "config")
 _FUSES = "the backend decides which operators are fused, see config.backend"
 _PLACES = "placements are always inferred, and SBPs that you set are kept"
 _ORDERS = "operators are always ordered for least memory; see config.memory_budget"
@@ -48,7 +40,7 @@ class GraphConfig(Config):
     # Whether flow.boxing.nccl's switches choose the stage, and their stage when the graph was constructed.
     _by_switches = False
     _switched: int | None = None
-    _training = False
+    training = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value.mesh if name == "placement" and isinstance(value, placement) else value)
@@ -61,15 +53,6 @@ class GraphConfig(Config):
         raise AttributeError(
             f"the configuration has no {name!r}{hint}\ndocs/oneflow.md and zerograph.Config list all options."
         )
-
-    @property
-    def training(self) -> bool:
-        """Return whether the graph has an optimizer."""
-        return self._training
-
-    def mark_training(self) -> None:
-        """Record that the graph has an optimizer."""
-        object.__setattr__(self, "_training", True)
 
     def take_switches(self) -> None:
         """Take the stage from the switches of ``flow.boxing.nccl``, at the end of the graph's construction."""

@@ -128,7 +128,8 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             check_clipping(optimizer)
             check_options(optimizer)
         super().add_optimizer(optimizer, lr_scheduler if lr_sch is None else lr_sch)
-        self.config.mark_training()
+        # No option of the user's, so not by the configuration's own check.
+        object.__setattr__(self.config, "training", True)
 
     def set_grad_scaler(self, grad_scaler: GradScaler) -> None:
         """Set the loss scaler: a ``flow.amp.GradScaler`` or ``flow.amp.StaticGradScaler``.
