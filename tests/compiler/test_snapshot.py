@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_tree import CHANGES, Layer
-from zerograph.compiler.step_key import Call
 
 
 class Train(zg.ZeroGraph):
@@ -41,10 +40,7 @@ def recognised(step: Train, *args: Any) -> bool:
     """Return whether the next call would run the same step without looking up its facts."""
     snapshot = step._steps._snapshot
     assert snapshot is not None
-    batch = snapshot.match(
-        Call(step._join(), step._attributes(), step._optimizers, step.config, step._request, (args, {}))
-    )
-    return batch is not None
+    return snapshot.match(step._steps.call_of(step._join(), (args, {}), step._request)) is not None
 
 
 STATE: dict[str, Callable[[Train], object]] = {

@@ -193,9 +193,7 @@ class Steps:
             counts: returns the numbers of steps so far as text, by name.
             check: a further check of the call; an error that it raises on one rank is raised on all.
         """
-        compiler = self._compiler
-        of_optimizers = compiler.updates.all_attributes
-        call = Call(job, self._attributes(), compiler.optimizers, of_optimizers, compiler.config, request, arguments)
+        call = self.call_of(job, arguments, request)
         selection: Selection | None = None
         problem: BaseException | None = None
         try:
@@ -217,6 +215,12 @@ class Steps:
             if selection.repeated and self._tree is not None and not self._compiler.guards():
                 self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
         return step, selection.batch
+
+    def call_of(self, job: Job, arguments: tuple[tuple[Any, ...], dict[str, Any]], request: StepRequest) -> Call:
+        """Return a call with the objects that it depends on. The arguments are those of :meth:`ready`."""
+        compiler = self._compiler
+        of_optimizers = compiler.updates.all_attributes
+        return Call(job, self._attributes(), compiler.optimizers, of_optimizers, compiler.config, request, arguments)
 
     @property
     def last_key(self) -> StepKey | None:
