@@ -54,6 +54,11 @@ OTHERWISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         lambda self, param, params, index: self.scales.get(id(param), 1.0),
         scales={id(parameter): 0.5 for parameter in matrices(net)},
     ),
+    "list": lambda net: Scaled(
+        net.parameters(),
+        lambda self, param, params, index: 0.5 if any(param is one for one in self.slow) else 1.0,
+        slow=matrices(net),
+    ),
     "index": lambda net: Scaled(net.parameters(), lambda self, param, params, index: 0.5**index),
     "number of parameters": lambda net: Scaled(net.parameters(), lambda self, param, params, index: 1 / len(params)),
 }

@@ -60,11 +60,13 @@ class _Rehearsal:
     def alone(self) -> list[Tensor]:
         """Return each parameter after steps of an optimizer that has no other."""
         results, number = [], 0
+        # The optimizer may hold its parameters: a step must neither change them, nor find the leaf there.
+        others = {id(parameter): start.clone() for parameter, start in zip(self.parameters, self.starts, strict=True)}
         for group in self._optimizer.param_groups:
             for _ in group["params"]:
                 leaf = leaf_of(self.starts[number].clone(), self.starts[number])
-                own = [{**copied({**group, "params": ()}, {}), "params": [leaf]}]
-                results += self._run({}, own, [leaf], [self._gradients[number]], [1.0])
+                own = [{**copied({**group, "params": ()}, others), "params": [leaf]}]
+                results += self._run(others, own, [leaf], [self._gradients[number]], [1.0])
                 number += 1
         return results
 
