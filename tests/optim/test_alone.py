@@ -163,6 +163,33 @@ def test_a_value_that_the_user_sets_between_steps_counts_from_then_on(change: Ca
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
 
 
+class WithoutRate(torch.optim.Optimizer):
+    """Takes small steps as long as its group has no learning rate, as transformers' Adafactor does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=0.01 if group["lr"] is None else group["lr"])
+
+
+def test_an_optimizer_without_a_learning_rate_may_get_one() -> None:
+    results = []
+    for graph in (False, True):
+        net = model()
+        optimizer = WithoutRate(net.parameters())
+        run = TrainStep(net, optimizer, 2) if graph else None
+        losses = []
+        for rate, batch in zip((None, None, None, 0.1, 0.2), data(), strict=True):
+            optimizer.param_groups[0]["lr"] = rate
+            losses += [run(*batch)] if run else train_plainly(net, optimizer, [batch])
+        results.append(losses)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
 class Stacking(torch.optim.Optimizer):
     """As nanochat's: stacks matrices, communicates if there are several processes, keeps scratch tensors of itself."""
 

@@ -259,7 +259,7 @@ class _Group:
     group: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        self._size = len(self.group)
+        self._size, self._has_rate = len(self.group), self.group.get("lr") is not None
         self._names = [name for name in self.group if name not in _NOT_COMPARED]
         self._values = [self.group[name] for name in self._names]
         self._parameters = list(self.group["params"])
@@ -270,6 +270,7 @@ class _Group:
         return (
             group is self.group
             and len(group) == self._size
+            and (group.get("lr") is not None) == self._has_rate
             and all(map(operator.is_, map(group.get, self._names), self._values))
             and len(parameters) == len(self._parameters)
             and all(map(operator.is_, parameters, self._parameters))

@@ -107,6 +107,8 @@ class Updates:
         for path, thresholds in self._lifted.get((number, index), {}).items():
             value = hyperparameters.read(group, path)
             group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
+        if group.get("lr", 0.0) is None:
+            group = {**group, "without a rate": True}
         return group if index else {**group, "the optimizer's attributes": self.attributes(number)}
 
     def attributes(self, number: int) -> tuple[tuple[str, Hashable], ...]:

@@ -82,7 +82,8 @@ class _Rehearsal:
         twin.param_groups, twin.state = groups, defaultdict(dict)
         for group in groups:
             # In a warm-up it may be 0.
-            group["lr"] = torch.full_like(group["lr"], 0.1) if isinstance(group.get("lr"), Tensor) else 0.1
+            if (rate := group.get("lr", 0.0)) is not None:
+                group["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1
         for leaf in leaves:
             if entries := _torch.initial_state(twin, leaf):
                 twin.state[leaf] = entries

@@ -47,8 +47,8 @@ def numbers(group: Mapping[str, Any]) -> dict[Path, float]:
 
 def read(group: Mapping[str, Any], path: Path) -> float:
     """Return the present number; 0 for the learning rate of a group that has none."""
-    value = group.get(path[0], 0.0)
-    return float(value[path[1]] if len(path) > 1 else value)
+    value = group.get(path[0])
+    return 0.0 if value is None else float(value[path[1]] if len(path) > 1 else value)
 
 
 def replaced(group: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class Sample:
     ) -> None:
         self._optimizer, self._group = optimizer, group
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        # Adafactor of transformers has none where it computes its steps by itself.
+        self._has_rate = group.get("lr", 0.0) is not None
         self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
         self.counters: set[str] = set()
@@ -180,7 +182,8 @@ class Sample:
             version = _torch.version(lr)
             function(twin)
             mode.watching = False
-            if twin.param_groups[0].get("lr") is not lr or _torch.version(lr) != version:
+            rate = lr if self._has_rate else None
+            if twin.param_groups[0].get("lr") is not rate or _torch.version(lr) != version:
                 raise CaptureError(
                     f"{type(twin).__name__}.step() changes its learning rate\n"
                     "Use a scheduler, or a number of its own in the group or in the parameter's state."
@@ -259,7 +262,7 @@ class Sample:
         if isinstance(lr, Tensor) and not isinstance(self._group.get("lr"), Tensor):
             number(lr)
         twin = twin_of(self._optimizer, {})
-        group = {**copied({**self._group, "params": leaves}, {}), "lr": lr}
+        group = {**copied({**self._group, "params": leaves}, {}), "lr": lr if self._has_rate else None}
         group.update({key: value for key, value in self._loops.items() if key in group})
         twin.param_groups = [group]
         twin.state = defaultdict(lambda: _State(self.counters, {}))
