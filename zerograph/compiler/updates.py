@@ -103,13 +103,21 @@ class Updates:
         A hyperparameter that is an input is replaced by the results of the update's comparisons with it. Attributes of
         a user's optimizer are among its first group.
         """
+        group = self._constants_of_group(number, index)
+        return group if index else {**group, "the optimizer's attributes": self.attributes(number)}
+
+    def _constants_of_group(self, number: int, index: int) -> Mapping[str, Any]:
         group = without(self.optimizers[number].param_groups[index], self._counted(number, index))
         for path, thresholds in self._lifted.get((number, index), {}).items():
             value = hyperparameters.read(group, path)
             group = hyperparameters.replaced(group, path, hyperparameters.sides(value, thresholds))
         if group.get("lr", 0.0) is None:
             group = {**group, "without a rate": True}
-        return group if index else {**group, "the optimizer's attributes": self.attributes(number)}
+        return group
+
+    def _key_of_group(self, number: int, index: int) -> tuple[tuple[str, str], ...]:
+        group = self._constants_of_group(number, index)
+        return tuple((name, repr(value)) for name, value in group.items() if name not in ("params", "lr"))
 
     def attributes(self, number: int) -> tuple[tuple[str, Hashable], ...]:
         """Return the attributes of a user's optimizer and of its parameters, but for counts, with their values."""
@@ -128,8 +136,13 @@ class Updates:
 
     def _check_alone(self, number: int, names: Mapping[int, str]) -> None:
         optimizer = self.optimizers[number]
-        key = tuple(self.constants(number, index) for index in range(len(optimizer.param_groups)))
-        if not is_known(optimizer) and repr(self._checked.get(number)) != repr(key):
+        if is_known(optimizer):
+            return
+        groups = [
+            (self._key_of_group(number, at), *map(id, g["params"])) for at, g in enumerate(optimizer.param_groups)
+        ]
+        key = (self.attributes(number), *groups)
+        if self._checked.get(number) != key:
             check_alone(optimizer, names)
             self._checked[number] = key
 
@@ -186,7 +199,7 @@ class Updates:
         # A parameter is updated where it is stored.
         whole = stays_whole(parameter, config)
         device = offload_device(config.optimizer_offload, device, whole=whole) or device
-        constants = tuple((k, repr(v)) for k, v in self.constants(number, index).items() if k not in ("params", "lr"))
+        constants = self._key_of_group(number, index)
         # Only this graph has the numbers that the update compares a lifted hyperparameter with.
         owner, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
         kind = (owner, constants, self.attributes(number), tuple(lifted), counts, parameter.dtype, device)

@@ -7,6 +7,7 @@ steps of twins that have one parameter.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +33,12 @@ class _Rehearsal:
     Args:
         optimizer: the optimizer.
         small: cut sizes, and compute in fp64.
+
+    Attributes:
+        parameters: the optimizer's.
+        starts: their values before the steps.
+        after: their values after steps with all of them.
+        after_alone: their values after steps of an optimizer that has no other.
     """
 
     def __init__(self, optimizer: Any, *, small: bool) -> None:
@@ -47,6 +54,7 @@ class _Rehearsal:
             )
             self.starts.append(start)
             self._gradients.append(gradients)
+        self.after, self.after_alone = self.together([1.0] * len(self.parameters)), self._alone()
 
     def together(self, factors: Sequence[float]) -> list[Tensor]:
         """Return all parameters after steps with all of them, with their gradients scaled by these factors."""
@@ -57,8 +65,7 @@ class _Rehearsal:
         groups = [copied(group, of_parameters) for group in self._optimizer.param_groups]
         return self._run(of_parameters, groups, leaves, self._gradients, factors)
 
-    def alone(self) -> list[Tensor]:
-        """Return each parameter after steps of an optimizer that has no other."""
+    def _alone(self) -> list[Tensor]:
         results, number = [], 0
         # The optimizer may hold its parameters: a step must neither change them, nor find the leaf there.
         others = {id(parameter): start.clone() for parameter, start in zip(self.parameters, self.starts, strict=True)}
@@ -106,9 +113,9 @@ def check_alone(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
     Raises:
         CaptureError: it updates one otherwise; names it.
     """
-    rehearsal, together, alone = _rehearsed(optimizer)
-    for parameter, start, one, other in zip(rehearsal.parameters, rehearsal.starts, together, alone, strict=True):
-        if not _close(one, other, start):
+    one = _rehearsed(optimizer)
+    for parameter, start, after, alone in zip(one.parameters, one.starts, one.after, one.after_alone, strict=True):
+        if not _close(after, alone, start):
             raise CaptureError(
                 f"{type(optimizer).__name__}.step() updates {names[id(parameter)]} in another way than a parameter "
                 "alone in its group: by attributes of the parameter, by its place among the others, or by what the "
@@ -124,32 +131,31 @@ def is_separate(optimizer: torch.optim.Optimizer) -> bool:
     fails with such gradients cannot tell either.
     """
     try:
-        return _is_separate(*_rehearsed(optimizer))
+        rehearsal = _rehearsed(optimizer)
+        with restored(optimizer):
+            return _is_separate(rehearsal)
     except Exception:
         return False
 
 
-def _is_separate(rehearsal: _Rehearsal, together: Sequence[Tensor], _: object) -> bool:
-    numbers = range(len(together))
-    for bit in range(len(together).bit_length()):
-        for changed in (0, 1):
-            for factor in _FACTORS:
-                results = rehearsal.together([factor if number >> bit & 1 == changed else 1.0 for number in numbers])
-                for number in numbers:
-                    unchanged = number >> bit & 1 != changed
-                    if unchanged and not _close(results[number], together[number], rehearsal.starts[number]):
-                        return False
+def _is_separate(rehearsal: _Rehearsal) -> bool:
+    numbers = range(len(rehearsal.parameters))
+    # Of any two parameters, one is among the changed ones and the other is not in some round.
+    for bit, changed, factor in itertools.product(range(len(numbers).bit_length()), (0, 1), _FACTORS):
+        results = rehearsal.together([factor if number >> bit & 1 == changed else 1.0 for number in numbers])
+        for number in numbers:
+            unchanged = number >> bit & 1 != changed
+            if unchanged and not _close(results[number], rehearsal.after[number], rehearsal.starts[number]):
+                return False
     return True
 
 
-def _rehearsed(optimizer: torch.optim.Optimizer) -> tuple[_Rehearsal, list[Tensor], list[Tensor]]:
-    """Return a rehearsal, its parameters after steps together, and those after steps alone."""
+def _rehearsed(optimizer: torch.optim.Optimizer) -> _Rehearsal:
     # Where small ones fail, shapes or dtypes matter.
     for small in (True, False):
         try:
             with restored(optimizer):
-                rehearsal = _Rehearsal(optimizer, small=small)
-                return rehearsal, rehearsal.together([1.0] * len(rehearsal.parameters)), rehearsal.alone()
+                return _Rehearsal(optimizer, small=small)
         except Exception as error:
             problem = error
     raise CaptureError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import threading
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -44,9 +45,15 @@ def _shared(optimizer: Any) -> PythonState:
     return PythonState(types.MethodType(step, functions), nn.Module(), ())
 
 
-def _reached(optimizer: Any, others: PythonState) -> Iterator[tuple[Place, Any]]:
+def _reached(optimizer: Any) -> list[tuple[Place, Any]]:
+    """Return the places of its attributes and of what it shares, with their values."""
     places = [(Place(optimizer, "self", (("attr", name),)), value) for name, value in _attributes(optimizer).items()]
-    for place, value, is_entered in walk([*places, *others.places()]):
+    return [*places, *_shared(optimizer).places()]
+
+
+def _inside(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
+    """Yield the values in places and in what these hold, and the lengths of containers."""
+    for place, value, is_entered in walk(places):
         if not is_entered:
             yield place, value
         elif isinstance(value, CONTAINERS):
@@ -79,13 +86,8 @@ def numbers_of(optimizer: Any) -> dict[str, Any]:
             for key, value in entries.items()
             if not is_own or not isinstance(value, Tensor)
         ]
-    found = {}
-    for place, value, is_entered in walk(places):
-        if not is_entered:
-            found[place.name] = _comparable(value)
-        elif isinstance(value, CONTAINERS):
-            found[f"len({place.name})"] = len(value)
-    return found | {place.name: _comparable(value) for place, value in _reached(optimizer, _shared(optimizer))}
+    found = itertools.chain(_inside(places), _inside(_reached(optimizer)))
+    return {place.name: _comparable(value) for place, value in found}
 
 
 def own_attributes(parameter: Tensor) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class Attributes:
         self._optimizer, self._names = optimizer, list(_attributes(optimizer))
         self._places = [
             place
-            for place, _ in _reached(optimizer, _shared(optimizer))
+            for place, _ in _inside(_reached(optimizer))
             if place.root is optimizer or isinstance(place.root, type)
         ]
 
