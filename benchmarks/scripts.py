@@ -44,7 +44,7 @@ beyond that. FSDP2 is `fully_shard` in a plain loop, as Accelerate has no FSDP o
 LOOPS = """\
 The same GPT, and a perceptron whose step is almost only host work. Each round runs one step of either; medians, and
 the median of the ratios. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads
-the loss before backward, where the step pauses; build() cannot do it and is measured as for "plain"."""
+the loss before backward; build() cannot do it and is measured as for "plain"."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

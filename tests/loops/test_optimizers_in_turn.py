@@ -47,9 +47,8 @@ def in_turn(prepare: Prepare, overlap: str) -> tuple[list[float], dict[str, Any]
     return losses, dict(model.state_dict()), [one.state_dict()["state"] for one in (a, b)]
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
-def test_each_optimizer_keeps_its_own_state(pool: Pool, overlap: str) -> None:
+@pytest.mark.parametrize(("overlap", "stage"), [("equal", 0), ("fewer", 3), ("more", 3)])
+def test_each_optimizer_keeps_its_own_state(pool: Pool, overlap: str, stage: int) -> None:
     expected = in_turn(unprepared, overlap)
-    for stage in (0, 3):
-        for found in pool.run(2, in_turn, prepare_at(stage), overlap):
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    for found in pool.run(2, in_turn, prepare_at(stage), overlap):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
