@@ -1,7 +1,7 @@
 """Training scripts as they are: the losses of public examples, and the time of a step through each front door.
 
 python -m benchmarks.scripts                  # all parts, saved to results/scripts.md
-python -m benchmarks.scripts --only losses    # one part: losses, steps or loops; the page keeps the others
+python -m benchmarks.scripts --only losses    # one part of the page, which keeps the others
 python -m benchmarks.scripts --only run_glue  # one script, printed and not saved
 python -m benchmarks.scripts --quick          # a few steps at stage 3, printed and not saved
 
@@ -23,13 +23,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the benchmarks are no installed package
 
-from benchmarks.front_doors import loops, losses, steps  # noqa: E402
+from benchmarks.front_doors import light, loops, losses, steps  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from zerograph.base import source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "scripts.md"
 RANKS = 2
-TITLES = {"losses": "Losses", "steps": "Steps through front doors", "loops": "Plain loops"}
+TITLES = {
+    "losses": "Losses",
+    "steps": "Steps through front doors",
+    "loops": "Plain loops",
+    "light": "Light steps and operators",
+}
 LOSSES = f"""\
 Public example scripts in short, on generated data: 50 steps of 8 samples of one process, and of 4 samples on each of
 2 ranks. The largest absolute difference of any loss, and of what the script evaluates at its end. Sentences, sounds
@@ -45,6 +50,11 @@ LOOPS = """\
 The same GPT, and a perceptron whose step is almost only host work. Each round runs one step of either; medians, and
 the median of the ratios. "plain" is forward, backward, step, zero_grad; "clip" adds clip_grad_norm_; "early" reads
 the loss before backward; build() cannot do it and is measured as for "plain"."""
+
+LIGHT = f"""\
+A perceptron of three layers (32 rows per rank, AdamW), whose step is host work: medians, and the median of the ratios
+of steps in turn. Then the host time of one operator on 8 x 16 numbers that two ranks split by rows: medians of the
+means of {light.CALLS} calls, for which no rank waits for another. The goal is at most 30 us on global tensors."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -68,7 +78,10 @@ def measure(part: str, options: argparse.Namespace) -> tuple[str, list[str]]:
     if part == "steps":
         rows = steps.compare(RANKS, rounds, (3,) if options.quick else (2, 3))
         return STEPS, table(steps.HEADER, rows)
-    return LOOPS, table(loops.HEADER, loops.compare(RANKS, rounds))
+    if part == "loops":
+        return LOOPS, table(loops.HEADER, loops.compare(RANKS, rounds))
+    of_steps, of_operators = light.compare(rounds)
+    return LIGHT, [*table(light.STEPS_HEADER, of_steps), "", *table(light.OPERATORS_HEADER, of_operators)]
 
 
 def main() -> None:

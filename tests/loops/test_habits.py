@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -425,6 +426,17 @@ def halves_of_global_rows() -> list[float]:
 def test_halves_of_rows_that_are_global_are_those_of_one_process(pool: Pool) -> None:
     (expected,) = pool.run(1, halves_of_global_rows)
     assert pool.run(2, halves_of_global_rows) == [pytest.approx(expected)] * 2
+
+
+def prepared_only() -> int:
+    prepare_at(2)(perceptron())
+    dist.barrier()
+    return zg.world_size()
+
+
+def test_ranks_prepare_alike_whatever_each_has_done_in_a_group_that_is_gone(pool: Pool) -> None:
+    pool.run(1, halves_of_global_rows)
+    assert pool.run(2, prepared_only) == [2, 2]
 
 
 class Guided(nn.Module):

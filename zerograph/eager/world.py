@@ -120,7 +120,9 @@ _world: World | None = None
 def use_slices(slices: int | None) -> None:
     """Have all ranks compute with ``config.virtual_ranks``; what they have compiled for another number is dropped."""
     global _world
-    if (slices is not None or _world is not None) and world().slices != slices:
+    # A world of a process group that is gone says nothing: only this rank may have one.
+    is_current = _world is not None and _world.job.world is dist.group.WORLD
+    if (slices is not None or is_current) and world().slices != slices:
         before = world()
         _world = World(before.job, slices)
         before.release()
