@@ -482,12 +482,48 @@ def create_store(
     return store
 
 
+def flat_state(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with the tensors in lists, tuples and dicts as its own entries: ``bases[0]``.
+
+    The rest of such a container is the entry ``bases[]``.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        items = _items(value) if type(value) in (list, tuple, dict) else []
+        if any(isinstance(one, Tensor) for _, one in items):
+            flat |= {f"{name}[{key!r}]": one for key, one in items if isinstance(one, Tensor)}
+            flat[f"{name}[]"] = _like(value, [None if isinstance(one, Tensor) else one for _, one in items])
+        else:
+            flat[name] = value
+    return flat
+
+
+def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`flat_state` flattened."""
+    entries: dict[str, Any] = {}
+    for name, value in flat.items():
+        if name.endswith("[]"):
+            entries[name[:-2]] = _like(value, [flat.get(f"{name[:-2]}[{key!r}]", one) for key, one in _items(value)])
+        elif f"{name.rpartition('[')[0]}[]" not in flat:
+            entries[name] = value
+    return entries
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if type(container) is dict else enumerate(container))
+
+
+def _like(container: Any, values: Sequence[Any]) -> Any:
+    """Return a container of the same type with other values."""
+    return dict(zip(container, values, strict=True)) if type(container) is dict else type(container)(values)
+
+
 def _state_in(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> Mapping[str, Any]:
     """Return the optimizer state of the parameter, by name: a tensor, or the store that holds it."""
     store = store_of(parameter)
     if store is not None and store.optimizer is optimizer and not store.fresh:
         return dict.fromkeys(store.specs, store)
-    return {} if optimizer is None else own_state(optimizer).get(parameter, {})
+    return {} if optimizer is None else flat_state(own_state(optimizer).get(parameter, {}))
 
 
 def _gather_parameters(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -17,13 +17,14 @@ from zerograph.base.recording import Recording
 from zerograph.capture.places import PLAIN, attributes_of
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
+from zerograph.optim.constructed import constructed_for
 from zerograph.passes.rules.registry import user_rules
 
 # The name among the attributes of a graph of a loop for what its ``build()`` does.
 OF_LOOP = "the part of the loop"
 _FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
 # Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
-_OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step", "state_dict", "load_state_dict", "_zerograph_graphs")
+_OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step", "state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,14 +146,17 @@ class Dependencies:
             own = {
                 name: entry
                 for name, entry in sorted(vars(optimizer).items())
-                if name not in _OF_OPTIMIZERS and "hooks" not in name
+                if name not in _OF_OPTIMIZERS and "hooks" not in name and not name.startswith("_zerograph")
             }
             groups = [
                 {name: entry for name, entry in group.items() if name != "params" and not _is_plain(entry)}
                 for group in optimizer.param_groups
             ]
+            constructed = [
+                constructed_for(optimizer, one) for group in optimizer.param_groups for one in group["params"]
+            ]
             texts[f"optimizer {number}"] = " ".join(
-                [digest.everything_of(type(optimizer)), digest.of(own), digest.of(groups)]
+                [digest.everything_of(type(optimizer)), digest.of(own), digest.of(groups), repr(constructed)]
             )
         texts["passes of the user"] = " ".join(digest.everything_of(edit.run) for edit in self.config.passes)
         texts["rules of the user"] = " ".join(

@@ -26,7 +26,7 @@ from zerograph.ir.sbp import broadcast, dims_split, show
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders, used_once
 from zerograph.ir.update_program import StateSpec, UpdateProgram
-from zerograph.runtime.state import Store, own_state, store_of
+from zerograph.runtime.state import Store, flat_state, own_state, store_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -476,5 +476,6 @@ def _scalars(values: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple
 
 
 def plain_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the state that a plain optimizer has for a parameter, without entries whose value is None."""
-    return {name: value for name, value in own_state(optimizer).get(parameter, {}).items() if value is not None}
+    """Return the flat state that a plain optimizer has for a parameter, without None and the rest of containers."""
+    entries = flat_state(own_state(optimizer).get(parameter, {}))
+    return {name: value for name, value in entries.items() if value is not None and not name.endswith("[]")}

@@ -20,6 +20,7 @@ from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
 from zerograph.optim.alone import check_alone, is_separate
 from zerograph.optim.coded import with_coded_state
+from zerograph.optim.constructed import constructed_for
 from zerograph.optim.counts import advance, counts_of, without
 from zerograph.optim.hyperparameters import NotLiftedError
 from zerograph.optim.step_hooks import check_step
@@ -202,7 +203,8 @@ class Updates:
         constants = self._key_of_group(number, index)
         # Only this graph has the numbers that the update compares a lifted hyperparameter with.
         owner, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)
-        kind = (owner, constants, self.attributes(number), tuple(lifted), counts, parameter.dtype, device)
+        constructed = repr(constructed_for(optimizer, parameter))
+        kind = (owner, constants, self.attributes(number), constructed, tuple(lifted), counts, parameter.dtype, device)
         key = (*kind, parameter.shape)
         traced = programs.traced
         if kind in traced:

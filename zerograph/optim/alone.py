@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.optim.sampling import leaf_of, twin_of
-from zerograph.optim.surroundings import copied, own_attributes, restored, single_process
+from zerograph.optim.constructed import constructed_for
+from zerograph.optim.surroundings import copied, leaf_of, own_attributes, restored, single_process, twin_of
 
 _STEPS = 2
 # Sizes are cut to this one, if the optimizer can be run so; such parameters are fp64.
@@ -63,17 +63,17 @@ class _Rehearsal:
             vars(leaf).update(own_attributes(parameter))
         of_parameters = {id(parameter): leaf for parameter, leaf in zip(self.parameters, leaves, strict=True)}
         groups = [copied(group, of_parameters) for group in self._optimizer.param_groups]
-        return self._run(of_parameters, groups, leaves, self._gradients, factors)
+        return self._run(of_parameters, groups, self.parameters, leaves, self._gradients, factors)
 
     def _alone(self) -> list[Tensor]:
         results, number = [], 0
         # The optimizer may hold its parameters: a step must neither change them, nor find the leaf there.
         others = {id(parameter): start.clone() for parameter, start in zip(self.parameters, self.starts, strict=True)}
         for group in self._optimizer.param_groups:
-            for _ in group["params"]:
+            for parameter in group["params"]:
                 leaf = leaf_of(self.starts[number].clone(), self.starts[number])
                 own = [{**copied({**group, "params": ()}, others), "params": [leaf]}]
-                results += self._run(others, own, [leaf], [self._gradients[number]], [1.0])
+                results += self._run(others, own, [parameter], [leaf], [self._gradients[number]], [1.0])
                 number += 1
         return results
 
@@ -81,6 +81,7 @@ class _Rehearsal:
         self,
         of_parameters: Mapping[int, Tensor],
         groups: list[dict[str, Any]],
+        parameters: Sequence[Tensor],
         leaves: Sequence[nn.Parameter],
         gradients: Sequence[Sequence[Tensor]],
         factors: Sequence[float],
@@ -91,8 +92,9 @@ class _Rehearsal:
             # In a warm-up it may be 0.
             if (rate := group.get("lr", 0.0)) is not None:
                 group["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1
-        for leaf in leaves:
-            if entries := _torch.initial_state(twin, leaf):
+        for parameter, leaf in zip(parameters, leaves, strict=True):
+            entries = _torch.initial_state(twin, leaf) or constructed_for(self._optimizer, parameter).like(leaf)
+            if entries:
                 twin.state[leaf] = entries
         step = _torch.unhooked_step(type(twin))
         with torch.no_grad(), _torch.compiling(), single_process():

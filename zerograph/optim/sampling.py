@@ -18,9 +18,19 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
 from zerograph.optim.branches import Answers, Trace, over_branches
+from zerograph.optim.constructed import constructed_of
 from zerograph.optim.memory import FACTORIES
-from zerograph.optim.surroundings import copied, flat_state, is_known, numbers_of, restored, single_process
+from zerograph.optim.surroundings import (
+    copied,
+    is_known,
+    leaf_of,
+    numbers_of,
+    restored,
+    single_process,
+    twin_of,
+)
 from zerograph.optim.tensor_values import ValuesAsTensors, number
+from zerograph.runtime.state import flat_state, nested_state
 
 aten = torch.ops.aten
 
@@ -112,6 +122,7 @@ class Sample:
     ) -> None:
         self._optimizer, self._group = optimizer, group
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
+        self._constructed = constructed_of(optimizer, group, shape, dtype)
         # Adafactor of transformers has none where it computes its steps by itself.
         self._has_rate = group.get("lr", 0.0) is not None
         self._loops = {**_TRACEABLE, "fused": fused or None}
@@ -122,7 +133,9 @@ class Sample:
 
     def of_shape(self, shape: torch.Size) -> Sample:
         """Return a sample of the same optimizer for a parameter of another shape, on the CPU."""
-        return Sample(self._optimizer, self._group, shape, self.dtype, "cpu", counts=self.counts)
+        sample = Sample(self._optimizer, self._group, shape, self.dtype, "cpu", counts=self.counts)
+        sample._constructed = self._constructed
+        return sample
 
     def trace(
         self, state: Mapping[str, StateTensor] | None, parameters: int = 1
@@ -194,7 +207,8 @@ class Sample:
             if changed:
                 message = (
                     f"{type(twin).__name__} keeps a value that changes from step to step: {', '.join(changed)}\n"
-                    "Keep a number, or a 0-d tensor, in the parameter's state, so that it is an input of the graph."
+                    "Keep numbers and tensors in the parameter's state, tensors also in a list, tuple or dict there. "
+                    "They are then inputs of the graph."
                 )
                 counters = {name for name in self._kept if f"state[{name!r}]" in changed}
                 is_new = len(counters) == len(changed) and not counters <= self.counters
@@ -248,7 +262,7 @@ class Sample:
         ):
             raise CaptureError(
                 f"{name} keeps tensors in objects of a parameter's state, or outside of it\n"
-                "Keep them as tensors, or in lists of tensors, in the parameter's state."
+                "Keep them as tensors, or in lists, tuples or dicts of tensors, in the parameter's state."
             )
         for copy in overwritten:
             value = copy.meta["val"]
@@ -271,7 +285,8 @@ class Sample:
             for tensors in each
         ]
         for leaf, state in zip(leaves, states, strict=True):
-            if entries := nested_state(state) or _torch.initial_state(twin, leaf):
+            begin = _torch.initial_state(twin, leaf) or self._constructed.like(leaf)
+            if entries := nested_state(state) or begin:
                 twin.state[leaf] = _State(self.counters, entries)
         return leaves, twin
 
@@ -321,31 +336,6 @@ class Sample:
         return torch.empty(spec.shape, dtype=spec.dtype, device=self.device if spec.shape else None)
 
 
-def leaf_of(param: Tensor, grad: Tensor) -> nn.Parameter:
-    """Return a parameter with these values and gradient."""
-    leaf = nn.Parameter(param)
-    leaf.grad = grad
-    return leaf
-
-
-def twin_of(optimizer: Any, leaves: Mapping[int, Tensor]) -> Any:
-    """Return a copy of the optimizer without parameters and state, which its ``step()`` may change.
-
-    Args:
-        optimizer: the optimizer.
-        leaves: parameters that replace the optimizer's in what it holds, by ``id`` of these.
-    """
-    # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
-    # instance is left out, because the twin must run the class's.
-    twin = object.__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        if name not in ("step", "state", "param_groups"):
-            is_number = isinstance(value, Tensor) and not value.dim() and id(value) not in leaves
-            vars(twin)[name] = value.clone() if is_number else copied(value, leaves)
-    _torch.mark_devices_checked(twin)
-    return twin
-
-
 def _check_separate_memory(optimizer: str, entries: Mapping[str, Any]) -> None:
     """Raise a CaptureError for state that shares memory with other state or with its parameter."""
     places: dict[Any, str] = {}
@@ -386,17 +376,6 @@ def _write_back(optimizer: str, before: Mapping[str, Tensor], entries: Mapping[s
 
 def _forms(entries: Mapping[str, Any]) -> dict[str, object]:
     return {name: (value.shape, width(value)) for name, value in entries.items() if isinstance(value, Tensor)}
-
-
-def nested_state(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that :func:`flat_state` flattened."""
-    entries: dict[str, Any] = {}
-    for name, value in flat.items():
-        if name.endswith("[]"):
-            entries[name[:-2]] = [flat.get(f"{name[:-2]}[{index}]", one) for index, one in enumerate(value)]
-        elif f"{name.rpartition('[')[0]}[]" not in flat:
-            entries[name] = value
-    return entries
 
 
 def _set(twin: Any, path: Path, value: Any) -> None:

@@ -20,10 +20,11 @@ from zerograph import _torch
 from zerograph.capture.places import CONTAINERS, Identity, Place, PythonState, is_users_object, token, walk
 from zerograph.capture.state_changes import Snapshot
 from zerograph.errors import CaptureError
+from zerograph.runtime.state import flat_state
 
 # Attributes that torch, its schedulers and zerograph set, and what is compared elsewhere. Tables of hooks are others.
 _NOT_READ = {
-    *("defaults", "param_groups", "state", "step", "state_dict", "load_state_dict", "_zerograph_graphs"),
+    *("defaults", "param_groups", "state", "step", "state_dict", "load_state_dict"),
     *("_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
 }
 
@@ -33,8 +34,12 @@ def is_known(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim."))
 
 
+def _is_unread(name: str) -> bool:
+    return name in _NOT_READ or "hooks" in name or name.startswith("_zerograph")
+
+
 def _attributes(optimizer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in _NOT_READ and "hooks" not in name}
+    return {name: value for name, value in vars(optimizer).items() if not _is_unread(name)}
 
 
 def _shared(optimizer: Any) -> PythonState:
@@ -148,6 +153,31 @@ def copied(value: Any, leaves: Mapping[int, Tensor]) -> Any:
     return value
 
 
+def leaf_of(param: Tensor, grad: Tensor) -> nn.Parameter:
+    """Return a parameter with these values and gradient."""
+    leaf = nn.Parameter(param)
+    leaf.grad = grad
+    return leaf
+
+
+def twin_of(optimizer: Any, leaves: Mapping[int, Tensor]) -> Any:
+    """Return a copy of the optimizer without parameters and state, which its ``step()`` may change.
+
+    Args:
+        optimizer: the optimizer.
+        leaves: parameters that replace the optimizer's in what it holds, by ``id`` of these.
+    """
+    # Not copy.copy(): optimizers drop further attributes of their classes. The step() that a scheduler sets on the
+    # instance is left out, because the twin must run the class's.
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state", "param_groups"):
+            is_number = isinstance(value, Tensor) and not value.dim() and id(value) not in leaves
+            vars(twin)[name] = value.clone() if is_number else copied(value, leaves)
+    _torch.mark_devices_checked(twin)
+    return twin
+
+
 @contextlib.contextmanager
 def restored(optimizer: Any) -> Iterator[None]:
     """Restore what all instances of the optimizer's class share, and random generators, after steps of a twin.
@@ -182,18 +212,3 @@ def single_process() -> Iterator[None]:
 
 def _answer(thread: int, answer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return answer if threading.get_ident() == thread else plain(*args, **kwargs)
-
-
-def flat_state(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter with the tensors of a list as entries of their own: ``bases[0]``.
-
-    The rest of a list is the entry ``bases[]``.
-    """
-    flat: dict[str, Any] = {}
-    for name, value in entries.items():
-        if isinstance(value, list) and any(isinstance(one, Tensor) for one in value):
-            flat |= {f"{name}[{index}]": one for index, one in enumerate(value) if isinstance(one, Tensor)}
-            flat[f"{name}[]"] = [None if isinstance(one, Tensor) else one for one in value]
-        else:
-            flat[name] = value
-    return flat

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.ir.grad_scaler import GradScaler
+from zerograph.optim.constructed import constructed_for
 from zerograph.optim.sampling import Sample
 
 Groups = Sequence[Mapping[str, Any]]
@@ -232,6 +233,11 @@ def _check_entries(
     for own, saved, loaded in zip(optimizer.param_groups, groups, converted, strict=True):
         for parameter, number in zip(own["params"], saved["params"], strict=True):
             saved_shapes = shapes.get(number)
+            if not saved_shapes and constructed_for(optimizer, parameter).entries:
+                raise ConfigError(
+                    f"the state has nothing of parameter {number} of {kind}, whose step() needs what its constructor "
+                    "has made\nLoad a state for every parameter, or leave out the optimizer's."
+                )
             needed = entries.of({**own, **loaded}, parameter) if saved_shapes else None
             if not saved_shapes or needed is None:
                 continue
@@ -263,7 +269,8 @@ class _Entries:
         The error for that is raised when the step is compiled.
         """
         constants = tuple((key, repr(value)) for key, value in group.items() if key not in ("params", "lr"))
-        kind = (constants, parameter.dtype, parameter.device)
+        constructed = repr(constructed_for(self._optimizer, parameter))
+        kind = (constants, constructed, parameter.dtype, parameter.device)
         shapes = self._known.get(kind, self._known.get((*kind, parameter.shape)))
         if shapes is None:
             # In the state of a 0-d parameter, moments and the step count would have equal shapes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -123,7 +124,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if id(parameter) not in states:
             states[id(parameter)] = {
                 # The state of a global tensor is global too.
-                name: value.full_tensor() if is_dtensor(value) else value.clone()
+                name: value.full_tensor() if is_dtensor(value) else copy.deepcopy(value)
                 for name, value in plain_state(optimizer, parameter).items()
             }
     numbered = {number: dict(states[id(parameter)]) for number, parameter in enumerate(parameters)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerograph import _torch
+from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket
@@ -19,7 +20,7 @@ from zerograph.ir.slots import Slot
 from zerograph.runtime.checkpoint.pieces import Pieces, Within
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
-from zerograph.runtime.state import Store, TensorOrExtent, in_memory, own_state, store_of
+from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
 
 Flat = Callable[[], Tensor]
 
@@ -101,21 +102,19 @@ def plain_tensors(members: Members, optimizers: Optimizers, named: Named) -> dic
     """Return the tensors that are in no store: persistent buffers, parameters, and state in the optimizers themselves.
 
     Raises:
-        ConfigError: an entry of an optimizer's state is not a tensor.
+        ConfigError: an entry of an optimizer's state is neither a tensor nor a number.
     """
     tensors = plain_members(members)
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
-            for name, value in own_state(optimizer).get(parameter, {}).items():
-                if value is None:
-                    continue
-                if not isinstance(value, Tensor):
+            for name, value in plain_state(optimizer, parameter).items():
+                if not isinstance(value, (Tensor, int, float)):
                     raise ConfigError(
                         f"{type(optimizer).__name__} has state {name!r} = {value!r:.40}, which is not a tensor and "
                         "cannot be saved in a checkpoint"
                     )
                 # The state of a DTensor parameter is a DTensor too.
-                whole = value.full_tensor() if is_dtensor(value) else value
+                whole = value.full_tensor() if is_dtensor(value) else torch.as_tensor(value)
                 tensors[named.states[id(parameter)] + name] = whole
     return tensors
 
