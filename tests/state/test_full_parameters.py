@@ -34,9 +34,10 @@ def part() -> Tensor:
     return x.chunk(zg.world_size())[zg.rank()]
 
 
-def change_alone(stage: int, rank: int) -> None:
+def change_alone(stage: int, rank: int, runs: bool) -> None:
     step = Step(stage)
-    step(part())
+    if runs:
+        step(part())
     before = step.state_dict()["modules"]["model"]
     for name, tensor in (("weight", step.model[0].weight), ("running_mean", step.model[1].running_mean)):
         message = f"{name}.*\n(.*\n)*No change was kept"
@@ -48,9 +49,11 @@ def change_alone(stage: int, rank: int) -> None:
     step(part())
 
 
-@pytest.mark.parametrize(("stage", "rank"), [(3, 0), (2, 1), (0, 1)])
-def test_a_change_on_one_rank_is_an_error_and_nothing_of_it_is_kept(pool: Pool, stage: int, rank: int) -> None:
-    pool.run(2, change_alone, stage, rank)
+@pytest.mark.parametrize(("stage", "rank", "runs"), [(3, 0, True), (2, 1, True), (0, 1, True), (2, 1, False)])
+def test_a_change_on_one_rank_is_an_error_and_nothing_of_it_is_kept(
+    pool: Pool, stage: int, rank: int, runs: bool
+) -> None:
+    pool.run(2, change_alone, stage, rank, runs)
 
 
 def modify() -> None:
@@ -68,6 +71,27 @@ def modify() -> None:
 
 def test_modifier_rank_gives_all_ranks_its_values(pool: Pool) -> None:
     pool.run(2, modify)
+
+
+def modify_before_the_first_step() -> list[Tensor]:
+    torch.manual_seed(zg.rank())
+    model = nn.Linear(8, 8)
+    with torch.no_grad():
+        model.bias.fill_(float(zg.rank()))
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    with zg.full_parameters(model), torch.no_grad():
+        model.bias.add_(3)
+    with zg.full_parameters(model, modifier_rank=1), torch.no_grad():
+        model.weight.fill_(float(zg.rank()))
+    model(part().float()).square().mean().backward()
+    optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+def test_before_the_first_step_a_block_begins_with_the_values_of_rank_0(pool: Pool) -> None:
+    for weight, bias in pool.run(2, modify_before_the_first_step):
+        assert bool((weight == 1).all())
+        assert bool((bias == 3).all())
 
 
 def fill_and_fail(weight: Tensor) -> None:

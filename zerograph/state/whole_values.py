@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zerograph.compiler.members import Members
 from zerograph.errors import CommunicationError, ConfigError, RankMismatchError
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
-from zerograph.runtime.job.exchange import broadcast_from
+from zerograph.runtime.job.exchange import broadcast_from, broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.state import Store, StoredState, guarded_state, in_memory, reshard, text_of, unshard
+from zerograph.runtime.state import Store, StoredState, guarded_state, in_memory, reshard, store_of, text_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state import state_dict
 from zerograph.state.checks import check_optimizer_state
@@ -40,11 +40,17 @@ class WholeValues:
         self._states = [state for store in stores if (state := guarded_state(store.optimizer)) is not None]
         self._states = list({id(state): state for state in self._states}.values())
         self._buffers: dict[str, Tensor] = {}
+        self._plain: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         if self._compares:
             self._buffers = {name: one for name, one in members.buffers.items() if not is_dtensor(one)}
+            # As the first step would, which moves them into stores.
+            self._plain = {name: one for name, one in members.parameters.items() if _is_plain(one)}
+            with torch.no_grad():
+                broadcast_from_first(job, [one.detach() for one in self._plain.values()])
             unsplit = [in_memory(store.flat) for store in stores if store.layout.is_whole]
-            self._copies = [(tensor, tensor.detach().clone()) for tensor in (*unsplit, *self._buffers.values())]
+            whole = (*unsplit, *self._plain.values(), *self._buffers.values())
+            self._copies = [(tensor, tensor.detach().clone()) for tensor in whole]
         unshard(stores)
         for state in self._states:
             state.open(job)
@@ -94,8 +100,7 @@ class WholeValues:
         names = self._members.names()
         facts = {
             names.get(id(parameter), "a parameter of another module"): text_of(parameter.detach())
-            for store in self._stores
-            for parameter in store.parameters
+            for parameter in self._parameters()
         }
         before = {id(tensor): copy for tensor, copy in self._copies}
         for name, buffer in self._buffers.items():
@@ -107,11 +112,18 @@ class WholeValues:
             }
         return facts
 
+    def _parameters(self) -> list[nn.Parameter]:
+        return [*(one for store in self._stores for one in store.parameters), *self._plain.values()]
+
     def _broadcast(self, rank: int) -> None:
         """Overwrite parameters and buffers with those of a rank."""
-        parameters = [parameter.detach() for store in self._stores for parameter in store.parameters]
+        parameters = [parameter.detach() for parameter in self._parameters()]
         with torch.no_grad():
             broadcast_from(self._job, [*parameters, *self._buffers.values()], rank)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return store_of(parameter) is None and not is_dtensor(parameter) and not parameter.is_meta
 
 
 def _with_groups(state: StoredState, entries: Mapping[int, Any]) -> dict[str, Any]:
