@@ -33,7 +33,8 @@ def check_rule(operator: Any, *examples: Any, ranks: int = 2, **options: Any) ->
     """
     overload = next((one for one in _torch.overloads(operator) if _takes(one, examples, options)), None)
     if overload is None:
-        raise ConfigError(f"check_rule() takes an operator and its arguments, not {operator!r:.60}")
+        kinds = ", ".join(type(one).__name__ for one in examples)
+        raise ConfigError(f"check_rule() takes an operator and its arguments: {operator!r:.60} takes no ({kinds})")
     if ranks < 2:
         raise ConfigError(f"check_rule(ranks={ranks}) cuts nothing into pieces: give 2 or more")
     if rule_of(overload) is None:

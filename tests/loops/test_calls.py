@@ -481,3 +481,38 @@ def test_a_prepared_function_that_calls_modules_gathers_nothing_else(pool: Pool)
     for kinds, last, total in pool.run(2, a_function_of_calls):
         assert "SplitParameter" in kinds
         assert (last, total) == pytest.approx((loss.item(), model.weight.sum().item()))
+
+
+class Centred(nn.Module):
+    """A model that assigns to its buffer, whose shape the first call decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+        self.register_buffer("mean", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean = x.mean(0) if not len(self.mean) else 0.9 * self.mean + 0.1 * x.mean(0)
+        result: Tensor = self.net(x - self.mean)
+        return result
+
+
+def centred(prepare: Prepare) -> tuple[list[float], Tensor]:
+    model = seeded(Centred)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(model, optimizer, batches(4))
+    losses = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in loader]
+    return losses, model.state_dict()["mean"].clone()
+
+
+def centred_on_a_rank(stage: int) -> tuple[list[float], Tensor]:
+    return centred(prepare_at(stage))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_buffer_that_a_call_assigns_is_the_plain_one(pool: Pool, stage: int) -> None:
+    losses, mean = centred(unprepared)
+    for found, buffer in pool.run(2, centred_on_a_rank, stage):
+        assert found == pytest.approx(losses, rel=1e-6)
+        torch.testing.assert_close(buffer, mean)

@@ -290,7 +290,7 @@ class CountingAdam(torch.optim.Optimizer):
                 state["square"].mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
                 first, second = 1 - 0.9 ** state["step"], 1 - 0.9 ** state["step"]
                 if self.kind == "sub":
-                    param.sub_(state["mean"] / first, alpha=group["lr"])
+                    param.subtract_(state["mean"] / first, alpha=group["lr"])
                 elif self.kind == "warm-up":
                     rate = group["lr"] * min(1.0, state["step"] / 3)
                     param.sub_(state["mean"] / (state["square"] / second).sqrt() * rate)

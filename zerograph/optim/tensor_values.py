@@ -161,7 +161,11 @@ _OF_ANY_SIZE = {
 }
 
 
-_SUBS: dict[Any, Any] = {Tensor.sub: Tensor.add, Tensor.sub_: Tensor.add_, torch.sub: torch.add}
+_SUBS: dict[Any, Any] = {
+    **dict.fromkeys((Tensor.sub, Tensor.subtract), Tensor.add),
+    **dict.fromkeys((Tensor.sub_, Tensor.subtract_), Tensor.add_),
+    **dict.fromkeys((torch.sub, torch.subtract), torch.add),
+}
 _LERPS = (Tensor.lerp, Tensor.lerp_, torch.lerp)
 
 
