@@ -99,3 +99,64 @@ def test_the_rest_may_run_on_another_number_of_ranks(pool: Pool, name: str, tmp_
     begun, _ = pool.run(2, train, name, folder, 3, 8)
     (rest,) = pool.run(1, continued, name, folder, 0)
     assert begun + rest == pytest.approx(expected, rel=1e-5)
+
+
+class Attending(nn.Module):
+    """Draws masks of several kinds. If it reads a value, its calls run operator by operator."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh())
+        self.attend, self.out = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x).unsqueeze(1).expand(-1, 3, -1)
+        x = self.attend(x, x, x)[0].mean(1) + 0.1 * torch.randn(8)
+        if self.reads and x.sum().item() == 0:
+            raise ValueError
+        result: Tensor = self.out(nn.functional.gumbel_softmax(x) + torch.randn_like(x))
+        return result
+
+
+def from_state_dicts(folder: Path, stage: int, reads: bool, until: int = 6) -> list[float]:
+    """Return the losses of six steps, or of those after a number of steps, from plain state that the loop has saved."""
+    torch.manual_seed(0)
+    model = Attending(reads=reads)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = zg.prepare(model, optimizer, LOADERS["a list"]() * 2, stage=stage)
+    done = 0
+    if until < 6:
+        state = torch.load(folder.with_suffix(".pt"))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        done = until
+    losses = []
+    for step, (x, y) in enumerate(loader):
+        if step < done or step >= 6:
+            continue
+        if step == 3 and not done:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+            if zg.rank() == 0:
+                torch.save(state, folder.with_suffix(".pt"))
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            model.net(x).sum().item()
+        model.train()
+    return losses
+
+
+@pytest.mark.parametrize(("stage", "reads"), [(2, False), (3, False), (2, True)])
+def test_a_loop_goes_on_with_the_same_masks_from_plain_state(
+    pool: Pool, stage: int, reads: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "state"
+    expected, _ = pool.run(2, from_state_dicts, folder, stage, reads)
+    for rest in pool.run(2, from_state_dicts, folder, stage, reads, 3):
+        assert rest == pytest.approx(expected[3:], rel=1e-5)

@@ -49,7 +49,7 @@ def active_modes() -> list[str]:
     """Return the names of the modes that see operators and functions of torch now, besides the default device's."""
     # The stacks are private; there is no other way to ask for them.
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    return [type(mode).__qualname__ for mode in modes if type(mode).__name__ != "DeviceContext"]
+    return [type(mode).__qualname__ for mode in modes if type(mode).__name__ not in ("DeviceContext", "CountedDraws")]
 
 
 def python_kernels() -> list[str]:

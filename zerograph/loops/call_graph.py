@@ -29,6 +29,7 @@ from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
+from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.loop_graph import LoopGraph
 from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.state import Store, stores_of
@@ -96,6 +97,7 @@ class Kind:
         used: the results that the loop has differentiated; None: it is not known yet.
         graph: runs the calls; None as long as they run eagerly.
         is_eager: the calls always run eagerly.
+        draws: the random numbers of eager calls; None if they draw none.
     """
 
     results: int | None = None
@@ -103,6 +105,7 @@ class Kind:
     used: frozenset[int] | None = None
     graph: CallGraph | None = None
     is_eager: bool = False
+    draws: CountedDraws | None = field(default_factory=CountedDraws)
 
     def watched(self, result: Any) -> Any:
         """Return a result that notes which of its tensors the loop differentiates, and how."""

@@ -7,6 +7,7 @@ call is a step graph that pauses between forward and backward. Its gradients of 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -72,7 +73,10 @@ class Calls:
             result = self._by_graph(kind, module, tensors, tree.parameters)
             if result is not _NO_GRAPH:
                 return result
-        result = self._owner.run_eagerly(module, args, kwargs)
+        with contextlib.nullcontext() if kind.draws is None else kind.draws.of_a_call():
+            result = self._owner.run_eagerly(module, args, kwargs)
+        if kind.draws is not None and not kind.draws.has_drawn:
+            kind.draws = None
         return result if kind.is_eager else kind.watched(result)
 
     def graphs(self) -> list[tuple[str, int, list[int]]]:
