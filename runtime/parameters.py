@@ -44,13 +44,11 @@ class _Grad:
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
         if parameter is None:
             return _STORED
-        readers = _readers_of(parameter)
-        for reader in readers:
-            reader.settle(parameter)
+        settle_gradient(parameter)
         stored = _STORED.__get__(parameter)
         if stored is not None:
             return stored
-        values = (reader.read(parameter) for reader in readers)
+        values = (reader.read(parameter) for reader in _readers_of(parameter))
         return next((value for value in values if value is not None), None)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor | None) -> None:
@@ -64,11 +62,21 @@ class _Grad:
 class _Data:
     """Descriptor of ``parameter.data``: values that a loop assigns go where the parameter is stored.
 
-    Graphs read that memory, and a parameter with the memory of a global tensor crashes torch.
+    Graphs read that memory, and a parameter with the memory of a global tensor crashes torch. What was read before
+    keeps its values, as it does where an assignment gives the parameter other memory.
     """
 
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
-        return DATA if parameter is None else DATA.__get__(parameter)
+        if parameter is None:
+            return DATA
+        data = DATA.__get__(parameter)
+        if not _torch.active_modes():
+            known = getattr(parameter, "_zerograph_read", ())
+            parameter._zerograph_read = [  # type: ignore[attr-defined]
+                *(one for one in known if one() is not None),
+                weakref.ref(data),
+            ]
+        return data
 
     def __set__(self, parameter: nn.Parameter, value: Tensor) -> None:
         if value is parameter:
@@ -80,6 +88,13 @@ class _Data:
         is_plain = not isinstance(parameter, SplitParameter) and not _torch.active_modes()
         own = DATA.__get__(parameter) if is_plain else None
         if own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device):
+            read = [one for reference in getattr(parameter, "_zerograph_read", ()) if (one := reference()) is not None]
+            parameter._zerograph_read = []  # type: ignore[attr-defined]
+            before = own.clone() if read else own
+            for one in read:
+                if one.data_ptr() == own.data_ptr():
+                    DATA.__set__(one, before)
+            # What is assigned may be what was read.
             own.copy_(value)
         else:
             DATA.__set__(parameter, value)
@@ -120,6 +135,12 @@ def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
         parameter._zerograph_plain_class = _with_reader(plain)  # type: ignore[attr-defined]
     else:
         parameter.__class__ = _with_reader(type(parameter))
+
+
+def settle_gradient(parameter: nn.Parameter) -> None:
+    """Store the gradient of which readers have parts. A collective if there are any."""
+    for reader in _readers_of(parameter):
+        reader.settle(parameter)
 
 
 def stored_gradient(parameter: nn.Parameter) -> Tensor | None:

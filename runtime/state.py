@@ -35,7 +35,7 @@ from zerograph.runtime.job.exchange import broadcast_from_first, gather_whole, s
 from zerograph.runtime.job.process_group import Job, agree
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
-from zerograph.runtime.parameters import hide, parameters_of, show
+from zerograph.runtime.parameters import hide, parameters_of, settle_gradient, show
 from zerograph.runtime.tensor_hash import hash_bits
 
 PlainState = dict[str, Tensor]
@@ -692,6 +692,9 @@ def move(store: Store, layout: Bucket, extents: Extents) -> Store:
 
 def release(store: Store) -> None:
     """Make the store's parameters plain, and return their state to the optimizer. A collective."""
+    for parameter in store.parameters:
+        # Its sum of gradients goes with the store.
+        settle_gradient(parameter)
     _return_state(store, store.parameters)
     indices = [index for index, parameter in enumerate(store.parameters) if store_of(parameter) is store]
     for index, part in gather_parts(store, indices):
@@ -755,8 +758,9 @@ def _stored(value: Tensor, extent: Extent | None) -> TensorOrExtent:
 class StoredState(MutableMapping[Any, Any]):
     """The attribute ``state`` of an optimizer whose state is in stores.
 
-    Inside ``full_parameters()`` it is whole from the first access on, and may be written. Elsewhere an access is an
-    error while the stores have state; before the first update the mapping is empty, as that of a plain optimizer.
+    Inside ``full_parameters()`` it is whole from the first access on, and may be written; in a loop until the next
+    update. Elsewhere an access is an error while the stores have state; before the first update the mapping is empty,
+    as that of a plain optimizer.
 
     Attributes:
         optimizer: the optimizer.
@@ -773,6 +777,12 @@ class StoredState(MutableMapping[Any, Any]):
     def open(self, job: Job) -> None:
         """Let the state be read and written until :meth:`close`."""
         self._job = job
+
+    def replace(self, entries: Mapping[Any, Any]) -> None:
+        """Take another state, by parameter, until :meth:`close`."""
+        self.whole = defaultdict(dict, entries)
+        # Equal to no state.
+        self._before = {"the state": "replaced"}
 
     def written(self) -> dict[str, str] | None:
         """Return hashes of the whole state by name if it was read since :meth:`open`, else None."""
@@ -800,12 +810,21 @@ class StoredState(MutableMapping[Any, Any]):
                 f"{type(self.optimizer).__name__}.state has an entry for {strange[0]!r:.60}, which is none of its "
                 "parameters: state of the optimizer as a whole cannot be kept in a graph"
             )
-        return {numbers[id(key)]: dict(entries) for key, entries in self.whole.items() if entries}
+        return {
+            # A loop may have set global tensors, of which each rank has a part.
+            numbers[id(key)]: {n: getattr(one, "full_tensor", lambda one=one: one)() for n, one in entries.items()}
+            for key, entries in self.whole.items()
+            if entries
+        }
 
     def _entries(self, *, reads: bool = False) -> MutableMapping[Any, Any]:
         stores = self._stores()
         if not stores:
             return self.plain
+        if reads and self.whole is None and all(store.fresh for store in stores):
+            return self.plain
+        if self._job is None and (open_state := getattr(stores[0].parameters[0], "_zerograph_opens", None)) is not None:
+            open_state(self)
         if self._job is not None:
             if self.whole is None:
                 agree(self._job, f"reading {type(self.optimizer).__name__}.state", 0, dict)
@@ -815,12 +834,10 @@ class StoredState(MutableMapping[Any, Any]):
                     self.whole |= {p: state for p, state in states if state and store_of(p) is store}
                 self._before = _hashes(self._numbered())
             return self.whole
-        if reads and all(store.fresh for store in stores):
-            return self.plain
         raise SplitParameterError(
             f"{type(self.optimizer).__name__}.state is read or changed, but a graph has the state in shards\n"
-            "Save it by state_dict() and change it by load_state_dict(), of the optimizer after zg.prepare() or of the "
-            "graph. Or use it inside 'with zg.full_parameters(model):' or 'with step.full_parameters():', on all ranks."
+            "Save it by state_dict() and change it by load_state_dict() of the graph. Or use it inside "
+            "'with step.full_parameters():', on all ranks."
         )
 
     def __getitem__(self, key: Any) -> Any:
@@ -873,6 +890,14 @@ def guard_state(optimizer: torch.optim.Optimizer) -> None:
     """Make ``optimizer.state`` a :class:`StoredState`."""
     if not isinstance(optimizer.state, StoredState):
         optimizer.state = StoredState(optimizer, optimizer.state)  # type: ignore[assignment]
+
+
+def replaced_state(optimizer: torch.optim.Optimizer) -> StoredState:
+    """Return a guard of a state that was assigned to ``optimizer.state`` while stores held another one."""
+    state = StoredState(optimizer, {})
+    state.replace(optimizer.state)
+    optimizer.state = state  # type: ignore[assignment]
+    return state
 
 
 def guarded_state(optimizer: torch.optim.Optimizer | None) -> StoredState | None:

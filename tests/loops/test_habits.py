@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,38 @@ def assigned_values(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tenso
         # The gradient is a global tensor.
         one.data = 0.9 * one.data + 0.1 * value - 0.01 * one.grad.data
     return loss.item()
+
+
+def averages_for_a_while(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    weights = {name: one.data for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        # What was read stays as it was.
+        one.data = 0.5 * weights[name]
+    with torch.no_grad():
+        result = model(x).square().sum().item()
+    for name, one in model.named_parameters():
+        one.data = weights[name]
+    first, last = model[0].bias, model[2].bias
+    first.data[:4], last.data = last.data, first.data[:4].clone()
+    return loss.item() + result
+
+
+def state_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    total = sum(one["exp_avg_sq"].sum().item() for one in optimizer.state.values())
+    steps = float(optimizer.state[model[0].weight]["step"])
+    if steps == 1:
+        for one in optimizer.state.values():
+            one["exp_avg"].mul_(0.5)
+    elif steps == 2:
+        optimizer.state[model[0].weight]["exp_avg"] = model[0].weight.grad * 0.1
+    elif steps == 3:
+        del optimizer.state[model[2].bias]
+    elif steps == 4:
+        optimizer.state = defaultdict(dict)
+        total += model(x).sum().item()
+    return loss.item() + total + len(optimizer.state)
 
 
 def attack(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
@@ -269,6 +302,33 @@ class Counting(nn.Module):
         return out
 
 
+class Centred(nn.Module):
+    """Each call assigns buffers, as those of DINO's centre and of running statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+            self.calls += 1
+        return out - self.centre
+
+
+def assigned_buffers(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    saved = model.state_dict()
+    model.eval()
+    result = model(x).sum().item() + model.centre.sum().item() + saved["centre"].norm().item()
+    model.train()
+    model.centre = model.centre * 0.9 + x.mean()
+    return loss.item() + result
+
+
 def attributes(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     out = model(x)
     loss = F.cross_entropy(out, y) + model.auxiliary
@@ -295,6 +355,9 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "results changed in place": (results_changed_in_place, perceptron),
     "attributes of the module": (attributes, Counting),
     "assigned values": (assigned_values, perceptron),
+    "averages for a while": (averages_for_a_while, perceptron),
+    "state of the optimizer": (state_of_the_optimizer, perceptron),
+    "assigned buffers": (assigned_buffers, Centred),
     "an attack": (attack, perceptron),
     "gradients of samples": (gradients_of_samples, perceptron),
     "a changed state dict": (changed_state, perceptron),

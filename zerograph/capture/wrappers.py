@@ -128,10 +128,19 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             f"{type(optimizer).__name__} is a torch.optim.Optimizer whose __init__ was never run: a wrapper around "
             "another\nGive add_optimizer() the optimizer inside."
         )
-    held = next((one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)), None)
+    held = held_optimizer(optimizer)
     if held is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} is a wrapper around {type(held).__name__}, whose step() the graph would not "
             f"run\nRegister the {type(held).__name__}, or write a subclass of it with its own step()."
         )
     return optimizer
+
+
+def held_optimizer(wrapper: object) -> torch.optim.Optimizer | None:
+    """Return the optimizer that another one, which is no library's wrapper, holds and steps; None if it holds none."""
+    is_known = any(f"{base.__module__}.{base.__qualname__}" in _OPTIMIZERS for base in type(wrapper).__mro__)
+    if is_known or not isinstance(wrapper, torch.optim.Optimizer):
+        return None
+    held = (one for one in vars(wrapper).values() if isinstance(one, torch.optim.Optimizer))
+    return next(held, None)

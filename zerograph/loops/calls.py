@@ -79,6 +79,11 @@ class Calls:
             kind.draws = None
         return result if kind.is_eager else kind.watched(result)
 
+    def settle_buffers(self) -> None:
+        """Make buffers whole that a call, or the loop, has replaced by global tensors. A collective."""
+        for tree in self._trees.values():
+            tree.settle_buffers()
+
     def graphs(self) -> list[tuple[str, int, list[int]]]:
         """Return the kinds of calls that are graphs: what they are, the number of results, and those differentiated."""
         found = []
@@ -155,6 +160,15 @@ class _Tree:
                 return False
             self._look()
         return not self._has_hooks
+
+    def settle_buffers(self) -> None:
+        """Replace buffers that are global tensors by whole ones."""
+        if self._tables.are_same():
+            return
+        for module in self._module.modules():
+            for name, one in module._buffers.items():
+                if isinstance(one, GlobalTensor) and not one.requires_grad:
+                    module._buffers[name] = one.full_tensor()
 
     def flags(self) -> tuple[bool, ...]:
         """Return which modules are in training mode."""

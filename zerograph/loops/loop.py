@@ -30,8 +30,18 @@ from zerograph.runtime.backends.backends import resolve
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
-from zerograph.runtime.state import Store, reshard, show_whole, stores_of, unshard
+from zerograph.runtime.state import (
+    Store,
+    StoredState,
+    holds_state_of,
+    replaced_state,
+    reshard,
+    show_whole,
+    stores_of,
+    unshard,
+)
 from zerograph.runtime.tensor_hash import hash_bits
+from zerograph.state.whole_values import keep_states
 
 # Graphs of edits, one for each function and its arguments; further ones edit gradients that are read.
 _MOST_EDITS = 8
@@ -84,6 +94,8 @@ class Loop:
         self._hidings: dict[int, int] = {}
         # Copies in state dicts since the last call or update, what they are copies of, and their version.
         self._copies: list[tuple[Tensor, Tensor, int]] = []
+        # States of optimizers that are whole until the next update.
+        self._states: list[StoredState] = []
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a prepared module or function.
@@ -101,6 +113,7 @@ class Loop:
             )
         self._share()
         self._end_copies()
+        self._take_states()
         doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
@@ -165,11 +178,12 @@ class Loop:
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        parameters = parameters_of(optimizer)
+        # What the loop has changed may make split gradients whole.
+        parameters, update = parameters_of(optimizer), self.graph(optimizer)
         gradients, split = _gradients_of(parameters), self._gradients.of(parameters)
         self._end_copies()
         if gradients or split:
-            self.graph(optimizer).run(gradients, split)
+            update.run(gradients, split)
         _torch.mark_step_called(optimizer)
         return result
 
@@ -250,6 +264,8 @@ class Loop:
     def graph(self, *optimizers: torch.optim.Optimizer) -> Update:
         """Return the graph that updates these optimizers, or without any the one of the modules."""
         self.hide()
+        self._end_states()
+        self.calls.settle_buffers()
         if not optimizers:
             return self._forward
         numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
@@ -257,6 +273,29 @@ class Loop:
             self._updates[numbers] = Update(self.modules, [self.optimizers[n] for n in numbers], self.config)
             self._updates[numbers].noted = self.calls
         return self._updates[numbers]
+
+    def open_state(self, state: StoredState) -> None:
+        """Make the state of an optimizer whole, for the loop to read and change until the next update. A collective."""
+        state.open(world().job)
+        self._states.append(state)
+
+    def _take_states(self) -> None:
+        """Guard the mappings that the loop has assigned to ``optimizer.state``."""
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer.state, StoredState) and holds_state_of(optimizer):
+                self._states = [one for one in self._states if one.optimizer is not optimizer]
+                self._states.append(replaced_state(optimizer))
+
+    def _end_states(self) -> None:
+        """Store the states that are whole, with the changes that the loop has made. A collective if there are any.
+
+        Raises:
+            RankMismatchError: ranks have made other changes.
+        """
+        self._take_states()
+        if self._states:
+            states, self._states = self._states, []
+            keep_states(world().job, states)
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a block that computes in the precision of the options."""

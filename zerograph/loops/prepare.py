@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
-from zerograph.capture.wrappers import check_modules
+from zerograph.capture.wrappers import check_modules, held_optimizer
 from zerograph.config import Config
 from zerograph.errors import ConfigError, SplitParameterError
 from zerograph.graph import ZeroGraph, building
@@ -80,7 +80,10 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
         else:
             config.enable_zero(stage=stage)  # type: ignore[arg-type]
     modules = [one for one in objects if isinstance(one, nn.Module)]
-    optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+    # A wrapper, such as SAM, runs as it is written: its step() calls that of the optimizer inside.
+    wrappers = {one: held for one in objects if (held := held_optimizer(one)) is not None}
+    optimizers = [wrappers.get(one, one) for one in objects if isinstance(one, torch.optim.Optimizer)]
+    optimizers = list({id(one): one for one in optimizers}.values())
     _check(objects, modules, optimizers)
     _release_earlier(modules, optimizers)
     names = [f"model{number or ''}" for number in range(len(modules))]
@@ -90,6 +93,9 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
         loop.watch(module.parameters())
     for optimizer in optimizers:
         _prepare_optimizer(optimizer, loop)
+    for wrapper, optimizer in wrappers.items():
+        if type(wrapper).zero_grad is torch.optim.Optimizer.zero_grad:
+            vars(wrapper)["zero_grad"] = vars(optimizer)["zero_grad"]
     _replace_clipping()
     replace_unscaling()
     prepared = tuple(_prepared(one, loop) for one in objects)
@@ -114,6 +120,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         _check_known(optimizer, modules)
     for one in objects:
         owner = getattr(one, "optimizer", None)
+        owner = held_optimizer(owner) or owner
         if isinstance(one, LRScheduler) and not any(owner is optimizer for optimizer in optimizers):
             raise ConfigError(f"{type(one).__name__} schedules an optimizer that is not prepared: pass it too")
 
@@ -315,6 +322,8 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
         else:
             for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "__reduce_ex__"):
                 vars(one).pop(name, None)
+            for parameter in parameters_of(one):
+                vars(parameter).pop("_zerograph_opens", None)
 
 
 def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
@@ -390,6 +399,7 @@ def _adopt(optimizer: Any, loop: Loop) -> None:
     _check_known(optimizer, loop.modules.values())
     for parameter in parameters_of(optimizer):
         parameter._zerograph_loop = loop  # type: ignore[attr-defined]
+        parameter._zerograph_opens = loop.open_state  # type: ignore[attr-defined]
 
 
 @functools.cache

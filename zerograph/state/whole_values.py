@@ -126,6 +126,26 @@ def _is_plain(parameter: nn.Parameter) -> bool:
     return store_of(parameter) is None and not is_dtensor(parameter) and not parameter.is_meta
 
 
+def keep_states(job: Job, states: Sequence[StoredState]) -> None:
+    """Store the states of optimizers that were whole, with their changes. A collective.
+
+    Raises:
+        RankMismatchError: ranks have made other changes. None is kept.
+        ConfigError: a state is none of such an optimizer.
+    """
+    try:
+        facts = {f"{type(one.optimizer).__name__}'s {k}": v for one in states for k, v in (one.written() or {}).items()}
+        agree(job, "the end of a change of optimizer.state", digest(facts), lambda: facts)
+        changes = [(state, changed) for state in states if (changed := state.changes()) is not None]
+        for state, changed in changes:
+            check_optimizer_state(state.optimizer, _with_groups(state, changed))
+    finally:
+        for state in states:
+            state.close()
+    for state, changed in changes:
+        state_dict.load_optimizer(state.optimizer, _with_groups(state, changed))
+
+
 def _with_groups(state: StoredState, entries: Mapping[int, Any]) -> dict[str, Any]:
     return {"state": entries, "param_groups": state_dict.numbered_groups(state.optimizer)}
 
