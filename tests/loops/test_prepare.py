@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -17,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import update_bn
 
 import zerograph as zg
+from tests.loops.scripts import unprepared
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of as loop_of_module
 
@@ -108,6 +110,23 @@ def test_a_cell_that_prepares_and_trains_may_run_again() -> None:
     zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(zg.ConfigError, match="prepared again without it"):
         optimizer.step()
+
+
+def test_gradients_that_are_left_are_those_of_the_next_loop() -> None:
+    def train(prepare: Any) -> list[float]:
+        model, losses = network(), []
+        for clears in (True, False):
+            model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(3):
+                if clears:
+                    optimizer.zero_grad()
+                loss = F.cross_entropy(model(X), Y)
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+    assert train(zg.prepare) == pytest.approx(train(unprepared), rel=1e-12)
 
 
 def test_an_evaluation_may_run_in_inference_mode() -> None:
@@ -381,12 +400,13 @@ def test_only_a_prepared_model_has_parameters_to_make_whole() -> None:
         pass
 
 
-def test_a_copy_of_a_prepared_model_is_a_plain_one() -> None:
-    model, optimizer = ready()
+@pytest.mark.parametrize("in_block", [True, False])
+def test_a_copy_of_a_prepared_model_is_a_plain_one(in_block: bool) -> None:
+    model, optimizer = ready(stage=3)
     F.cross_entropy(model(X), Y).backward()
     optimizer.step()
     prepared = type(model)
-    with zg.full_parameters(model):
+    with zg.full_parameters(model) if in_block else contextlib.nullcontext():
         copied = copy.deepcopy(model)
     assert type(copied) is nn.Sequential
     assert type(model) is prepared

@@ -25,7 +25,7 @@ from zerograph.loops.loop import Loop
 from zerograph.loops.plain_calls import are_calls_plain, plain_calls
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
-from zerograph.runtime.parameters import SplitParameter, parameters_of, stored_gradient
+from zerograph.runtime.parameters import SplitParameter, parameters_of, settle_gradient, stored_gradient
 from zerograph.runtime.state import holds_state_of
 
 One = TypeVar("One")
@@ -216,13 +216,10 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def plainly(self: nn.Module, copying: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Copy as a module of the original class, which no loop knows."""
-        if self is module and not (are_calls_plain() or building()):
-            loop.graph()
-        if any(isinstance(one, SplitParameter) for one in self.parameters()):
-            raise SplitParameterError(
-                f"a {kind.__name__} is copied, whose parameters are split between the ranks\n"
-                "Copy it inside 'with zg.full_parameters(model):'."
-            )
+        graph = loop.graph() if self is module and not (are_calls_plain() or building()) else None
+        if graph is not None and any(isinstance(one, SplitParameter) for one in self.parameters()):
+            with graph.gathered_parameters(), plain_calls():
+                return plainly(self, copying)
         prepared, self.__class__ = type(self), kind
         try:
             return copying(self)
@@ -313,7 +310,7 @@ def step_of(prepared: nn.Module | torch.optim.Optimizer, *others: torch.optim.Op
 def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
     """Make prepared modules and optimizers plain ones again, so that they can be prepared with others.
 
-    Parameters and state stay sharded.
+    Parameters and state stay sharded. Gradients are whole. A collective.
     """
     for one in objects:
         if isinstance(one, nn.Module):
@@ -324,6 +321,8 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
                 vars(one).pop(name, None)
             for parameter in parameters_of(one):
                 vars(parameter).pop("_zerograph_opens", None)
+                # The next loop does not know of a split one.
+                settle_gradient(parameter)
 
 
 def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
