@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import zerograph as zg
 from tests.loops.scripts import Prepare, samples, unprepared
 from tests.loops.test_habits import prepare_at
 from tests.pool import Pool
@@ -52,3 +54,17 @@ def test_each_optimizer_keeps_its_own_state(pool: Pool, overlap: str, stage: int
     expected = in_turn(unprepared, overlap)
     for found in pool.run(2, in_turn, prepare_at(stage), overlap):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_optimizers_in_turn_compile_no_graph_again() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4)
+    model, a, b = zg.prepare(model, torch.optim.Adam(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1))
+    with warnings.catch_warnings():
+        # At the eighth compilation there would be one, and calls would run operator by operator.
+        warnings.simplefilter("error", zg.ZeroGraphWarning)
+        for _ in range(9):
+            for optimizer in (a, b):
+                model(torch.ones(2, 4)).square().mean().backward()
+                optimizer.step()
+                model.zero_grad()

@@ -47,7 +47,7 @@ from zerograph.compiler.preparation import Observer, Preparation, Target, lay_ou
 from zerograph.compiler.shared_memory import check_shared_memory
 from zerograph.compiler.step_cache import StepSource
 from zerograph.compiler.step_key import StepKey, StepRequest
-from zerograph.compiler.storage import reserve_files
+from zerograph.compiler.storage import keep_gather_buffers, reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
@@ -64,6 +64,9 @@ from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agree, digest, reporting_failures
 from zerograph.runtime.state import Extents, Store, create_store, move, release, store_of, stores_of
 from zerograph.runtime.wire import selection
+
+# A step before it was bound, the name of the backend, and what this has compiled.
+Kept = tuple[PreparedStep, str, backends.Compiled]
 
 
 @dataclass
@@ -93,6 +96,8 @@ class Compiler:
     _states: ValueStates = field(default_factory=ValueStates)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
+    # Prepared and compiled steps by what they were captured for, and by their plan of buckets.
+    _kept: dict[Hashable, dict[Hashable, Kept]] = field(default_factory=dict)
     # While a step is compiled.
     _source: StepSource | None = None
 
@@ -109,6 +114,7 @@ class Compiler:
         dependencies: Dependencies,
         *,
         may_be_cached: bool = True,
+        kept: Kept | None = None,
     ) -> CompiledStep:
         """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
@@ -120,6 +126,7 @@ class Compiler:
             doing: names the step in messages.
             dependencies: what the captured graph depends on besides its inputs.
             may_be_cached: the cache of steps may have the step. It compares with the present state.
+            kept: what :meth:`kept` has returned.
 
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
@@ -133,14 +140,19 @@ class Compiler:
         facts = dependencies.texts()
         present = {**self.requirements(members, facts, key.request), **input_requirements(job.mesh, batch)}
         source = StepSource(job, members, batch, present, dependencies)
-        if may_be_cached:
+        if may_be_cached and kept is None:
             source.look_up()
         try:
-            with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
-                prepared = self.prepare(target, members, batch, key, facts)
-            source.send(prepared)
-            with job.liveness.busy(f"compiling {doing} with the backend"):
-                backend, function = self._run_backend(members, prepared.graph)
+            if kept is None:
+                with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
+                    prepared = self.prepare(target, members, batch, key, facts)
+                source.send(prepared)
+                with job.liveness.busy(f"compiling {doing} with the backend"):
+                    backend, function = self._run_backend(members, prepared.graph)
+                of_plan = self._kept.setdefault((job, key.of_capture(batch), key.config, key.request), {})
+                of_plan[_plan_key(prepared.layout)] = prepared, backend, function
+            else:
+                prepared, backend, function = kept
             places = reserve_files(prepared.layout, job.mesh, job.rank)
         except BaseException as error:
             problem = error
@@ -152,6 +164,20 @@ class Compiler:
         with reporting_failures(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
         return bind_step(job, members, prepared, backend, function, stores, self.config)
+
+    def kept(self, job: Job, members: Members, batch: Batch, key: StepKey) -> Kept | None:
+        """Return what was compiled for these inputs and for such buckets as the step would have now; else None.
+
+        Another graph may have moved the parameters into other stores since, as two optimizers in turn do.
+        """
+        of_plan = self._kept.get((job, key.of_capture(batch), key.config, key.request))
+        if not of_plan or self.config.memory_budget is not None:
+            return None
+        layout = self.lay_out(job.mesh, members, batch, key)
+        if (found := of_plan.get(_plan_key(layout))) is None:
+            return None
+        prepared, backend, function = found
+        return replace(prepared, layout=keep_gather_buffers(layout, prepared.graph.graph)), backend, function
 
     @contextlib.contextmanager
     def _using(self, source: StepSource) -> Iterator[None]:
@@ -523,3 +549,18 @@ class Compiler:
             broadcast_from_first(job, [*plain, *members.buffers.values()])
             self._synchronised = True
         return stores
+
+
+def _plan_key(layout: Sequence[PlannedBucket]) -> Hashable:
+    """Return what a graph depends on of its buckets. Stores, and so the keys of buckets, are none of it."""
+    # The gather buffers follow from the graph.
+    return tuple(
+        (
+            replace(one.bucket, key=None, storage=replace(one.bucket.storage, gather_buffer=False)),
+            one.fresh and one.first_differs,
+            tuple(one.specs.items()),
+            tuple((name, replace(layout, key=None)) for name, layout in one.layouts.items()),
+            tuple(update.key() for update in one.updates),
+        )
+        for one in layout
+    )

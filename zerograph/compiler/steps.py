@@ -367,13 +367,16 @@ class Steps:
         """Compile the step for a selection that has none, and keep it."""
         key, batch, config = selection.key, selection.batch, self._compiler.config
         members = self.adopted(lambda: job) if selection.members is None else selection.members
-        texts = {**dict(batch.constants), **key.texts(config.shown())}
-        self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
+        kept = self._compiler.kept(job, members, batch, key)
+        if kept is None:
+            texts = {**dict(batch.constants), **key.texts(config.shown())}
+            self._recompiles.count((batch.kind(), config.key()), members, texts, doing)
         change = self._dimensions.change(key.kind, batch.variant)
         self._recompiles.count_sizes((key.kind, config.key()), change, doing)
         dependencies = self.dependencies(members, key)
         may_be_cached = may_be_cached and self.may_be_cached
-        step = self._compiler.compile(job, members, batch, key, doing, dependencies, may_be_cached=may_be_cached)
+        arguments = job, members, batch, key, doing, dependencies
+        step = self._compiler.compile(*arguments, may_be_cached=may_be_cached, kept=kept)
         self.compilations += 1
         self._dimensions.add_guards(key.kind, batch.variant, step.captured.guards)
         # Steps bound to dissolved stores would keep their memory.
