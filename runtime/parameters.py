@@ -67,16 +67,7 @@ class _Data:
     """
 
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
-        if parameter is None:
-            return DATA
-        data = DATA.__get__(parameter)
-        if not _torch.active_modes():
-            known = getattr(parameter, "_zerograph_read", ())
-            parameter._zerograph_read = [  # type: ignore[attr-defined]
-                *(one for one in known if one() is not None),
-                weakref.ref(data),
-            ]
-        return data
+        return DATA if parameter is None else _noted(parameter, DATA.__get__(parameter))
 
     def __set__(self, parameter: nn.Parameter, value: Tensor) -> None:
         if value is parameter:
@@ -87,17 +78,35 @@ class _Data:
         value = value if whole is None else whole()
         is_plain = not isinstance(parameter, SplitParameter) and not _torch.active_modes()
         own = DATA.__get__(parameter) if is_plain else None
-        if own is not None and (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device):
-            read = [one for reference in getattr(parameter, "_zerograph_read", ()) if (one := reference()) is not None]
-            parameter._zerograph_read = []  # type: ignore[attr-defined]
-            before = own.clone() if read else own
-            for one in read:
-                if one.data_ptr() == own.data_ptr():
-                    DATA.__set__(one, before)
-            # What is assigned may be what was read.
-            own.copy_(value)
-        else:
+        if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
             DATA.__set__(parameter, value)
+            return
+        store = getattr(parameter, "_zerograph_store", None)
+        if store is None or not store.layout.is_whole:
+            # A store takes its values from it. Two parameters may not share memory.
+            DATA.__set__(parameter, value.clone(memory_format=torch.contiguous_format))
+            return
+        read = [one for reference in getattr(parameter, "_zerograph_read", ()) if (one := reference()) is not None]
+        parameter._zerograph_read = []  # type: ignore[attr-defined]
+        before = own.clone() if read else own
+        for one in read:
+            if one.data_ptr() == own.data_ptr():
+                DATA.__set__(one, before)
+        # What is assigned may be what was read.
+        own.copy_(value)
+
+
+def _detach(parameter: nn.Parameter) -> Tensor:
+    return _noted(parameter, Tensor.detach(parameter))
+
+
+def _noted(parameter: nn.Parameter, read: Tensor) -> Tensor:
+    """Return a tensor that shares the memory of a parameter, and note it for an assignment of other values."""
+    if not _torch.active_modes():
+        known = getattr(parameter, "_zerograph_read", ())
+        alive = [one for one in known if one() is not None]
+        parameter._zerograph_read = [*alive, weakref.ref(read)]  # type: ignore[attr-defined]
+    return read
 
 
 def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
@@ -114,6 +123,7 @@ def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     names = {
         "grad": _Grad(),
         "data": _Data(),
+        "detach": _detach,
         "_zerograph_reader": True,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,

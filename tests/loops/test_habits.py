@@ -139,7 +139,7 @@ def assigned_values(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tenso
 
 def averages_for_a_while(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
-    weights = {name: one.data for name, one in model.named_parameters()}
+    weights = {name: one.data if "weight" in name else one.detach() for name, one in model.named_parameters()}
     for name, one in model.named_parameters():
         # What was read stays as it was.
         one.data = 0.5 * weights[name]

@@ -64,6 +64,7 @@ class GlobalTensor(Tensor):
         """Accept the arguments of ``__new__``, which torch's own ``__init__`` does not."""
 
     @classmethod
+    @_torch.not_compiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch; where its shapes do not match, take plain tensors of this rank's rows as parts.
 
@@ -93,11 +94,14 @@ class GlobalTensor(Tensor):
                     raise
                 parts = _with_parts((args, kwargs))
                 if parts is None and not isinstance(error, UserWarning):
+                    if func is Tensor.item and world().rows_of_ranks:
+                        raise InputError(_OF_ALL_RANKS) from None
                     raise
             args, kwargs = parts or (args, kwargs)
             return func(*args, **kwargs)
 
     @classmethod
+    @_torch.not_compiled
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch.call(GlobalTensor, func, args, kwargs or {})
 
