@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
-from zerograph.eager.dispatch import whole_of
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import use_slices, world
 from zerograph.errors import ConfigError, InputError
@@ -151,17 +150,7 @@ class Loop:
         if "_zerograph_prepared" in vars(type(function)):
             run = type(function).__bases__[0].__call__.__get__(function)
         with self._precision(), contextlib.nullcontext() if _torch.is_transforming() else self._saving():
-            result = run(*args, **kwargs)
-        self._make_buffers_plain()
-        return result
-
-    def _make_buffers_plain(self) -> None:
-        """Make buffers plain that a module has assigned global tensors to. A collective where there is one."""
-        for module in self.modules.values():
-            for part in module.modules():
-                for name, buffer in part._buffers.items():
-                    if isinstance(buffer, GlobalTensor) and not buffer.requires_grad:
-                        part._buffers[name] = whole_of(buffer)
+            return run(*args, **kwargs)
 
     def loader(self, loader: Iterable[Any]) -> SplitLoader:
         """Return a loader of global tensors."""
