@@ -115,16 +115,23 @@ class World:
 
 
 _world: World | None = None
+# Of the next world's exchanges, in seconds.
+_timeout = Config().timeout
 
 
-def use_slices(slices: int | None) -> None:
-    """Have all ranks compute with ``config.virtual_ranks``; what they have compiled for another number is dropped."""
-    global _world
+def use_options(config: Config) -> None:
+    """Have all ranks compute with ``config.virtual_ranks``; what they have compiled for another number is dropped.
+
+    The first loop's ``config.timeout`` is that of all exchanges between global tensors.
+    """
+    global _world, _timeout
     # A world of a process group that is gone says nothing: only this rank may have one.
     is_current = _world is not None and _world.job.world is dist.group.WORLD
-    if (slices is not None or is_current) and world().slices != slices:
+    if not is_current:
+        _timeout = config.timeout
+    if (config.virtual_ranks is not None or is_current) and world().slices != config.virtual_ranks:
         before = world()
-        _world = World(before.job, slices)
+        _world = World(before.job, config.virtual_ranks)
         before.release()
 
 
@@ -134,5 +141,5 @@ def world() -> World:
     if _world is None or _world.job.world is not dist.group.WORLD:
         if _world is not None:
             _world.release()
-        _world = World(join(Config().timeout))
+        _world = World(join(_timeout))
     return _world

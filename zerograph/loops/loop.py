@@ -17,7 +17,7 @@ from zerograph import _torch
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
 from zerograph.eager.tensor import GlobalTensor
-from zerograph.eager.world import use_slices, world
+from zerograph.eager.world import use_options, world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
@@ -139,7 +139,7 @@ class Loop:
         """
         if config.virtual_ranks is not None:
             slices_per_rank(config, world().job.mesh)
-        use_slices(config.virtual_ranks)
+        use_options(config)
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
