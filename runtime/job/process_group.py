@@ -228,6 +228,11 @@ def _groups(grid: torch.Tensor, limit: timedelta, world: dist.ProcessGroup) -> t
     return tuple(own)
 
 
+def has_no_rank() -> bool:
+    """Return whether this is a process of an elastic job that is in no generation now."""
+    return ELASTIC in os.environ and not dist.is_initialized()
+
+
 def initialise() -> None:
     """Initialise the default process group if there is none, from a launcher's environment or for this process alone.
 
@@ -236,7 +241,7 @@ def initialise() -> None:
     """
     if dist.is_initialized():
         return
-    if ELASTIC in os.environ:
+    if has_no_rank():
         raise CommunicationError(
             "this process has no rank outside of zg.elastic(): ranks of an elastic job come and go\n"
             "Call zg.rank(), graphs and prepared loaders only in the function that zg.elastic() calls."

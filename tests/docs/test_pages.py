@@ -23,7 +23,11 @@ README = ROOT / "README.md"
 # They start processes, or take long; other tests do what they say.
 NOT_RUN = {
     "checkpoints.md": {"torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt"},
-    "elastic.md": {"zerograph launch --elastic 2:4 --max-restarts 10 train.py"},
+    "elastic.md": {
+        "zerograph launch --elastic 2:4 --max-restarts 10 train.py",
+        "torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint host1:29500"
+        " train.py",
+    },
     "first-step.md": {"python train.py", "torchrun --nproc-per-node 2 train.py"},
     "planning.md": {
         "zerograph calibrate mine.yaml --ranks 2",

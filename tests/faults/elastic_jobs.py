@@ -88,6 +88,7 @@ class Options:
 
     virtual: int | None = 4
     stage: int = 2
+    loop: bool = False
     every: int = 3
     checkpoints: bool = False
     save_every: int | None = None
@@ -117,16 +118,37 @@ class Step(zg.ZeroGraph):
 
 def script(folder: Path, options: Options) -> None:
     """Train, as a user's script does; write a line for each call, and the fingerprint at the end."""
-    step = Step(options)
-    data = torch.randint(32, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
-    loader = DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=BATCH, shuffle=True)
+    graph = Step(options)
+    (optimizer,), (scheduler,) = graph._optimizers, graph._schedulers
+    step: Any = graph
+    if options.loop:
+        # A new one: a graph has the optimizer's methods.
+        torch.manual_seed(0)
+        optimizer = torch.optim.AdamW(graph.model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+        step, optimizer, scheduler = zg.prepare(graph.model, optimizer, scheduler, config=graph.config)
+    tokens = torch.randint(32, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(TensorDataset(torch.arange(SAMPLES), tokens), batch_size=BATCH, shuffle=True)
     worker = generations.worker()
 
+    def loop(x: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(step(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(step.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        return loss
+
     def train_step(number: int, batch: list[torch.Tensor]) -> None:
-        (rows,) = batch
-        loss = step(data[rows])
-        generation = 0 if worker is None else worker.generation.number
-        line = [number, generation, zg.rank(), zg.world_size(), loss.item().hex(), rows.tolist(), time.monotonic()]
+        rows, x = batch
+        loss = loop(x) if options.loop else step(x)
+        # Of a loop every rank reads all rows, together.
+        read = rows.tolist()
+        own = [] if options.loop and zg.rank() else read
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        generation = restarts if worker is None else worker.generation.number
+        line = [number, generation, zg.rank(), zg.world_size(), loss.item().hex(), own, time.monotonic()]
         with open(folder / f"{os.getpid()}.jsonl", "a") as file:
             print(json.dumps(line), file=file)
         time.sleep(options.pace)
@@ -141,7 +163,8 @@ def script(folder: Path, options: Options) -> None:
         checkpoints=where,
         save_every=options.save_every,
     )
-    (folder / f"end {os.getpid()}").write_text(json.dumps([zg.world_size(), step.steps_done, step.fingerprint()]))
+    end = zg.step_of(optimizer) if options.loop else graph
+    (folder / f"end {os.getpid()}").write_text(json.dumps([zg.world_size(), end.steps_done, end.fingerprint()]))
 
 
 class _Forked:
@@ -313,6 +336,11 @@ def run(
         job.kill()
         job.join()
     code = folder / "code"
+    return read(folder, int(code.read_text()) if code.exists() and not hung else None)
+
+
+def read(folder: Path, code: int | None) -> Outcome:
+    """Return the outcome of a job from what its ranks have written."""
     lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in _lines(file)]
     times = [float(file.read_text()) for file in folder.glob("fault*")]
     back = None
@@ -322,7 +350,7 @@ def run(
         back = min((line[6] - last for line in lines if line[1] > before and line[6] > last), default=None)
     ends = [json.loads(file.read_text()) for file in folder.glob("end *")]
     text = (folder / "output").read_text() if (folder / "output").exists() else ""
-    return Outcome(int(code.read_text()) if code.exists() and not hung else None, lines, ends, text, len(times), back)
+    return Outcome(code, lines, ends, text, len(times), back)
 
 
 def _lines(file: Path) -> list[str]:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typer.testing import CliRunner
 
 import zerograph as zg
-from tests.faults.elastic_jobs import PLACES, STEPS, Fault, Options, Outcome, Step, run, undisturbed
+from tests.faults.elastic_jobs import (
+    PATIENCE,
+    PLACES,
+    STEPS,
+    Fault,
+    Options,
+    Outcome,
+    Step,
+    read,
+    run,
+    undisturbed,
+)
 from tests.faults.survival_table import Tally
 from tests.faults.test_restart import environment
+from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
 
 ROOT = Path(__file__).parents[2]
@@ -28,14 +44,17 @@ NO_COPY = "the only copies of a part of the state"
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Options], Outcome]:
     """Return the run of the same script in one process."""
-    runs: dict[int, Outcome] = {}
+    runs: dict[tuple[int, bool], Outcome] = {}
 
     def of(options: Options) -> Outcome:
-        if options.stage not in runs:
-            outcome = undisturbed(tmp_path_factory.mktemp("undisturbed"), Options(stage=options.stage))
+        kind = options.stage, options.loop
+        if kind not in runs:
+            outcome = undisturbed(
+                tmp_path_factory.mktemp("undisturbed"), Options(stage=options.stage, loop=options.loop)
+            )
             assert outcome.code == 0, outcome.output
-            runs[options.stage] = outcome
-        return runs[options.stage]
+            runs[kind] = outcome
+        return runs[kind]
 
     return of
 
@@ -59,12 +78,13 @@ def check_same(outcome: Outcome, expected: Outcome, *, bitwise: bool = True) -> 
     [
         (Fault(0, "step", 5), Options(), 0, [4, 2]),
         (Fault(2, "snapshot", 2, 0.001), Options(pace=0.1, late=0.0), 1, [4, 2, 4]),
+        (Fault(1, "comparison", 60), Options(loop=True), 0, [4, 2]),
         pytest.param(
             *(Fault(3, "save", 2, 0.002), Options(virtual=None, save_every=2, checkpoints=True), 0, [4, 3]),
             marks=pytest.mark.long,
         ),
     ],
-    ids=["step", "snapshot, and another joins", "save"],
+    ids=["step", "snapshot, and another joins", "a prepared loop", "save"],
 )
 def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
     tmp_path: Path,
@@ -108,10 +128,43 @@ def test_what_an_elastic_job_cannot_do_is_refused_by_name(tmp_path: Path) -> Non
             zg.elastic(lambda *_: None, step, loader)  # type: ignore[arg-type]
     with pytest.raises(zg.ConfigError, match="needs a folder"):
         zg.elastic(lambda *_: None, step, DataLoader(dataset), save_every=2)
+    with pytest.raises(zg.ConfigError, match=r"that zg.prepare\(\) has not prepared"):
+        zg.elastic(lambda *_: None, nn.Linear(4, 4), DataLoader(dataset))
     script = tmp_path / "train.py"
     script.write_text("")
     for arguments in (["--elastic", "4:2"], ["--elastic", "2:4", "--ranks", "2"], ["--elastic", "2"]):
         assert CliRunner().invoke(app, ["launch", *arguments, str(script)]).exit_code == 2
+
+
+def test_what_a_snapshot_of_a_loop_does_not_hold_is_refused() -> None:
+    dataset = TensorDataset(torch.ones(4, 4))
+    plain = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model, optimizer = zg.prepare(plain, optimizer)
+
+    def keeps_gradients(_: int, batch: list[torch.Tensor]) -> None:
+        model(*batch).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(zg.ConfigError, match="pass the prepared module"):
+        zg.elastic(keeps_gradients, zg.step_of(optimizer), DataLoader(dataset))
+    with pytest.raises(zg.ConfigError, match="needs the scheduler too"):
+        zg.elastic(keeps_gradients, model, DataLoader(dataset))
+    model, optimizer, _ = zg.prepare(model, optimizer, scheduler)
+    with pytest.raises(zg.ConfigError, match="gradients are left after train_step"):
+        zg.elastic(keeps_gradients, model, DataLoader(dataset))
+    scaler = torch.amp.GradScaler("cpu")
+
+    def scales(_: int, batch: list[torch.Tensor]) -> None:
+        optimizer.zero_grad()
+        scaler.scale(model(*batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    with pytest.raises(zg.ConfigError, match="GradScaler"):
+        zg.elastic(scales, model, DataLoader(dataset))
 
 
 @pytest.mark.long
@@ -152,6 +205,80 @@ def test_a_job_of_processes_that_are_started_goes_on(tmp_path: Path) -> None:
     assert "generation 2, 1 rank(s): on from step 3, from the snapshot in memory" in done.stderr
 
 
+# A rank dies in the fifth step of the first start.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.faults.elastic_jobs import Fault, Options, script
+
+folder, saves = Path(sys.argv[1]), int(sys.argv[2])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+    Fault(1, "step", 5).arrange(folder)
+script(folder, Options(checkpoints=bool(saves), save_every=saves or None))
+"""
+
+
+@pytest.mark.parametrize(("saves", "again"), [(2, 0), pytest.param(0, 4, marks=pytest.mark.long)])
+def test_under_torchrun_all_ranks_start_anew_and_go_on_from_the_checkpoint(
+    tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], saves: int, again: int
+) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "job"
+    script.write_text(KILLED)
+    folder.mkdir()
+    printed = run_by_torchruns_agent(tmp_path / "logs", [str(script), str(folder), str(saves)], restarts=1)
+    outcome = read(folder, 0)
+    check_same(outcome, expected(Options()))
+    assert outcome.repeated() == again
+    where = "on from step 4, from the checkpoint" if saves else "(1 of 1), and nothing is saved: on from step 0"
+    assert where in printed["stderr"]
+    tally("elastic: torchrun starts all ranks anew").add(True, lost_steps=outcome.repeated(), seconds=outcome.seconds)
+
+
+@pytest.mark.long
+def test_torchrun_with_fewer_hosts_goes_on_from_the_checkpoint(
+    tmp_path: Path, expected: Callable[[Options], Outcome]
+) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "job"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from tests.faults.elastic_jobs import Options, script\n"
+        "Path(sys.argv[1], f'{os.getpid()} of {os.getppid()}').touch()\n"
+        "script(Path(sys.argv[1]), Options(checkpoints=True, save_every=2, pace=0.3))\n"
+    )
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"]
+    patience = "last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+    size = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-conf", patience]
+    command = [sys.executable, "-m", "torch.distributed.run", *size, *meeting, "--local-addr", "127.0.0.1"]
+    hosts = []
+    try:
+        for name in ("first", "second"):
+            with open(tmp_path / name, "w") as output:
+                started = [*command, str(script), str(folder)]
+                hosts.append(subprocess.Popen(started, env=environment(), stderr=output, start_new_session=True))
+            # The first hosts the store.
+            time.sleep(1.0)
+        while not any(line[0] >= 5 for line in read(folder, 0).lines):
+            time.sleep(0.1)
+        # The host goes, with its agent and its ranks.
+        hosts[1].kill()
+        for file in folder.glob(f"* of {hosts[1].pid}"):
+            os.kill(int(file.name.split()[0]), signal.SIGKILL)
+        code = hosts[0].wait(PATIENCE)
+    finally:
+        for host in hosts:
+            host.kill()
+    printed = (tmp_path / "first").read_text()
+    assert code == 0, printed
+    outcome = read(folder, 0)
+    check_same(outcome, expected(Options()))
+    assert outcome.sizes() == [2, 1]
+    assert "1 rank(s): on from step" in printed
+
+
 def drawn(number: int) -> tuple[str, list[Fault], Options, int]:
     """Return a place, faults, options, and the number of processes to start in place of lost ones."""
     draw = random.Random(number)
@@ -161,6 +288,7 @@ def drawn(number: int) -> tuple[str, list[Fault], Options, int]:
     options = Options(
         virtual=draw.choice([4, 4, None]),
         stage=draw.choice([1, 2, 3]),
+        loop=number % 4 == 3,
         every=every,
         checkpoints=saves,
         save_every=2 if saves else None,

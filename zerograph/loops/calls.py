@@ -97,6 +97,12 @@ class Calls:
         """Run calls of these kinds as graphs from the first one on, so that a resumed loop draws the same numbers."""
         self._expected = {known: (results, frozenset(used)) for known, results, used in calls}
 
+    def forget(self) -> None:
+        """Drop all graphs, whose ranks are gone."""
+        self.latest.clear()
+        self._kinds.clear()
+        self._expected = {}
+
     def _by_graph(
         self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]
     ) -> Any:

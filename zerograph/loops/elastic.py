@@ -7,27 +7,31 @@ snapshot of which all are there, load them in their own layout, and compute the 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zerograph.compiler.virtual_ranks import possible_ranks
 from zerograph.data import batches, is_stateful
-from zerograph.errors import CheckpointError, CommunicationError, ConfigError, RankMismatchError
+from zerograph.errors import CommunicationError, ConfigError, RankMismatchError
 from zerograph.graph import ZeroGraph
 from zerograph.loops.loaders import SplitLoader, distributed_sampler, same_generators
+from zerograph.loops.loop import Loop
+from zerograph.loops.loop_graph import LoopGraph
+from zerograph.loops.prepare import loop_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job import elastic as generations
 from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import Job, abandon, agree, explaining_failures
 from zerograph.runtime.state import store_of
 
@@ -55,7 +59,7 @@ class _MoreRanksError(Exception):
 
 def elastic(
     train_step: Callable[[int, Any], object],
-    step: ZeroGraph,
+    step: ZeroGraph | nn.Module,
     loader: Iterable[Any],
     *,
     epochs: int = 1,
@@ -72,7 +76,10 @@ def elastic(
     Args:
         train_step: runs the graph once: ``lambda number, batch: step(*batch)``. It is called with the number of the
             step, from 1, and with this rank's rows. All that it changes besides the graph's state is its own business.
-        step: the graph, on the CPU.
+            Of a prepared module it is the body of the loop, from the call of the model to ``optimizer.zero_grad()``,
+            and gets a global tensor, as from a prepared loader.
+        step: the graph; or a prepared module, with the optimizers and schedulers that were prepared with it. On the
+            CPU.
         loader: yields whole batches, as in a script of one process: a ``DataLoader`` or another iterable. Every rank
             reads its rows of them.
         epochs: how often the loader is read.
@@ -90,8 +97,21 @@ def elastic(
         raise ConfigError("zg.elastic(): epochs, snapshot_every and save_every are whole numbers from 1 up")
     if save_every is not None and checkpoints is None:
         raise ConfigError("zg.elastic(): save_every needs a folder, checkpoints=")
+    loop = None
+    if isinstance(step, nn.Module):
+        loop = loop_of(step)
+        if loop is None:
+            raise ConfigError(f"zg.elastic() of a {type(step).__name__} that zg.prepare() has not prepared")
+        step = loop.graph(*loop.optimizers)
+        scheduled = {id(one.optimizer) for one in loop.schedulers}
+        for optimizer in loop.optimizers:
+            # A scheduler has written it.
+            if "initial_lr" in optimizer.param_groups[0] and id(optimizer) not in scheduled:
+                raise ConfigError("zg.elastic(): a snapshot needs the scheduler too: pass it to zg.prepare()")
+    elif isinstance(step, LoopGraph):
+        raise ConfigError("zg.elastic() of zg.step_of(): pass the prepared module, whose loop it then knows")
     _check(step, loader)
-    _Loop(train_step, step, loader, epochs, snapshot_every, checkpoints, save_every).run()
+    _Loop(train_step, step, loop, loader, epochs, snapshot_every, checkpoints, save_every).run()
 
 
 def _check(step: ZeroGraph, loader: Any) -> None:
@@ -128,12 +148,14 @@ class _Loop:
     """A loop of :func:`elastic`; its arguments, and where it is.
 
     Attributes:
+        loop: the loop whose state the graph has; None: the graph is the step.
         steps, epoch: the steps and passes done.
         held: by snapshot the parts that this rank has, by the rank that they are of.
     """
 
     train_step: Callable[[int, Any], object]
     step: ZeroGraph
+    loop: Loop | None
     whole_batches: Iterable[Any]
     epochs: int
     snapshot_every: int
@@ -176,7 +198,10 @@ class _Loop:
     def _leave(self, why: str) -> None:
         if dist.is_initialized() and dist.get_rank() == 0:
             print(f"zerograph: after step {self.steps}: {why}", file=sys.stderr, flush=True)
-        self.step._leave_job()
+        if self.loop is None:
+            self.step._leave_job()
+        else:
+            self.loop.leave_job()
         abandon(f"a step, to form a new generation: {why}")
         # Exceptions refer to the groups, whose threads would go on.
         gc.collect()
@@ -237,8 +262,11 @@ class _Loop:
 
     def _begin(self, reader: Reader | None = None) -> None:
         """Load the snapshot, else the latest checkpoint; at the beginning of a job share rank 0's parameters."""
-        self.loader = SplitLoader(self.whole_batches, self.step.config)
         job = self.step._join()
+        if self.loop is None:
+            self.loader = SplitLoader(self.whole_batches, self.step.config)
+        else:
+            self.loader = self.loop.loader(self.whole_batches)
         worker = self.worker
         began = worker is not None and worker.store.check(["began"])
         source = "the snapshot in memory"
@@ -260,6 +288,7 @@ class _Loop:
                 "ranks are lost with the only copies of a part of the state, and there is no checkpoint\n"
                 "Give zg.elastic(checkpoints=folder, save_every=steps), or more ranks."
             )
+        self._advise(job)
         members = self.step._adopted()
         plain = [one.data for one in members.parameters.values() if store_of(one) is None]
         broadcast_from_first(job, [*plain, *members.buffers.values()])
@@ -270,14 +299,39 @@ class _Loop:
         if job.size > 1:
             same_generators(self.whole_batches, job)
 
+    def _advise(self, job: Job) -> None:
+        """Say what a start without a checkpoint means where torchrun starts all ranks anew."""
+        restarts, most = number_of("TORCHELASTIC_RESTART_COUNT", 0), number_of("TORCHELASTIC_MAX_RESTARTS", 0)
+        if self.worker is not None or job.rank or not most:
+            return
+        if restarts:
+            text = f"torchrun has started the ranks anew ({restarts} of {most}), and nothing is saved: on from step 0"
+        elif self.save_every is None:
+            text = (
+                "torchrun starts all ranks anew when one is lost, and zg.elastic() then goes on from a checkpoint: "
+                "give it checkpoints=folder, save_every=steps"
+            )
+        else:
+            return
+        print(f"zerograph: {text}", file=sys.stderr, flush=True)
+
     def _checkpoint(self) -> Reader | None:
+        """Return a reader of the latest checkpoint; None if nothing has been saved.
+
+        Raises:
+            CheckpointError: a checkpoint is damaged.
+        """
+        from zerograph.runtime.checkpoint import index
+        from zerograph.runtime.checkpoint.remote import folder_of
+        from zerograph.state.checkpoint.folder import holds_checkpoints
         from zerograph.state.checkpoint.load import open_checkpoint
 
-        if self.checkpoints is None or not os.path.exists(self.checkpoints):
+        if self.checkpoints is None:
             return None
-        with contextlib.suppress(CheckpointError):
-            return open_checkpoint(self.checkpoints)
-        return None
+        folder = folder_of(self.checkpoints)
+        if not holds_checkpoints(folder) and not (folder / index.NAME).exists():
+            return None
+        return open_checkpoint(self.checkpoints)
 
     def _load(self, job: Job, reader: Reader) -> None:
         from zerograph.state.checkpoint.document import decode
@@ -290,6 +344,8 @@ class _Loop:
         # Of ranks that are new the first rank's.
         names = [f"generators.{rank}.cpu" for rank in (job.rank, 0)]
         torch.set_rng_state(reader.whole(next(name for name in names if name in reader.index.tensors)))
+        for scheduler, state in zip(self._schedulers(), position["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
         self.loader.load_state_dict(position["loader"])
 
     def _train(self) -> None:
@@ -300,12 +356,30 @@ class _Loop:
             for batch in self._batches(job):
                 self.train_step(self.steps + 1, batch)
                 self.steps += 1
+                if self.loop is not None:
+                    self._end_step(self.loop)
                 if self.save_every and self.steps % self.save_every == 0:
                     self._save()
             self.epoch += 1
         if self.worker is not None:
             agree(job, "the end of zg.elastic()", 0, dict)
             self.worker.finish()
+
+    def _end_step(self, loop: Loop) -> None:
+        """Check that all state of the loop is in what a snapshot holds.
+
+        Raises:
+            ConfigError: gradients are left, or there is a gradient scaler.
+        """
+        if loop.has_gradients():
+            raise ConfigError(
+                "zg.elastic(): gradients are left after train_step, which a snapshot does not hold\n"
+                "Accumulate inside of one call of train_step, and end it with optimizer.zero_grad()."
+            )
+        if loop.is_scaled:
+            raise ConfigError("zg.elastic(): a snapshot does not hold the state of a GradScaler: compute in bf16")
+        # Splits parameters that the step has made whole.
+        loop.graph()
 
     def _batches(self, job: Job) -> Iterator[Any]:
         """Yield the batches that are left of the pass; take snapshots between them."""
@@ -319,8 +393,14 @@ class _Loop:
                 return
             yield batch
 
+    def _schedulers(self) -> Sequence[LRScheduler]:
+        """Return the schedulers that the loop steps; those of a graph are part of its state."""
+        return () if self.loop is None else self.loop.schedulers
+
     def _position(self) -> dict[str, Any]:
-        return {"elastic": {"steps": self.steps, "epoch": self.epoch, "loader": self.loader.state_dict()}}
+        schedulers = [one.state_dict() for one in self._schedulers()]
+        position = {"steps": self.steps, "epoch": self.epoch, "loader": self.loader.state_dict()}
+        return {"elastic": {**position, "schedulers": schedulers}}
 
     def _save(self) -> None:
         assert self.checkpoints is not None

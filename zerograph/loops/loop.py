@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
@@ -27,7 +28,7 @@ from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
 from zerograph.runtime.backends.backends import resolve
 from zerograph.runtime.job.exchange import broadcast_from_first
-from zerograph.runtime.job.process_group import agree, digest
+from zerograph.runtime.job.process_group import agree, digest, has_no_rank
 from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
 from zerograph.runtime.state import (
     Store,
@@ -54,7 +55,9 @@ class Loop:
         optimizers: the prepared optimizers.
         config: the options of all graphs.
         busy: state dicts are those of the plain modules now.
+        schedulers: the prepared schedulers.
         calls: the calls of the modules.
+        is_scaled: a ``GradScaler`` has unscaled gradients.
         has_loader: a loader is prepared, so a plain tensor is the whole tensor; else it is this rank's rows.
         splits_rows: ranks share the rows of whole tensors that are passed to a module.
     """
@@ -80,7 +83,8 @@ class Loop:
                 check_target(config, resolve(config.backend, device)[1], device)
         self._use_slices(config)
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
-        self.busy, self.has_loader, self.splits_rows = False, False, False
+        self.schedulers: list[LRScheduler] = []
+        self.busy, self.has_loader, self.splits_rows, self.is_scaled = False, False, False, False
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._edits: dict[Hashable, Edit] = {}
@@ -137,9 +141,26 @@ class Loop:
         Raises:
             ConfigError: the ranks do not divide them.
         """
+        if has_no_rank():
+            # Ranks are known when a loader or a call asks for them.
+            return
         if config.virtual_ranks is not None:
             slices_per_rank(config, world().job.mesh)
         use_options(config)
+
+    def leave_job(self) -> None:
+        """Leave a job that has lost ranks: compiled graphs, gradients and the values of sharded state go."""
+        self._shown.clear()
+        self._copies.clear()
+        for parameter in self._watched:
+            store_gradient(parameter, None)
+        for graph in (self._forward, *self._updates.values()):
+            graph._leave_job()
+        self._edits.clear()
+        self.calls.forget()
+        self._gradients = SplitGradients()
+        self._gradients.watch(self._watched)
+        self._is_shared = False
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
@@ -154,6 +175,7 @@ class Loop:
 
     def loader(self, loader: Iterable[Any]) -> SplitLoader:
         """Return a loader of global tensors."""
+        self._use_slices(self.config)
         self.has_loader, world().rows_of_ranks = True, False
         return GlobalLoader(loader, self.config)
 
@@ -191,7 +213,7 @@ class Loop:
 
     def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> bool:
         """Multiply the gradients of an optimizer; return whether they were all finite. A collective."""
-        parameters = parameters_of(optimizer)
+        parameters, self.is_scaled = parameters_of(optimizer), True
         whole = _gradients_of(parameters).values()
         is_finite = all(bool(gradient.isfinite().all()) for gradient in whole) & self._gradients.are_finite(parameters)
         for gradient in whole:
@@ -241,6 +263,10 @@ class Loop:
             for optimizer in self.optimizers
             for one in parameters_of(optimizer)
         )
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return any(one in self._gradients or stored_gradient(one) is not None for one in self._watched)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""

@@ -96,6 +96,7 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
     for wrapper, optimizer in wrappers.items():
         if type(wrapper).zero_grad is torch.optim.Optimizer.zero_grad:
             vars(wrapper)["zero_grad"] = vars(optimizer)["zero_grad"]
+    loop.schedulers += [one for one in objects if isinstance(one, LRScheduler)]
     _replace_clipping()
     replace_unscaling()
     prepared = tuple(_prepared(one, loop) for one in objects)
