@@ -89,7 +89,7 @@ class Options:
     virtual: int | None = 4
     stage: int = 2
     loop: bool = False
-    every: int = 3
+    every: int | None = 3
     checkpoints: bool = False
     save_every: int | None = None
     # Seconds that a step takes at least, and until a process that takes a lost one's place begins: after the first

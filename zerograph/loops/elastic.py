@@ -7,10 +7,17 @@ snapshot of which all are there, load them in their own layout, and compute the 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import os
+import statistics
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,13 +37,17 @@ from zerograph.loops.loop_graph import LoopGraph
 from zerograph.loops.prepare import loop_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job import elastic as generations
+from zerograph.runtime.job.channel import hang_up
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.launchers import number_of
-from zerograph.runtime.job.process_group import Job, abandon, agree, explaining_failures
+from zerograph.runtime.job.process_group import Job, abandon, agree, new_group
 from zerograph.runtime.state import store_of
 
 # The tag of a copy that is sent to its buddy.
 _TAG = 47
+# Steps to the second snapshot, seconds from a loss of ranks to the next, and the most that snapshots may take of the
+# time.
+_FIRST, _LOSS_EVERY, _SHARE = 10, 3600.0, 0.02
 # Failures in a row, without a lost rank and without a further step, that are worth another try.
 _MOST_FALSE_ALARMS = 3
 
@@ -63,7 +74,7 @@ def elastic(
     loader: Iterable[Any],
     *,
     epochs: int = 1,
-    snapshot_every: int = 10,
+    snapshot_every: int | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
 ) -> None:
@@ -83,7 +94,8 @@ def elastic(
         loader: yields whole batches, as in a script of one process: a ``DataLoader`` or another iterable. Every rank
             reads its rows of them.
         epochs: how often the loader is read.
-        snapshot_every: steps from one snapshot to the next: the most that are computed again.
+        snapshot_every: steps from one snapshot to the next: the most that are computed again. None: by the measured
+            times of a snapshot and of a step, for one loss of ranks an hour, and at most 2 % of the time.
         checkpoints: a folder of checkpoints. The job begins with the latest in it, if there is one, and goes on from it
             if ranks were lost that held the only copies of a part of the state.
         save_every: steps from one checkpoint to the next, of which two are kept.
@@ -93,7 +105,7 @@ def elastic(
         CommunicationError: ranks are lost, and neither copies of the state in memory nor a checkpoint are left; or too
             few ranks.
     """
-    if min(epochs, snapshot_every, save_every or 1) < 1:
+    if min(epochs, 1 if snapshot_every is None else snapshot_every, 1 if save_every is None else save_every) < 1:
         raise ConfigError("zg.elastic(): epochs, snapshot_every and save_every are whole numbers from 1 up")
     if save_every is not None and checkpoints is None:
         raise ConfigError("zg.elastic(): save_every needs a folder, checkpoints=")
@@ -151,6 +163,11 @@ class _Loop:
         loop: the loop whose state the graph has; None: the graph is the step.
         steps, epoch: the steps and passes done.
         held: by snapshot the parts that this rank has, by the rank that they are of.
+        group: sends snapshots; None on one rank.
+        sending: the snapshot that is being sent.
+        due: the step after which the next snapshot is taken.
+        times: seconds of the last steps.
+        sent_in: seconds that sending the last snapshot took.
     """
 
     train_step: Callable[[int, Any], object]
@@ -158,12 +175,17 @@ class _Loop:
     loop: Loop | None
     whole_batches: Iterable[Any]
     epochs: int
-    snapshot_every: int
+    snapshot_every: int | None
     checkpoints: str | os.PathLike[str] | None
     save_every: int | None
     steps: int = 0
     epoch: int = 0
     held: dict[_Label, dict[int, Tensor]] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
+    sending: Future[None] | None = None
+    due: int = 0
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_FIRST))
+    sent_in: float = 0.0
     loader: SplitLoader = field(init=False)
 
     def run(self) -> None:
@@ -198,6 +220,10 @@ class _Loop:
     def _leave(self, why: str) -> None:
         if dist.is_initialized() and dist.get_rank() == 0:
             print(f"zerograph: after step {self.steps}: {why}", file=sys.stderr, flush=True)
+        hang_up(self.group)
+        with contextlib.suppress(CommunicationError):
+            self._wait()
+        self.group = None
         if self.loop is None:
             self.step._leave_job()
         else:
@@ -263,6 +289,9 @@ class _Loop:
     def _begin(self, reader: Reader | None = None) -> None:
         """Load the snapshot, else the latest checkpoint; at the beginning of a job share rank 0's parameters."""
         job = self.step._join()
+        self.times.clear()
+        if self.worker is not None and job.size > 1:
+            self.group = new_group(job.timeout, "gloo")
         if self.loop is None:
             self.loader = SplitLoader(self.whole_batches, self.step.config)
         else:
@@ -352,9 +381,14 @@ class _Loop:
         """Do the steps that are left, and end with all ranks."""
         job = self.step._join()
         self._snapshot(job)
+        self._wait()
+        if self.worker is not None:
+            self.worker.store.set("began", "")
         while self.epoch < self.epochs:
             for batch in self._batches(job):
+                start = time.monotonic()
                 self.train_step(self.steps + 1, batch)
+                self.times.append(time.monotonic() - start)
                 self.steps += 1
                 if self.loop is not None:
                     self._end_step(self.loop)
@@ -362,6 +396,7 @@ class _Loop:
                     self._save()
             self.epoch += 1
         if self.worker is not None:
+            self._wait()
             agree(job, "the end of zg.elastic()", 0, dict)
             self.worker.finish()
 
@@ -383,9 +418,9 @@ class _Loop:
 
     def _batches(self, job: Job) -> Iterator[Any]:
         """Yield the batches that are left of the pass; take snapshots between them."""
-        iterator, first = iter(self.loader), self.steps
+        iterator = iter(self.loader)
         while True:
-            if self.steps % self.snapshot_every == 0 and self.steps != first:
+            if self.steps >= self.due:
                 self._snapshot(job)
             try:
                 batch = next(iterator)
@@ -411,7 +446,7 @@ class _Loop:
             self.step._position = dict
 
     def _snapshot(self, job: Job) -> None:
-        """Copy this rank's part of the state, and its buddy's; forget older ones once all ranks have theirs.
+        """Copy this rank's part of the state, and begin to send it to the buddy. The next steps need not wait for it.
 
         Raises:
             _MoreRanksError: more ranks wait.
@@ -422,26 +457,67 @@ class _Loop:
         from zerograph.state.checkpoint import state_of
         from zerograph.state.checkpoint.snapshot import packed
 
-        problem: BaseException | None = None
+        self._wait()
+        start, problem = time.monotonic(), None
         part = torch.empty(0, dtype=torch.uint8)
         try:
             part = packed(*state_of(self.step._parts(), "", self._position()))
         except Exception as error:
             problem = error
-        doing = f"the snapshot of step {self.steps}"
-        sizes = agree(job, doing, self.steps, dict, problem, [part.numel(), int(worker.may_grow())])
+        cost, step = time.monotonic() - start + self.sent_in, statistics.median(self.times or [0.0])
+        facts = [part.numel(), int(worker.may_grow()), int(cost * 1e6), int(step * 1e6)]
+        everybody = agree(job, f"the snapshot of step {self.steps}", self.steps, dict, problem, facts)
+        sizes, grow, costs, steps = zip(*everybody, strict=True)
+        self.due = self.steps + (self.snapshot_every or _interval(max(costs), max(steps)))
         label = _Label(self.steps, worker.generation.number, job.size)
         self.held[label] = {job.rank: part}
-        if job.size > 1:
-            before = (job.rank - 1) % job.size
-            copy = torch.empty(sizes[before][0], dtype=torch.uint8)
-            with explaining_failures(job, doing):
-                sending = job.channel.group.send([part], (job.rank + 1) % job.size, _TAG)
-                job.channel.group.recv([copy], before, _TAG).wait()
-                sending.wait()
-            self.held[label][before] = copy
-        agree(job, f"the end of {doing}", 0, dict)
-        self.held = {label: self.held[label]}
-        worker.store.set("began", "")
-        if any(grows for _, grows in sizes):
+        self.sending = sending = Future[None]()
+
+        def send() -> None:
+            try:
+                self._send(label, sizes[job.rank - 1], self.group)
+                sending.set_result(None)
+            except BaseException as error:
+                sending.set_exception(error)
+
+        threading.Thread(target=send, name="zerograph snapshot", daemon=True).start()
+        if any(grow):
+            self._wait()
             raise _MoreRanksError
+
+    def _send(self, label: _Label, size: int, group: dist.ProcessGroup | None) -> None:
+        """Exchange parts with the buddies; forget older snapshots once all ranks have this one."""
+        if group is not None:
+            start, rank, ranks = time.monotonic(), group.rank(), group.size()
+            copy = torch.empty(size, dtype=torch.uint8)
+            sending = group.send([self.held[label][rank]], (rank + 1) % ranks, _TAG)
+            group.recv([copy], (rank - 1) % ranks, _TAG).wait()
+            sending.wait()
+            self.held[label][(rank - 1) % ranks] = copy
+            group.barrier().wait()
+            self.sent_in = time.monotonic() - start
+        self.held = {label: self.held[label]}
+
+    def _wait(self) -> None:
+        """Wait until the last snapshot is with all ranks.
+
+        Raises:
+            CommunicationError: a rank was lost meanwhile.
+        """
+        sending, self.sending = self.sending, None
+        if sending is not None:
+            try:
+                sending.result()
+            except RuntimeError as error:
+                raise CommunicationError(f"a rank was lost while a snapshot was sent: {error}") from error
+
+
+def _interval(cost: int, step: int) -> int:
+    """Return the steps from a snapshot to the next, by Young's formula (J. W. Young, 1974), within the share of time.
+
+    Args:
+        cost, step: microseconds of a snapshot and of a step; 0: it is not known yet.
+    """
+    if not step:
+        return _FIRST
+    return max(1, round(max(math.sqrt(2e6 * _LOSS_EVERY * cost), cost / _SHARE) / step))
