@@ -169,8 +169,12 @@ class Channel:
 
 
 def hang_up(group: dist.ProcessGroup | None) -> None:
-    """Close the connections of a group over gloo, by a receive that times out. Other groups have their own timeout."""
-    if group is not None and group.size() > 1 and group.name() == "gloo":
+    """Close the connections of a group over gloo, by receives that time out. Other groups have their own timeout.
+
+    A receive from a rank that has hung up fails at once, which closes no other connection.
+    """
+    if group is not None and group.name() == "gloo":
         nothing = torch.empty(1, device="cpu")
-        with contextlib.suppress(RuntimeError):
-            group.recv([nothing], (group.rank() + 1) % group.size(), _NO_TAG).wait(timedelta(milliseconds=1))
+        for distance in range(1, group.size()):
+            with contextlib.suppress(RuntimeError):
+                group.recv([nothing], (group.rank() + distance) % group.size(), _NO_TAG).wait(timedelta(milliseconds=1))

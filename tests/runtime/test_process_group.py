@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.compat import colossalai, oneflow
+from zerograph.runtime.job.channel import hang_up
 from zerograph.runtime.job.process_group import connect, initialise
 
 THREADS = Path("/proc/self/task")
@@ -102,3 +104,29 @@ def test_nccl_connects_at_the_first_collective_on_the_gpu_of_this_rank(monkeypat
     assert groups[0]["device_id"] == torch.device("cuda", 3)
     assert groups[0]["pg_options"].lazy_init
     assert "pg_options" not in groups[1]
+
+
+def wait_for_what_hangs_up() -> str:
+    """Rank 1 hangs up, then rank 0, whose connection to rank 1 is closed by then. Rank 2 waits for rank 0."""
+    group, store = dist.new_group(), dist.distributed_c10d._get_default_store()
+    rank, message = dist.get_rank(), ""
+    if rank == 2:
+        work = group.recv([torch.empty(1)], 0, 5)
+        store.set("waits", "")
+        try:
+            work.wait(timedelta(seconds=60))
+        except RuntimeError as error:
+            message = str(error)
+    else:
+        store.wait(["waits"] if rank else ["1 has hung up"])
+        hang_up(group)
+        store.set(f"{rank} has hung up", "")
+    store.set(f"{rank} is done", "")
+    store.wait([f"{number} is done" for number in range(3)])
+    return message
+
+
+def test_a_rank_that_hangs_up_after_its_neighbour_ends_the_wait_of_a_third(pool: Pool) -> None:
+    message = pool.run(3, wait_for_what_hangs_up)[2]
+    assert message
+    assert "Timed out" not in message

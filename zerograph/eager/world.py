@@ -135,11 +135,18 @@ def use_options(config: Config) -> None:
         before.release()
 
 
+def leave() -> None:
+    """Drop the world of ranks that are gone, and with it their process groups."""
+    global _world
+    if _world is not None:
+        _world.release()
+        _world = None
+
+
 def world() -> World:
     """Return the world of all ranks, which it joins at the first call. Every rank must call it then."""
     global _world
     if _world is None or _world.job.world is not dist.group.WORLD:
-        if _world is not None:
-            _world.release()
+        leave()
         _world = World(join(_timeout))
     return _world

@@ -7,7 +7,6 @@ snapshot of which all are there, load them in their own layout, and compute the 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import os
@@ -17,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,9 +220,10 @@ class _Loop:
         if dist.is_initialized() and dist.get_rank() == 0:
             print(f"zerograph: after step {self.steps}: {why}", file=sys.stderr, flush=True)
         hang_up(self.group)
-        with contextlib.suppress(CommunicationError):
-            self._wait()
-        self.group = None
+        if self.sending is not None:
+            # Its thread ends with an error now. It may not keep the others waiting.
+            wait([self.sending], timeout=5.0)
+        self.sending = self.group = None
         if self.loop is None:
             self.step._leave_job()
         else:

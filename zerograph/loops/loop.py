@@ -18,7 +18,7 @@ from zerograph import _torch
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
 from zerograph.eager.tensor import GlobalTensor
-from zerograph.eager.world import use_options, world
+from zerograph.eager.world import leave, use_options, world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
@@ -152,6 +152,9 @@ class Loop:
         """Leave a job that has lost ranks: compiled graphs, gradients and the values of sharded state go."""
         self._shown.clear()
         self._copies.clear()
+        for state in self._states:
+            state.close()
+        self._states.clear()
         for parameter in self._watched:
             store_gradient(parameter, None)
         for graph in (self._forward, *self._updates.values()):
@@ -161,6 +164,7 @@ class Loop:
         self._gradients = SplitGradients()
         self._gradients.watch(self._watched)
         self._is_shared = False
+        leave()
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
