@@ -16,25 +16,25 @@ BUDGET = {
     "zerograph/_torch": 1_265,
     "zerograph/artifact": 1_135,
     "zerograph/base": 520,
-    "zerograph/capture": 3_560,
+    "zerograph/capture": 3_570,
     "zerograph/cli": 1_195,
     "zerograph/compat": 3_210,
-    "zerograph/compiler": 4_255,
-    "zerograph/eager": 945,
+    "zerograph/compiler": 4_295,
+    "zerograph/eager": 960,
     "zerograph/inspection": 2_510,
     "zerograph/integrations": 805,
     "zerograph/ir": 2_955,
-    "zerograph/loops": 2_240,
+    "zerograph/loops": 2_475,
     "zerograph/ops": 1_135,
-    "zerograph/optim": 1_540,
+    "zerograph/optim": 1_615,
     "zerograph/planner": 2_035,
-    "zerograph/state": 3_205,
+    "zerograph/state": 3_230,
     "passes": 8_360,
-    "runtime": 6_050,
-    "benchmarks": 5_945,
-    "tests": 39_915,
+    "runtime": 6_110,
+    "benchmarks": 6_040,
+    "tests": 40_485,
 }
-PACKAGE = 48_130
+PACKAGE = 48_585
 
 
 @pytest.fixture(scope="module")
