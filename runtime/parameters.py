@@ -36,6 +36,8 @@ DATA: Any = inspect.getattr_static(Tensor, "data")
 
 # By parameter. Weak references: a reader refers to its parameters.
 _READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The parameters whose memory the user has in another tensor, by the ``id`` of that tensor.
+_READ: dict[int, weakref.ref[nn.Parameter]] = {}
 
 
 class _Grad:
@@ -86,7 +88,7 @@ class _Data:
             # A store takes its values from it. Two parameters may not share memory.
             DATA.__set__(parameter, value.clone(memory_format=torch.contiguous_format))
             return
-        read = [one for reference in getattr(parameter, "_zerograph_read", ()) if (one := reference()) is not None]
+        read = _read_from(parameter)
         parameter._zerograph_read = []  # type: ignore[attr-defined]
         before = own.clone() if read else own
         for one in read:
@@ -101,12 +103,24 @@ def _detach(parameter: nn.Parameter) -> Tensor:
 
 
 def _noted(parameter: nn.Parameter, read: Tensor) -> Tensor:
-    """Return a tensor that shares the memory of a parameter, and note it for an assignment of other values."""
+    """Return a tensor that shares the memory of a parameter, and note it: it follows the parameter to other memory."""
     if not _torch.active_modes():
-        known = getattr(parameter, "_zerograph_read", ())
-        alive = [one for one in known if one() is not None]
-        parameter._zerograph_read = [*alive, weakref.ref(read)]  # type: ignore[attr-defined]
+        key = id(read)
+        reference = weakref.ref(read, lambda _: _READ.pop(key, None))
+        _READ[key] = weakref.ref(parameter)
+        alive = [one for one in getattr(parameter, "_zerograph_read", ()) if one() is not None]
+        parameter._zerograph_read = [*alive, reference]  # type: ignore[attr-defined]
     return read
+
+
+def _read_from(parameter: nn.Parameter) -> list[Tensor]:
+    """Return the tensors that the user has, and that share the memory of a parameter."""
+    return [one for reference in getattr(parameter, "_zerograph_read", ()) if (one := reference()) is not None]
+
+
+def parameters_read() -> list[nn.Parameter]:
+    """Return the parameters whose memory the user has in other tensors too."""
+    return [parameter for reference in _READ.values() if (parameter := reference()) is not None]
 
 
 def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
@@ -343,3 +357,5 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
     if isinstance(parameter, SplitParameter):
         parameter.__class__ = parameter._zerograph_plain_class  # type: ignore[attr-defined]
     DATA.__set__(parameter, values)
+    for one in _read_from(parameter):
+        DATA.__set__(one, values)

@@ -491,6 +491,28 @@ def test_halves_of_rows_that_are_global_are_those_of_one_process(pool: Pool) -> 
     assert pool.run(2, halves_of_global_rows) == [pytest.approx(expected)] * 2
 
 
+def clipped_by_what_was_kept(prepare: Prepare) -> Seen:
+    """Train, and clip the weights by tensors that were read from ``parameter.data`` once, before the loop."""
+    model = seeded(perceptron)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(24, 6), batch_size=8))
+    kept, seen = [*(one.data for one in model.parameters()), *(one.detach() for one in model.parameters())], []
+    for x, y in loader:
+        update(optimizer, F.cross_entropy(model(x), y))
+        seen.append(sum(one.sum().item() for one in kept))
+        for one in kept:
+            one.clamp_(-0.2, 0.2)
+    return seen, [dict(model.state_dict())]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_was_read_from_parameters_follows_them(pool: Pool, stage: int) -> None:
+    printed, states = clipped_by_what_was_kept(unprepared)
+    for stage_printed, stage_states in pool.run(2, clipped_by_what_was_kept, prepare_at(stage)):
+        assert stage_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
+
+
 def prepared_only() -> int:
     prepare_at(2)(perceptron())
     dist.barrier()

@@ -29,7 +29,7 @@ from zerograph.loops.split_gradients import SplitGradients
 from zerograph.runtime.backends.backends import resolve
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest, has_no_rank
-from zerograph.runtime.parameters import SplitParameter, parameters_of, store_gradient, stored_gradient
+from zerograph.runtime.parameters import SplitParameter, parameters_of, parameters_read, store_gradient, stored_gradient
 from zerograph.runtime.state import (
     Store,
     StoredState,
@@ -199,6 +199,9 @@ class Loop:
         self._end_copies()
         if gradients or split:
             update.run(gradients, split)
+        if any("_zerograph_loop" in vars(one) for one in parameters_read()):
+            # What the loop has kept of ``parameter.data`` has the new values.
+            self._show()
         _torch.mark_step_called(optimizer)
         return result
 
