@@ -28,6 +28,7 @@ from tests.equivalence.training import STAGES, batches, make, optimizer
 from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
+from zerograph.base import cache
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
 from zerograph.compiler.fingerprint import graph_lines
@@ -95,12 +96,16 @@ def test_a_folder_or_a_limit_turns_the_cache_on() -> None:
             ("/somewhere", "0", 0),
             ("/somewhere", "1GiB", 2**30),
             (None, "1GiB", 2**30),
+            # No folder of that name is meant.
+            ("0", None, 0),
+            ("1", None, 4 * 2**30),
         ):
             for name, value in (("ZEROGRAPH_CACHE", folder), (step_cache.VARIABLE, most)):
                 patch.delenv(name, raising=False)
                 if value is not None:
                     patch.setenv(name, value)
             assert step_cache.limit() == wanted
+            assert cache.folder("steps").parent.name in ("somewhere", "zerograph")
 
 
 def lines_of(step: zg.ZeroGraph) -> list[str]:

@@ -11,10 +11,16 @@ from pathlib import Path
 FOLDER = "ZEROGRAPH_CACHE"
 
 
+def setting() -> str:
+    """Return ``$ZEROGRAPH_CACHE``; empty without it, and for a word that turns off what is no folder."""
+    text = os.environ.get(FOLDER, "").strip()
+    return "" if text.lower() in ("0", "off", "false", "no") else text
+
+
 def folder(kind: str) -> Path:
-    """Return ``$ZEROGRAPH_CACHE/<kind>``, or ``zerograph/<kind>`` in the user's cache folder."""
-    own = os.environ.get(FOLDER)
-    if own:
+    """Return ``$ZEROGRAPH_CACHE/<kind>``; ``zerograph/<kind>`` in the user's cache folder if that names no folder."""
+    own = setting()
+    if own and own.lower() not in ("1", "on", "true", "yes"):
         return Path(own) / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerograph" / kind
 

@@ -25,7 +25,7 @@ import torch
 
 from zerograph.artifact.code import digests
 from zerograph.artifact.file import write_file
-from zerograph.base.cache import FOLDER, folder
+from zerograph.base.cache import folder, setting
 from zerograph.base.collection import collection_paused
 from zerograph.base.recording import Recording
 from zerograph.base.sizes import in_bytes
@@ -61,7 +61,7 @@ def limit() -> int:
     Raises:
         ConfigError: the variable has another value.
     """
-    text = os.environ.get(VARIABLE, "").strip() or (_DEFAULT_LIMIT if os.environ.get(FOLDER) else "0")
+    text = os.environ.get(VARIABLE, "").strip() or (_DEFAULT_LIMIT if setting() else "0")
     size = 0 if text == "0" else in_bytes(text)
     if size is None:
         raise ConfigError(f"{VARIABLE}={text}: give a size such as 4GiB, or 0 to cache no steps")
