@@ -158,6 +158,7 @@ def test_the_notice_of_many_compilations_names_a_first_update_of_its_own() -> No
     def compiled_anew() -> None:
         step._steps._steps.clear()
         step._steps._last_call = None
+        step._compiler._kept.clear()
         step(x)
 
     def in_turn() -> None:

@@ -149,8 +149,6 @@ class Compiler:
                 source.send(prepared)
                 with job.liveness.busy(f"compiling {doing} with the backend"):
                     backend, function = self._run_backend(members, prepared.graph)
-                of_plan = self._kept.setdefault((job, key.of_capture(batch), key.config, key.request), {})
-                of_plan[_plan_key(prepared.layout)] = prepared, backend, function
             else:
                 prepared, backend, function = kept
             places = reserve_files(prepared.layout, job.mesh, job.rank)
@@ -160,6 +158,9 @@ class Compiler:
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: {**source.code(prepared), **numbered(lines)}, problem)
         assert prepared is not None
+        # Not before: whether a step is kept must be the same on all ranks.
+        of_plan = self._kept.setdefault((job, key.of_capture(batch), key.config, key.request), {})
+        of_plan[_plan_key(prepared.layout)] = prepared, backend, function
         source.keep(prepared)
         with reporting_failures(job, f"laying out parameters for {doing}"):
             stores = self._apply(job, members, prepared.layout, places)
