@@ -36,8 +36,8 @@ DATA: Any = inspect.getattr_static(Tensor, "data")
 
 # By parameter. Weak references: a reader refers to its parameters.
 _READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# The parameters whose memory the user has in another tensor, by the ``id`` of that tensor.
-_READ: dict[int, weakref.ref[nn.Parameter]] = {}
+# The parameters whose memory the user has in another tensor, by that tensor.
+_READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _Grad:
@@ -80,6 +80,11 @@ class _Data:
         value = value if whole is None else whole()
         is_plain = not isinstance(parameter, SplitParameter) and not _torch.active_modes()
         own = DATA.__get__(parameter) if is_plain else None
+        read = _read_from(parameter)
+        for one in read:
+            # From here on it is a tensor of its own.
+            del _READ[one]
+        vars(parameter).pop("_zerograph_read", None)
         if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
             DATA.__set__(parameter, value)
             return
@@ -88,8 +93,6 @@ class _Data:
             # A store takes its values from it. Two parameters may not share memory.
             DATA.__set__(parameter, value.clone(memory_format=torch.contiguous_format))
             return
-        read = _read_from(parameter)
-        parameter._zerograph_read = []  # type: ignore[attr-defined]
         before = own.clone() if read else own
         for one in read:
             if one.data_ptr() == own.data_ptr():
@@ -105,11 +108,9 @@ def _detach(parameter: nn.Parameter) -> Tensor:
 def _noted(parameter: nn.Parameter, read: Tensor) -> Tensor:
     """Return a tensor that shares the memory of a parameter, and note it: it follows the parameter to other memory."""
     if not _torch.active_modes():
-        key = id(read)
-        reference = weakref.ref(read, lambda _: _READ.pop(key, None))
-        _READ[key] = weakref.ref(parameter)
+        _READ[read] = weakref.ref(parameter)
         alive = [one for one in getattr(parameter, "_zerograph_read", ()) if one() is not None]
-        parameter._zerograph_read = [*alive, reference]  # type: ignore[attr-defined]
+        parameter._zerograph_read = [*alive, weakref.ref(read)]  # type: ignore[attr-defined]
     return read
 
 
@@ -120,7 +121,7 @@ def _read_from(parameter: nn.Parameter) -> list[Tensor]:
 
 def parameters_read() -> list[nn.Parameter]:
     """Return the parameters whose memory the user has in other tensors too."""
-    return [parameter for reference in _READ.values() if (parameter := reference()) is not None]
+    return [parameter for reference in list(_READ.values()) if (parameter := reference()) is not None]
 
 
 def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
