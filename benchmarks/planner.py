@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))  # the tests and benchmarks are no installed packa
 
 import zerograph as zg  # noqa: E402
 from benchmarks.contenders.tasks import TASKS  # noqa: E402
+from benchmarks.contenders.zerograph import TrainStep, step_of  # noqa: E402
 from benchmarks.measure.process import forget_most_resident, most_resident, resident  # noqa: E402
-from benchmarks.memory import TrainStep  # noqa: E402
 from benchmarks.tables import line, page  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 from zerograph.planner.front.calibrate import calibrate  # noqa: E402
@@ -49,7 +49,7 @@ def measured_machine() -> Machine:
 def started(name: str, stage: int) -> tuple[TrainStep, list[tuple[torch.Tensor, torch.Tensor]]]:
     """A step that has made its first two updates: the second may be another program."""
     task = TASKS[name]
-    step = TrainStep(task, task.model(), stage)
+    step = step_of(task, str(stage) if stage else "off", "eager")
     batches = task.batches(dist.get_rank())
     for batch in batches[:2]:
         step(*batch)
@@ -83,7 +83,7 @@ def time_seen(name: str, stage: int) -> float:
 
 def predicted(name: str, stage: int, ranks: int, machine: Machine) -> zg.Plan:
     task = TASKS[name]
-    step = TrainStep(task, task.model(), stage)
+    step = step_of(task, str(stage) if stage else "off", "eager")
     return zg.plan(step, task.batches(0)[0], world_size=ranks, device=machine)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from pathlib import Path
 
@@ -19,6 +20,11 @@ def test_every_picture_and_page_is_listed() -> None:
     pictures = {str(file.relative_to(ROOT)) for file in (ROOT / "docs" / "pictures").glob("*.png")}
     assert pages == set(PAGES)
     assert pictures == set(PICTURES)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py")))
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    importlib.import_module(f"benchmarks.{name}")
 
 
 @pytest.mark.parametrize("name", [*PICTURES, *PAGES])
