@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerograph import _torch
-from zerograph._torch import pytree
+from zerograph._torch import TorchDispatchMode, pytree
 from zerograph.capture import random_operators
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError

@@ -199,7 +199,7 @@ class Loop:
         self._end_copies()
         if gradients or split:
             update.run(gradients, split)
-        if any("_zerograph_loop" in vars(one) for one in parameters_read()):
+        if any(getattr(one, "_zerograph_loop", None) is self for one in parameters_read()):
             # What the loop has kept of ``parameter.data`` has the new values.
             self._show()
         _torch.mark_step_called(optimizer)
