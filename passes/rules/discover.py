@@ -273,7 +273,7 @@ def _file(node: fx.Node, inputs: Sequence[Tensor], ranks: int, folder: Path) -> 
 def _read(file: Path) -> tuple[Signature, ...] | None:
     """Return the cached signatures; None for no file, or for a file that :func:`_write` did not write."""
     try:
-        entries = json.loads(file.read_text())
+        entries = json.loads(cache.read(file))
         if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
             return None
         return tuple(Signature(*(tuple(map(_parsed, side)) for side in entry)) for entry in entries)

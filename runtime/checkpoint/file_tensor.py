@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base import cache
 from zerograph.errors import CheckpointError
 
 aten = torch.ops.aten
@@ -267,8 +268,9 @@ class OpenFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            # Reads into memory that it allocates. A mapped file would count as memory of the process.
-            self._file = safe_open(self.path, framework="pt", device="cpu", backend="pread")
+            with cache.opened(self.path):
+                # Reads into memory that it allocates. A mapped file would count as memory of the process.
+                self._file = safe_open(self.path, framework="pt", device="cpu", backend="pread")
         except TypeError:
             # Before safetensors 0.8.
             self._file = safe_open(self.path, framework="pt", device="cpu")
@@ -330,7 +332,7 @@ def _files(path: Path) -> list[Path]:
     if path.suffix != ".json":
         return [path]
     try:
-        weight_map = json.loads(path.read_text())["weight_map"]
+        weight_map = json.loads(cache.read(path))["weight_map"]
         return [path.parent / name for name in sorted(set(weight_map.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error

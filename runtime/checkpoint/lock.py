@@ -26,7 +26,7 @@ from typing import Any
 
 from zerograph.base.source import warn_user
 from zerograph.errors import CheckpointError
-from zerograph.runtime.checkpoint.remote import Folder, RemotePath
+from zerograph.runtime.checkpoint.remote import Folder, RemotePath, read
 
 NAME = ".saving.lock"
 
@@ -299,7 +299,7 @@ def _lock_object(path: RemotePath, content: bytes) -> ObjectLock | None:
 def _owner(path: Folder) -> Owner | None:
     try:
         # The identity comes first; a lock of an object store has a token after it.
-        return owner_of(json.JSONDecoder().raw_decode(path.read_bytes()[:4096].decode())[0])
+        return owner_of(json.JSONDecoder().raw_decode(read(path)[:4096].decode())[0])
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerograph.base import cache
 from zerograph.errors import CheckpointError
 
 # Protocols of fsspec whose files others can see half written.
@@ -174,6 +175,15 @@ class RemotePath:
 
 
 Folder = Path | RemotePath
+
+
+def read(path: Folder) -> bytes:
+    """Return the content of a file.
+
+    Raises:
+        OSError: it cannot be read, or is no file.
+    """
+    return path.read_bytes() if isinstance(path, RemotePath) else cache.read(path)
 
 
 @contextlib.contextmanager

@@ -152,7 +152,7 @@ def _cache_file(job: Job) -> Path:
 def _read(file: Path) -> int:
     """Return the cached answer as 0 or 1; ``_UNKNOWN`` if there is no file or it is not readable."""
     try:
-        faster = json.loads(file.read_text())
+        faster = json.loads(cache.read(file))
     except (OSError, ValueError, RecursionError):
         return _UNKNOWN
     return int(faster) if isinstance(faster, bool) else _UNKNOWN

@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from zerograph.base.cache import replacing
+from zerograph.base.cache import read, replacing
 from zerograph.errors import ArtifactError
 
 _MAGIC = b"zerograph artifact 1\n"
@@ -47,7 +47,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Any, dict[str, Tensor]]:
         ArtifactError: there is no such file, it is none of zerograph's, or it is damaged.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read(path)
     except OSError as error:
         raise ArtifactError(f"{path} cannot be read: {error.strerror or error}") from error
     return parse_file(path, data)

@@ -1,12 +1,15 @@
-"""Cache on disk what zerograph has measured or discovered on this machine; replace files atomically."""
+"""Cache on disk what zerograph has measured or discovered on this machine; read files, and replace them atomically."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 FOLDER = "ZEROGRAPH_CACHE"
 
@@ -23,6 +26,25 @@ def folder(kind: str) -> Path:
     if own and own.lower() not in ("1", "on", "true", "yes"):
         return Path(own) / kind
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zerograph" / kind
+
+
+@contextlib.contextmanager
+def opened(file: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file for the block, to be read.
+
+    Raises:
+        OSError: there is none, or it is a pipe, a socket or a device, which could block or have no end.
+    """
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as made:
+        if not stat.S_ISREG(os.fstat(made.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file", os.fspath(file))
+        yield made
+
+
+def read(file: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file that :func:`opened` opens."""
+    with opened(file) as made:
+        return made.read()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zerograph.base import cache
 from zerograph.compat.notices import say
 from zerograph.compat.optimizers import adam, by_name, of_torch
 from zerograph.compat.schedules import SCHEDULES
@@ -76,7 +77,7 @@ _REFUSED = {
     "curriculum_learning": "not supported: choose the data yourself",
     "data_efficiency": "not supported: choose the data yourself",
     "eigenvalue": "not supported",
-    "elasticity": "not supported: load_state_dict() goes on with any number of ranks",
+    "elasticity": "not supported: zg.elastic() goes on with the ranks that are left",
     "hybrid_engine": "not supported",
     "pipeline": "not supported",
     "progressive_layer_drop": "not supported",
@@ -223,8 +224,7 @@ def _unaliased(zero: Any) -> Any:
 
 def _file(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            values = json.load(file)
+        values = json.loads(cache.read(path))
     except OSError as error:
         raise ConfigError(f"{_NAME} {os.fspath(path)!r}: {error.strerror}") from error
     except ValueError as error:

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import stat
 import sys
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ import torch
 
 from zerograph.artifact.code import digests
 from zerograph.artifact.file import write_file
-from zerograph.base.cache import folder, setting
+from zerograph.base.cache import folder, opened, setting
 from zerograph.base.collection import collection_paused
 from zerograph.base.recording import Recording
 from zerograph.base.sizes import in_bytes
@@ -304,17 +303,16 @@ def _exchange(job: Job, data: bytes, length: int) -> bytes:
 def _read(file: Path) -> bytes:
     """Return the content of a file of this user; empty if there is none."""
     try:
-        # A pipe without a writer would block.
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                _log.info("%s is not used: it is no file", file)
-                return b""
+        with opened(file) as made:
+            status = os.fstat(made.fileno())
             if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
                 _log.info("%s is not used: others can write it", file)
                 return b""
-            return opened.read()
-    except OSError:
+            return made.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        _log.info("%s is not used: %s", file, error.strerror)
         return b""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerograph.base import cache
 from zerograph.base.source import warn_user
 from zerograph.loops.loop import Loop
 from zerograph.runtime.state import gather_parts, store_of, stores_of
@@ -28,7 +29,7 @@ def last_complete(folder: str | os.PathLike[str]) -> str | None:
     cut = []
     for _, path in sorted(numbered.items(), reverse=True):
         try:
-            json.loads((path / "trainer_state.json").read_text())
+            json.loads(cache.read(path / "trainer_state.json"))
         except (OSError, ValueError):
             cut.append(path.name)
             continue

@@ -16,7 +16,7 @@ from zerograph.base.source import warn_user
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import Owner, owner_of, this_process
-from zerograph.runtime.checkpoint.remote import Folder, RemotePath
+from zerograph.runtime.checkpoint.remote import Folder, RemotePath, read
 from zerograph.runtime.checkpoint.storage import Reader
 
 LATEST = "latest"
@@ -107,7 +107,7 @@ def place(folder: Folder) -> Place:
 # The index of a large model has megabytes: an unchanged one is not read again at every save.
 @functools.lru_cache(maxsize=64)
 def _place(folder: Folder, *_: int) -> Place:
-    body = json.loads((folder / index.NAME).read_bytes())
+    body = json.loads(read(folder / index.NAME))
     document = body.get("document") if isinstance(body, dict) else None
     if not isinstance(document, dict):
         raise ValueError("no document")
