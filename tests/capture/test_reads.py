@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import pickle
+import pprint
+import string
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -13,12 +18,28 @@ from torch import Tensor, nn
 
 import zerograph as zg
 
+LOG = logging.getLogger(__name__)
+
+
+@dataclass
+class Metrics:
+    loss: Tensor
+
+
 READS: dict[str, Callable[[Tensor], object]] = {
     "format": lambda loss: f"{loss:.3f}",
     "str.format": lambda loss: "{:.3f}".format(loss),  # noqa: UP032
     "percent": lambda loss: "%.3f" % loss,  # noqa: UP031
     "text": lambda loss: f"loss: {loss}",
     "print": lambda loss: print(loss),
+    "print in a dict": lambda loss: print({"loss": loss}),
+    "pprint": lambda loss: pprint.pformat({"loss": loss}),
+    "dataclass": lambda loss: str(Metrics(loss)),
+    "Formatter": lambda loss: string.Formatter().format("{:.3f}", loss),
+    "logging": lambda loss: LOG.warning("loss %s", loss),
+    "logging of a number": lambda loss: LOG.warning("loss %.3f", loss),
+    "logging of a message": lambda loss: LOG.warning(loss),
+    "assert_close": lambda loss: torch.testing.assert_close(loss, loss + 0),
     "numpy": lambda loss: loss.detach().numpy(),
     "asarray": lambda loss: numpy.asarray(loss.detach()),
     "dlpack": lambda loss: numpy.from_dlpack(loss.detach()),
@@ -74,6 +95,20 @@ def test_a_prepared_model_may_read_values(name: str) -> None:
     for _ in range(3):
         loss = model(torch.ones(2, 3))
     assert torch.isfinite(loss)
+
+
+def test_a_prepared_model_logs_the_values_of_every_call() -> None:
+    """Through a handler, which swallows errors of a message, each record with a value."""
+    records = io.StringIO()
+    handler = logging.StreamHandler(records)
+    LOG.addHandler(handler)
+    model = zg.prepare(Net(3, 3))
+    model.read = READS["logging of a number"]
+    try:
+        losses = [float(model(torch.ones(2, 3))) for _ in range(4)]
+    finally:
+        LOG.removeHandler(handler)
+    assert records.getvalue().splitlines() == [f"loss {loss:.3f}" for loss in losses]
 
 
 @pytest.mark.parametrize("arguments", [(torch.ones(2, 3),), (torch.ones(2, 3), 1.0, 2.0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 import sys
 from collections import defaultdict
@@ -25,7 +26,7 @@ from zerograph.base.recording import followed, unfollowed
 from zerograph.capture.library_checks import passing
 from zerograph.capture.random_operators import known_truth, note_comparison
 from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
-from zerograph.errors import CaptureError, InputError
+from zerograph.errors import CaptureError, InputError, ZeroGraphError
 from zerograph.ir.metadata import Origin
 from zerograph.passes.rules.registry import rule_of
 
@@ -215,12 +216,23 @@ _OF_TEXTS = (__file__, *(sys.modules[name].__file__ for name in ("torch._tensor"
 
 
 def _is_asked_by_user() -> bool:
-    """Return whether the user's own code asks for a text; libraries put tensors into messages that nobody reads."""
+    """Return whether the user's own code asks for a text, be it through logging, pprint or a dataclass.
+
+    Libraries put tensors into messages that nobody reads.
+    """
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename in _OF_TEXTS:
+    while frame is not None and _makes_texts(frame):
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
     return source.is_users(file) and not source.is_installed(file)
+
+
+def _makes_texts(frame: FrameType) -> bool:
+    """Return whether a frame makes texts for others: torch's, the standard library's, a dataclass's, of any logging."""
+    file, name = frame.f_code.co_filename, frame.f_code.co_name
+    if file in _OF_TEXTS or source.is_standard(file) or (file, name) == ("<string>", "__repr__"):
+        return True
+    return isinstance(frame.f_locals.get("self"), (logging.Handler, logging.Formatter))
 
 
 class FunctionMode(NoReads):
@@ -366,6 +378,9 @@ def explained() -> Iterator[None]:
             "A graph is called as its build() would be, without self."
         ) from None
     except RuntimeError as error:
+        if isinstance(error.__cause__, CaptureError) and not isinstance(error, ZeroGraphError):
+            # torch.testing puts an error of its own around any other.
+            raise error.__cause__ from None
         if "torch.distributed" in str(error) and "not supported under torch.compile" in str(error):
             # From torch.distributed.nn, under names that a user's module has imported.
             raise collective_refused(str(error).split(" ")[0], error.__traceback__) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def refused_calls() -> Iterator[None]:
         for name in filter(functools.partial(hasattr, layers), _QUANTIZED):
             stack.enter_context(patch.object(getattr(layers, name), "forward", _refuse_quantized))
         stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
+        stack.enter_context(patch.object(logging.Handler, "handleError", _raising(logging.Handler.handleError)))
         yield
 
 
@@ -65,6 +67,17 @@ def _refuse_scheduler_step(scheduler: LRScheduler, *_: object, **__: object) -> 
         "Leave it out: give the scheduler to add_optimizer(optimizer, lr_scheduler), and the graph steps it after each "
         "update; or step it outside build().",
     )
+
+
+def _raising(handle: Callable[..., None]) -> Callable[..., None]:
+    """Return a ``handleError()`` of logging that lets refusals through, where others are printed and forgotten."""
+
+    def handle_error(handler: logging.Handler, record: logging.LogRecord) -> None:
+        if isinstance(sys.exception(), CaptureError):
+            raise
+        handle(handler, record)
+
+    return handle_error
 
 
 # Layers of bitsandbytes, which replace the data of their weights as they run.
