@@ -118,7 +118,7 @@ def about(rounds: int, steps: int) -> dict[str, str]:
         "versions": ", ".join([f"Python {platform.python_version()}", *map(_version, PACKAGES)]),
         "machine": f"{os.cpu_count()} cores, {_processor()}, {platform.system()} {platform.machine()}",
         "ranks": "2, one compute thread each, gloo",
-        "measured": f"{rounds} rounds of {steps} steps after 3 that are not counted",
+        "measured": f"{rounds} round{'s' * (rounds != 1)} of {steps} steps after 3 that are not counted",
     }
 
 

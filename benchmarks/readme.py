@@ -1,4 +1,4 @@
-"""Measure what README.md shows beside other systems, and write its tables.
+"""Measure what README.md and docs/benchmarks.md show beside other systems, and write their tables.
 
 make readme                                       # sets up .venv with the peers, measures, and writes; over an hour
 python benchmarks/readme.py                       # the same: GPT mid by peers.py, and two hosts by hosts.py (root)
@@ -31,8 +31,8 @@ from benchmarks.report.markdown import number  # noqa: E402
 from benchmarks.report.rows import Row, best_peer, floor, lowest, median, ratio, rows  # noqa: E402
 from benchmarks.tables import line  # noqa: E402
 
-README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results"
-PEERS, HOSTS = RESULTS / "peers-mid.json", RESULTS / "hosts.json"
+README, PAGE, RESULTS = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "benchmarks" / "results"
+PEERS, SMALL, HOSTS = (RESULTS / f"{name}.json" for name in ("peers-mid", "peers-small", "hosts"))
 BEGIN, END = "<!-- {}: written by benchmarks/readme.py -->\n", "<!-- end -->\n"
 SYSTEMS = ("zerograph", "zero_redundancy", "fsdp2", "deepspeed")
 SETTINGS = (Setting("mid", 1, "1gbit"), Setting("mid", 1, "10gbit"))
@@ -83,19 +83,44 @@ def hosts_table(file: Path) -> str:
             cells.append("" if ours is None else number(ours.median, 1000, 0))
             cells.append("" if peer is None else f"{number(peer.median, 1000, 0)} ({peer.contender.title})")
         lines.append(line(cells))
-    return "\n".join([*lines, "", _source(file, run["about"], run["about"]["measured"]), ""])
+    facts = run["about"]["measured"] + ("" if run["quiet"] else "; the machine did other work meanwhile")
+    return "\n".join([*lines, "", _source(file, run["about"], facts), ""])
 
 
-def _source(file: Path, about: Mapping[str, Any], facts: str) -> str:
+def models_table(files: Mapping[str, Path]) -> str:
+    """Return our step times and peaks beside those of the best peers, by model and stage.
+
+    Args:
+        files: results of ``peers.py``, by size.
+    """
+    head = ("model", "stage", "zerograph", "best other system", "peak, MB", "lowest other peak, MB")
+    lines, sources = [line(head), "|---|---|---:|---:|---:|---:|"], []
+    for size, file in files.items():
+        run = json.loads(file.read_text())
+        table = rows(run["measurements"], size)
+        base = floor(table)
+        for stage in ("off", "1", "2", "3"):
+            ours = next((row for row in _fastest(table, stage) if row.contender.system == "zerograph"), None)
+            peer, smallest = best_peer(table, stage, median), best_peer(table, stage, lambda row: row.peak)
+            if ours is None or peer is None:
+                continue
+            times = [number(ratio(row.median, base.median if base else None), 1, 2) for row in (ours, peer)]
+            peaks = [number(None if row is None else row.peak, 1e-6, 0) for row in (ours, smallest)]
+            lines.append(line((f"GPT {size}", stage, times[0], f"{times[1]} ({peer.contender.title})", *peaks)))
+        sources.append(_source(file, run["about"], run["about"]["measured"], "../"))
+    return "\n".join([*lines, "", *sources, ""])
+
+
+def _source(file: Path, about: Mapping[str, Any], facts: str, top: str = "") -> str:
     page = file.with_suffix(".md")
     stamped = recorded(page)
     commit = about.get("commit") or (stamped[0] if stamped else "unknown")
-    name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
+    name = f"{top}{page.relative_to(ROOT)}" if page.is_relative_to(ROOT) else page
     return f"Source: [{page.stem}]({name}), commit {commit}, {about['date'][:10]}; {facts}."
 
 
 def written(text: str, tables: Mapping[str, str]) -> str:
-    """Return a README with these tables between its marks."""
+    """Return a page with these tables between its marks."""
     for name, table in tables.items():
         before, rest = text.split(BEGIN.format(name))
         text = before + BEGIN.format(name) + table + END + rest.split(END, 1)[1]
@@ -114,9 +139,9 @@ def main() -> None:
         for script, *options in scripts:
             # A contender that fails is named on the page.
             subprocess.run([sys.executable, ROOT / "benchmarks" / script, *options], check=False)
-    README.write_text(
-        written(README.read_text(), {"peers": peers_table(asked.peers.resolve()), "hosts": hosts_table(HOSTS)})
-    )
+    peers = asked.peers.resolve()
+    README.write_text(written(README.read_text(), {"peers": peers_table(peers), "hosts": hosts_table(HOSTS)}))
+    PAGE.write_text(written(PAGE.read_text(), {"peers": models_table({"mid": peers, "small": SMALL})}))
 
 
 if __name__ == "__main__":

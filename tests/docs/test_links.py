@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.generated import recorded
 from tests.docs.pages import ROOT
 
 PAGES = sorted(
@@ -49,6 +50,14 @@ def test_what_a_page_of_sphinx_names_exists(page: Path) -> None:
     assert [file for file in files if not (page.parent / file).exists()] == []
     assert pages - known == set()
     assert pages or page.stem != "index"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_commit_that_a_page_cites_is_that_of_the_results(page: Path) -> None:
+    for name, commit in re.findall(r"\]\((\S*results/\S+\.md)\), commit (\w+)", page.read_text()):
+        about = recorded((page.parent / name).resolve())
+        assert about is not None
+        assert commit == about[0], name
 
 
 def test_links_out_of_the_book_are_files_without_their_headings() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import zerograph as zg
 import zerograph.errors
-from benchmarks.readme import hosts_table, peers_table, written
+from benchmarks.readme import PAGE, PEERS, SMALL, hosts_table, models_table, peers_table, written
 from tests.docs import page_setup
 from tests.docs.pages import ROOT, Block, blocks, commands, run_page
 
@@ -63,6 +63,8 @@ def test_the_readmes_measured_numbers_are_those_of_the_results_that_it_cites() -
     peers, hosts = (ROOT / file for file in re.findall(r"^Source: .*?\((benchmarks/\S+)\.md\)", text, re.MULTILINE))
     tables = {"peers": peers_table(peers.with_suffix(".json")), "hosts": hosts_table(hosts.with_suffix(".json"))}
     assert written(text, tables) == text
+    page = PAGE.read_text()
+    assert written(page, {"peers": models_table({"mid": PEERS, "small": SMALL})}) == page
 
 
 def test_a_job_that_died_in_its_first_save_starts_anew() -> None:
