@@ -55,6 +55,24 @@ def prepared_loop() -> list[Any]:
     return [model, optimizer, loop, loop.graph(optimizer), loop.graph()]
 
 
+class TwoResults(Net):
+    def forward(self, x: Tensor) -> Any:
+        features = self.layers(x) * self.scale
+        return features.square().mean(), {"features": features}
+
+
+def loop_of_two_results() -> list[Any]:
+    """Autograd's node of such a call belongs to several tensors, and so is no part of a cycle that Python sees."""
+    model: Any = TwoResults()
+    model, optimizer = zg.prepare(model, torch.optim.Adam(model.parameters()))
+    for _ in range(4):
+        loss, _ = model(torch.ones(4, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model, optimizer, loop_of(model)]
+
+
 def graph() -> list[Any]:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -77,7 +95,7 @@ def users_classes() -> list[Any]:
     return [Own, Parameter]
 
 
-@pytest.mark.parametrize("make", [prepared_loop, graph, users_classes])
+@pytest.mark.parametrize("make", [prepared_loop, loop_of_two_results, graph, users_classes])
 def test_what_was_prepared_is_freed(make: Callable[[], list[Any]]) -> None:
     references = [weakref.ref(one) for one in make()]
     # Tensors that torch's nodes hold are freed by the first, and what holds those nodes by the second.

@@ -323,7 +323,8 @@ class Begun:
         self._buffers = {one: one.clone() for one in graph.written(self.step)}
         values, self._finish = executor.start(*self._inputs)
         outputs = self._globals(values)
-        self._outputs = [output.local if isinstance(output, GlobalTensor) else output for output in outputs]
+        # Not those that the caller gets: their node, which holds this object, would never be freed if several share it.
+        self._outputs = [output.local if isinstance(output, GlobalTensor) else output.detach() for output in outputs]
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
         self._read = list(map(_torch.version, self.tensors))
