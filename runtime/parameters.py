@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base.source import warn_user
 from zerograph.errors import SplitParameterError
+from zerograph.runtime.tensor_hash import hash_bits
 
 
 class GradientReader(Protocol):
@@ -38,6 +39,8 @@ DATA: Any = inspect.getattr_static(Tensor, "data")
 _READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The parameters whose memory the user has in another tensor, by that tensor.
 _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Hashes of these tensors, as they were when their parameter was split.
+_LEFT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _Grad:
@@ -84,6 +87,7 @@ class _Data:
         for one in read:
             # From here on it is a tensor of its own.
             del _READ[one]
+            _LEFT.pop(one, None)
         vars(parameter).pop("_zerograph_read", None)
         if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
             DATA.__set__(parameter, value)
@@ -122,6 +126,19 @@ def _read_from(parameter: nn.Parameter) -> list[Tensor]:
 def parameters_read() -> list[nn.Parameter]:
     """Return the parameters whose memory the user has in other tensors too."""
     return [parameter for reference in list(_READ.values()) if (parameter := reference()) is not None]
+
+
+def changed_while_split(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return split parameters with the values of tensors that the user has read from them before, and changed since."""
+    if not _LEFT:
+        return []
+    return [
+        (parameter, read.detach().clone())
+        for parameter in parameters
+        if isinstance(parameter, SplitParameter)
+        for read in _read_from(parameter)
+        if read in _LEFT and _LEFT[read] != int(hash_bits(read.detach()))
+    ]
 
 
 def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
@@ -349,6 +366,8 @@ def hide(parameter: nn.Parameter) -> None:
     if getattr(parameter, "_zerograph_whole", None) is None:
         # Not through the readers, which reject what the user sets.
         _STORED.__set__(parameter, None)
+    for one in _read_from(parameter):
+        _LEFT[one] = int(hash_bits(one.detach()))
     parameter._zerograph_plain_class = type(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = SplitParameter
 
@@ -360,3 +379,4 @@ def show(parameter: nn.Parameter, values: Tensor) -> None:
     DATA.__set__(parameter, values)
     for one in _read_from(parameter):
         DATA.__set__(one, values)
+        _LEFT.pop(one, None)

@@ -513,6 +513,69 @@ def test_what_was_read_from_parameters_follows_them(pool: Pool, stage: int) -> N
         torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
 
 
+def kept_on_one_rank(prepare: Prepare) -> tuple[Seen, list[float]]:
+    """Train, while the first rank alone keeps what it has read from parameters that all have made whole."""
+    model = seeded(perceptron)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(48, 6), batch_size=8))
+    kept: list[Tensor] = []
+    printed, read = [], []
+    for step, (x, y) in enumerate(loader):
+        printed.append(sum(one.norm().item() for one in model.parameters()))
+        if zg.rank() == 0 and step in (0, 3):
+            kept = [one.detach() for one in model.parameters()]
+        update(optimizer, F.cross_entropy(model(x), y))
+        read.append(sum(one.norm().item() for one in kept))
+        if step == 1:
+            kept = []
+    return (printed, [dict(model.state_dict())]), read
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_alone_may_keep_what_it_reads_from_parameters(pool: Pool, stage: int) -> None:
+    (printed, states), read = kept_on_one_rank(unprepared)
+    first, second = pool.run(2, kept_on_one_rank, prepare_at(stage))
+    for rank_printed, rank_states in (first[0], second[0]):
+        assert rank_printed == pytest.approx(printed, rel=1e-9)
+        torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
+    assert first[1] == pytest.approx(read, rel=1e-9)
+
+
+def changed_by_what_was_kept(prepare: Prepare) -> Seen:
+    """Change parameters by tensors that were read from them, after calls that split them again."""
+    model = seeded(perceptron)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(32, 6), batch_size=8))
+    kept, printed = [one.data for one in model.parameters()], []
+
+    def halve() -> None:
+        for one in kept:
+            one.mul_(0.5)
+
+    for step, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        printed.append(loss.item())
+        if step < 2:
+            update(optimizer, loss)
+        model.state_dict()
+        halve()
+        optimizer.zero_grad()
+        optimizer.step()
+        halve()
+        printed += [model(x).square().sum().item(), sum(one.sum().item() for one in kept)]
+        halve()
+        printed.append(sum(one.norm().item() for one in model.parameters()))
+    return printed, [dict(model.state_dict())]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_written_to_what_was_read_from_parameters_reaches_them(pool: Pool, stage: int) -> None:
+    printed, states = changed_by_what_was_kept(unprepared)
+    for rank_printed, rank_states in pool.run(2, changed_by_what_was_kept, prepare_at(stage)):
+        assert rank_printed == pytest.approx(printed, rel=1e-9)
+        torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
+
+
 def prepared_only() -> int:
     prepare_at(2)(perceptron())
     dist.barrier()

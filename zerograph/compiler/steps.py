@@ -95,6 +95,8 @@ class Steps:
     Attributes:
         compilations: number of compilations so far. Ranks that have compiled equally often know the same steps.
         may_be_cached: the cache of steps may have the steps of calls.
+        notes: numbers from 0 up, as many on each rank, that this rank sends with the comparison of its calls.
+        notes_of_ranks: those of the last call, of each rank.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Steps:
         state: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.compilations, self.may_be_cached = 0, True
+        self.notes: list[int] = []
+        self.notes_of_ranks: list[list[int]] = []
         self._compiler, self._attributes, self._state = compiler, attributes, state
         self._steps: dict[Hashable, CompiledStep] = {}
         self._digests: dict[Hashable, int] = {}
@@ -333,7 +337,9 @@ class Steps:
             compilations = {"the number of compiled steps": str(self.compilations)}
             return {**selection.batch.facts(), **shown, **compilations, **counts(), **selection.batch.shapes()}
 
-        everybody = agree(call.job, doing, number, texts, problem, [*sizes, *digests])
+        everybody = agree(call.job, doing, number, texts, problem, [*self.notes, *sizes, *digests])
+        count = len(self.notes)
+        self.notes_of_ranks, everybody = [row[:count] for row in everybody], [row[count:] for row in everybody]
         if digests:
             assert selection is not None
             check_whole(selection.batch, [row[len(sizes) :] for row in everybody], call.job.grid)

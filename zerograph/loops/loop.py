@@ -29,7 +29,14 @@ from zerograph.loops.split_gradients import SplitGradients
 from zerograph.runtime.backends.backends import resolve
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest, has_no_rank
-from zerograph.runtime.parameters import SplitParameter, parameters_of, parameters_read, store_gradient, stored_gradient
+from zerograph.runtime.parameters import (
+    DATA,
+    SplitParameter,
+    changed_while_split,
+    parameters_of,
+    store_gradient,
+    stored_gradient,
+)
 from zerograph.runtime.state import (
     Store,
     StoredState,
@@ -199,9 +206,9 @@ class Loop:
         self._end_copies()
         if gradients or split:
             update.run(gradients, split)
-        if any(getattr(one, "_zerograph_loop", None) is self for one in parameters_read()):
-            # What the loop has kept of ``parameter.data`` has the new values.
-            self._show()
+            if update.changes_read:
+                # What the loop has kept of ``parameter.data`` has the new values.
+                self._show()
         _torch.mark_step_called(optimizer)
         return result
 
@@ -355,6 +362,8 @@ class Loop:
         return copy
 
     def _take_copies(self) -> None:
+        if changed_while_split(self._watched):
+            self._show()
         if not (copies := self._copies):
             return
         # What is written makes a split parameter whole.
@@ -375,8 +384,11 @@ class Loop:
         if stores:
             # They may be whole until the next training call.
             with torch.inference_mode(False), _torch.outside_transforms():
+                changed = changed_while_split(self._watched)
                 unshard(stores)
                 self._shown |= {store: _hashes(store) for store in stores}
+                for parameter, value in changed:
+                    DATA.__get__(parameter).copy_(value)
 
     def hide(self) -> None:
         """Split the parameters that :meth:`_show` has made whole, with the changes that the loop has made.
@@ -411,7 +423,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _hiding(self) -> Iterator[None]:
-        values = {store: [one.detach() for one in store.parameters] for store in self._shown}
+        values = {store: [DATA.__get__(one) for one in store.parameters] for store in self._shown}
         hashes = self._reshard()
         try:
             yield

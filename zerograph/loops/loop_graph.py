@@ -21,6 +21,7 @@ from zerograph.graph import ZeroGraph
 from zerograph.ir.sbp import PartialSum, partial_sum
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
+from zerograph.runtime.parameters import parameters_read
 from zerograph.runtime.state import Store, load_part, stores_of
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state.stateful import interruptible
@@ -87,10 +88,12 @@ class Update(LoopGraph):
 
     Attributes:
         noted: the calls of the loop, which a checkpoint of the update notes. None: it notes none.
+        changes_read: the last update has changed parameters whose memory the loop has in other tensors, on any rank.
     """
 
     gradients: ClassVar[GradientUse] = "accumulated"
     noted: NotedCalls | None = None
+    changes_read = False
 
     def build(self) -> list[Tensor]:
         """Compute nothing: the gradients are there."""
@@ -121,8 +124,11 @@ class Update(LoopGraph):
         has_gradient = set(map(id, parameters))
         accumulated = tuple(name for name, one in self._members().parameters.items() if id(one) in has_gradient)
         self._request = replace(self._request, accumulated=accumulated)
+        # Ranks drop tensors at different times.
+        self._steps.notes = [int(any(id(one) in has_gradient for one in parameters_read()))]
         with one_thread("an update"), torch.autograd.set_detect_anomaly(False):
             step, batch = self._ready((), {})
+            self.changes_read = any(is_read for (is_read,) in self._steps.notes_of_ranks)
             sums = {store: store.accumulated for store in stores_of(gradients)}
             try:
                 for store in sums:
