@@ -169,6 +169,25 @@ def state_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, x
     return loss.item() + total + len(optimizer.state)
 
 
+def hooks_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    calls: list[float] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        calls.append(sum(one.sum().item() for one in gradients))
+        for one in gradients:
+            one.clamp_(-0.01, 0.01)
+
+    hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(lambda *_: calls.append(1.0))]
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    optimizer.zero_grad()
+    optimizer.step()
+    for hook in hooks:
+        hook.remove()
+    assert len(calls) == 4
+    return loss.item() + sum(calls)
+
+
 def attack(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     delta = torch.zeros_like(x, requires_grad=True)
     for _ in range(2):
@@ -363,6 +382,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a changed state dict": (changed_state, perceptron),
     "a draw of one row": (draw_of_one_row, perceptron),
     "packed sequences": (packed_sequences, Packed),
+    "hooks of the optimizer": (hooks_of_the_optimizer, perceptron),
 }
 
 

@@ -288,7 +288,9 @@ class Steps:
         self._snapshot = None
         members = self.adopted(lambda: call.job)
         _check_usable(stores_of(members.parameters.values()))
-        refuse_hooks_before(call.optimizers)
+        if call.request.gradients == "update":
+            # In a loop gradients exist outside of graphs.
+            refuse_hooks_before(call.optimizers)
         mesh = call.job.mesh
         batch = read_batch(call.arguments, mesh, call.job.grid, call.config, self._compiler.micro_batches(mesh))
         check_devices(

@@ -26,6 +26,7 @@ from zerograph.loops.global_parts import check_equal, of_call, of_parts, split_r
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
+from zerograph.optim.step_hooks import run_hooks_after, run_hooks_before
 from zerograph.runtime.backends.backends import resolve
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import agree, digest, has_no_rank
@@ -197,6 +198,7 @@ class Loop:
             ZeroGraphError: on every rank, before any state changes.
         """
         result = None
+        run_hooks_before(optimizer)
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
@@ -209,6 +211,8 @@ class Loop:
             if update.changes_read:
                 # What the loop has kept of ``parameter.data`` has the new values.
                 self._show()
+        else:
+            run_hooks_after(optimizer)
         _torch.mark_step_called(optimizer)
         return result
 

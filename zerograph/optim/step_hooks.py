@@ -120,14 +120,23 @@ def refuse_hooks_before(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         ConfigError: there is such a hook, of one optimizer or of all.
     """
     for optimizer in optimizers:
-        before, _ = _torch.step_hooks(optimizer)
-        for hook in before:
-            if not isinstance(hook, Guard):
-                raise ConfigError(
-                    f"{getattr(hook, '__qualname__', hook)} is to run before {type(optimizer).__name__}.step(), which "
-                    "graphs do not call\nMove what it does with gradients into build(), after backward() "
-                    "(config.clip_grad_norm clips them), and remove() its handle. Hooks after step() do run."
-                )
+        for hook in _hooks_before(optimizer):
+            raise ConfigError(
+                f"{getattr(hook, '__qualname__', hook)} is to run before {type(optimizer).__name__}.step(), which "
+                "graphs do not call\nMove what it does with gradients into build(), after backward() "
+                "(config.clip_grad_norm clips them), and remove() its handle. Hooks after step() do run."
+            )
+
+
+def run_hooks_before(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks that a user has registered to run before ``step()``, as a call without arguments does."""
+    for hook in _hooks_before(optimizer):
+        hook(optimizer, (optimizer,), {})
+
+
+def _hooks_before(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    before, _ = _torch.step_hooks(optimizer)
+    return [hook for hook in before if not isinstance(hook, Guard)]
 
 
 def run_hooks_after(optimizer: torch.optim.Optimizer) -> None:
