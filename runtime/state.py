@@ -38,7 +38,7 @@ from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, w
 from zerograph.runtime.parameters import hide, parameters_of, settle_gradient, show
 from zerograph.runtime.tensor_hash import hash_bits
 
-PlainState = dict[str, Tensor]
+PlainState = dict[str, Any]
 
 # A rank's part of a tensor, in memory or in a file.
 TensorOrExtent = Tensor | Extent
@@ -299,8 +299,14 @@ def plain_states(store: Store) -> list[PlainState]:
     for name, spec in store.specs.items():
         for index, value in gather_parts(store, range(len(states)), name):
             plain = plain_entry(store, name, value, store.layout.slots[index])
-            states[index][name] = plain.to(spec.plain_dtype, copy=True)
+            plain = plain.to(spec.plain_dtype, copy=True)
+            states[index][name] = plain if spec.number is None else _number(plain.item(), spec.number)
     return states
+
+
+def _number(value: float, kind: str) -> float:
+    # One that has begun as 0 may have become a float.
+    return int(value) if kind == "int" and value.is_integer() else value
 
 
 def load_parameters(store: Store, values: Sequence[Tensor | None]) -> None:

@@ -150,8 +150,7 @@ def check(name: str, losses: Tensor, state: dict[str, Any]) -> None:
                 if isinstance(value, list):
                     one |= {f"{entry}[{index}]": part for index, part in enumerate(value) if isinstance(part, Tensor)}
                 elif entry != "every":
-                    # A number that counts steps is a 0-d tensor of ours.
-                    one[entry] = value if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
+                    one[entry] = value
             torch.testing.assert_close(held[number], one, rtol=1e-10 * scale, atol=1e-12 * scale)
 
 

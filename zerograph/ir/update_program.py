@@ -26,6 +26,7 @@ class StateSpec:
             (SGD's momentum is the first gradient).
         plain_dtype: the dtype that the optimizer itself would keep.
         codec: how the entry is stored; None: as it is.
+        number: "int" or "float", if the optimizer itself keeps such a number; None: a tensor.
     """
 
     scalar: bool
@@ -33,6 +34,7 @@ class StateSpec:
     initial: float | None
     plain_dtype: torch.dtype
     codec: Codec | None = None
+    number: str | None = None
 
     @property
     def stored_dtype(self) -> torch.dtype:

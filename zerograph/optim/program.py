@@ -145,7 +145,10 @@ def trace_update(
         start = _beginning(first, steady, initial, state, values, counted, sample, mixes)
         initial = initial if start is None else start
     same = alike or start is not None
-    specs = {key: StateSpec(value.dim() == 0, width(value), initial[key], value.dtype) for key, value in state.items()}
+    specs = {
+        key: StateSpec(value.dim() == 0, width(value), initial[key], value.dtype, number=sample.counters.get(key))
+        for key, value in state.items()
+    }
     key = key_of(steady, ()) if same else key_of(first, ()) + key_of(steady, ())
     shapes = {} if mixes is None else {entry: tuple(value.shape) for entry, value in state.items()}
     if mixes is not None:

@@ -42,7 +42,7 @@ def both(sample: Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tens
         return _steady(sample, first, state)
     except _CountsError as error:
         # Now as tensors.
-        sample.counters |= error.names
+        sample.counters |= dict.fromkeys(error.names, "int")
         first, state = sample.trace(None)
         return _steady(sample, first, state)
 
@@ -70,13 +70,15 @@ class _CountsError(CaptureError):
 class _State(dict[str, Any]):
     """The state of one parameter, in which numbers that change from step to step are 0-d fp64 tensors."""
 
-    def __init__(self, counters: set[str], entries: Mapping[str, Any]) -> None:
+    def __init__(self, counters: dict[str, str], entries: Mapping[str, Any]) -> None:
         super().__init__()
         self._counters = counters
         self.update(entries)
 
     def __setitem__(self, name: str, value: Any) -> None:
         is_count = name in self._counters and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_count and isinstance(value, float):
+            self._counters[name] = "float"
         super().__setitem__(name, number(torch.full((), value, dtype=torch.float64)) if is_count else value)
 
     def update(self, entries: Mapping[str, Any] = {}, **named: Any) -> None:  # type: ignore[override]
@@ -104,7 +106,7 @@ class Sample:
 
     Attributes:
         shape, dtype, device: of the parameter.
-        counters: names of numbers in its state that change from step to step, and are traced as tensors.
+        counters: the types, by name, of numbers in its state that change from step to step, and are traced as tensors.
         counts: paths of numbers of the optimizer and of its group that count steps, and are inputs.
         asks_sizes: while it was traced, the optimizer read a property of a tensor that may depend on its shape.
     """
@@ -127,7 +129,7 @@ class Sample:
         self._has_rate = group.get("lr", 0.0) is not None
         self._loops = {**_TRACEABLE, "fused": fused or None}
         self._kept: dict[str, Any] = {}
-        self.counters: set[str] = set()
+        self.counters: dict[str, str] = {}
         self.counts = tuple(counts)
         self.asks_sizes = False
 
@@ -211,7 +213,7 @@ class Sample:
                     "They are then inputs of the graph."
                 )
                 counters = {name for name in self._kept if f"state[{name!r}]" in changed}
-                is_new = len(counters) == len(changed) and not counters <= self.counters
+                is_new = len(counters) == len(changed) and not counters <= self.counters.keys()
                 raise _CountsError(message, counters) if is_new else CaptureError(message)
             entries = flat_state(twin.state.get(leaves[0], {}))
             _check_separate_memory(type(twin).__name__, {"the parameter": leaves[0], **entries})
