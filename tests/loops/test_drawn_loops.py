@@ -183,7 +183,7 @@ def drawn(seed: int, stages: tuple[int, ...]) -> list[Seen]:
 
 @pytest.mark.parametrize(
     "seed",
-    [*range(3), *KEPT, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 200) if seed not in KEPT)],
+    [*range(3), *KEPT, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 500) if seed not in KEPT)],
 )
 def test_a_drawn_loop_prints_and_saves_what_one_process_does(pool: Pool, seed: int) -> None:
     printed, (state,) = Loop(unprepared, seed).run()
