@@ -58,12 +58,13 @@ def seconds_again(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
     """Time the nodes that backward runs again, in one step run node by node."""
     executor = step._compiled().executor
     timed = Timed(executor.graph)
-    function = executor.function
-    object.__setattr__(executor, "function", timed.run)
+    usual = executor.low_overhead
+    # It runs instead of the function.
+    object.__setattr__(executor, "low_overhead", timed.run)
     try:
         step(*batch)
     finally:
-        object.__setattr__(executor, "function", function)
+        object.__setattr__(executor, "low_overhead", usual)
     return timed.again
 
 
