@@ -287,8 +287,7 @@ def drawn(number: int) -> tuple[str, list[Fault], Options, int]:
     restarts = draw.choice([0, 0, 2])
     loop, virtual = number % 4 == 3, draw.choice([4, 4, None])
     options = Options(
-        # A loop on a number of ranks that does not divide the batch draws other random numbers.
-        virtual=4 if loop else virtual,
+        virtual=virtual,
         stage=draw.choice([1, 2, 3]),
         loop=loop,
         every=every,
