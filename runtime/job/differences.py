@@ -8,9 +8,11 @@ from zerograph.runtime.job.reports import name_ranks
 SHOWN_WITH = " is shown with"
 DOING = "what they are about to do"
 BROKE_OFF = "where the step before broke off"
+READING = "reading the values of a global tensor"
 # By the fact that differs, or by what the ranks were about to do.
 _ADVICE = {
     BROKE_OFF: "What they were exchanging there is lost: start the job again, from the last checkpoint.",
+    READING: "Every rank must read what ranks have parts of: read before 'if rank == 0', and print inside of it.",
     DOING: "Every rank must make the same calls in the same order: steps, full_parameters(), state_dict(), save() and "
     "load() belong under no 'if rank == 0'.",
     "the end of full_parameters()": "No change was kept. Every rank must make the same changes, or one rank: "
@@ -41,6 +43,7 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
             for rank, (value, rank_facts) in enumerate(zip(values, facts, strict=True)):
                 shown.setdefault(value + rank_facts.get(key + SHOWN_WITH, ""), []).append(rank)
             lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in shown.items())
-            advice = _ADVICE.get(key) or _ADVICE.get(doing, "All ranks must run the same step.")
+            advice = _ADVICE.get(READING if READING in values else key)
+            advice = advice or _ADVICE.get(doing, "All ranks must run the same step.")
             return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."

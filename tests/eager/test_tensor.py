@@ -42,6 +42,12 @@ def reading() -> None:
     assert (y == y).all()
     assert torch.equal(y, x)
     assert y[7, 3].item() == x[7, 3].item()
+    total = y.sum()
+    for value in (total.item(), total.item() if zg.rank() == 0 else x.sum().item()):
+        # The second time one rank reads alone what all have read.
+        assert value == pytest.approx(x.sum().item())
+    total += 1
+    assert total.item() == pytest.approx(x.sum().item() + 1)
 
 
 def gradients() -> None:

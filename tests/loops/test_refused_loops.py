@@ -66,6 +66,44 @@ def test_what_a_loop_may_not_do_is_an_error(name: str) -> None:
         loop(*ready())
 
 
+def reads_alone(prepare: Prepare, place: str) -> list[float]:
+    """Train; the first rank alone reads losses, at this place, once calls are graphs."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, batches = prepare(module, optimizer, [(X, Y)] * 5)
+    printed = []
+
+    for number, (x, y) in enumerate(batches):
+        here = place if zg.rank() == 0 and number > 1 else ""
+        loss = F.cross_entropy(model(x), y)
+        if here == "before backward":
+            printed.append(loss.item())
+        loss.backward()
+        if here == "before step":
+            printed.append(loss.item())
+        optimizer.step()
+        if here == "after step":
+            printed.append(loss.item())
+        optimizer.zero_grad()
+    return printed
+
+
+def is_refused(place: str) -> None:
+    with pytest.raises(zg.errors.RankMismatchError, match="read before 'if rank == 0'"):
+        reads_alone(prepare_at(2), place)
+
+
+@pytest.mark.parametrize("place", ["before backward", "before step"])
+def test_one_rank_that_reads_alone_is_an_error_and_no_hang(pool: Pool, place: str) -> None:
+    pool.run(2, is_refused, place)
+
+
+def test_one_rank_alone_may_read_a_loss_after_its_update(pool: Pool) -> None:
+    printed, nothing = pool.run(2, reads_alone, prepare_at(2), "after step")
+    assert printed == pytest.approx(reads_alone(unprepared, "after step"), rel=1e-12)
+    assert not nothing
+
+
 Step = Callable[[nn.Module, Any, Tensor, Tensor], Any]
 
 

@@ -8,7 +8,7 @@ small graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -22,15 +22,16 @@ from zerograph.capture import decompositions
 from zerograph.errors import PlacementError
 from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.functionalize import without_mutation
-from zerograph.ir.metadata import Role, meta
+from zerograph.ir.metadata import Role, boxing_of, meta
 from zerograph.ir.rewrite import first_computed
-from zerograph.ir.sbp import NdSbp, PartialSum, Split, broadcast
+from zerograph.ir.sbp import NdSbp, PartialSum, Split, broadcast, show
 from zerograph.ir.step_graph import output_nodes, placeholders, restore_origins
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import BackendTraits, BatchLayout, Context, MissingRules
 from zerograph.passes.pipeline import PIPELINE, Pass, apply_pass, finalize
 from zerograph.passes.placement.place import needed
-from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.job.differences import READING
+from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.wire.selection import Transport
 
 aten = torch.ops.aten
@@ -209,7 +210,23 @@ class Compilation:
             keeps = single.target is own and (is_written or _described(single) == before)
             target: Any = operator if keeps else single.target
             return Program(target, specs, leaves, tree, tuple(sbps), arguments, keeps, rows)
-        return Program(finalize(module).forward, specs, leaves, tree, rows=rows)
+        run = finalize(module).forward
+        if self.job.size > 1 and any(boxing_of(node) is not None for node in graph.nodes):
+            doing = READING if operator is None else f"running {operator}"
+            facts = {
+                f"tensor {number}": f"{list(spec.shape)} of {spec.dtype}, {show(spec.sbp)}"
+                for number, spec in enumerate(inputs)
+            }
+            run = functools.partial(_after_comparison, self.job, doing, facts, digest(facts), run)
+        return Program(run, specs, leaves, tree, rows=rows)
+
+
+def _after_comparison(
+    job: Job, doing: str, facts: Mapping[str, str], number: int, run: Callable[..., Any], *parts: Tensor
+) -> Any:
+    """Run a program that exchanges parts once all ranks are about to: one rank alone would wait until its timeout."""
+    agree(job, doing, number, lambda: facts)
+    return run(*parts)
 
 
 def _complete(sbp: NdSbp) -> NdSbp:

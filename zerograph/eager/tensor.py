@@ -45,11 +45,13 @@ class GlobalTensor(Tensor):
         spec: metadata of the whole tensor.
         local: this rank's part.
         viewed: what it is a view of, if its elements are a copy of those; else None.
+        known: number of writes to a 0-d tensor when all ranks learned its value, and the value.
     """
 
     spec: Spec
     local: Tensor
     viewed: View | None
+    known: tuple[int, Tensor] | None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec) -> GlobalTensor:
@@ -57,7 +59,7 @@ class GlobalTensor(Tensor):
         new: GlobalTensor = _torch.tensor_without_data(
             cls, spec.shape, spec.dtype, spec.device, requires_grad=False, stride=spec.stride
         )
-        new.spec, new.local, new.viewed = spec, local, None
+        new.spec, new.local, new.viewed, new.known = spec, local, None, None
         return new
 
     def __init__(self, local: Tensor, spec: Spec) -> None:
@@ -80,6 +82,8 @@ class GlobalTensor(Tensor):
             if value.numel() > 1 and world().rows_of_ranks:
                 raise InputError(_OF_ALL_RANKS)
             return func(value)
+        if func is Tensor.backward:
+            world().note_loss(args[0])
         with _torch.without_torch_function():
             try:
                 if func not in _WARN_OF_SIZES:
@@ -94,7 +98,7 @@ class GlobalTensor(Tensor):
                     raise
                 parts = _with_parts((args, kwargs))
                 if parts is None and not isinstance(error, UserWarning):
-                    if func is Tensor.item and world().rows_of_ranks:
+                    if func is Tensor.item and world().rows_of_ranks and not differs:
                         raise InputError(_OF_ALL_RANKS) from None
                     raise
             args, kwargs = parts or (args, kwargs)
@@ -117,7 +121,7 @@ class GlobalTensor(Tensor):
         if one.viewed is not None:
             dispatch.refresh(one)
         DATA.__set__(self, one)
-        self.local, self.spec, self.viewed = one.local, one.spec, None
+        self.local, self.spec, self.viewed, self.known = one.local, one.spec, None, None
 
     @property
     def sbp(self) -> NdSbp:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import struct
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zerograph import _torch
 from zerograph.base.source import warn_user
 from zerograph.config import Config
 from zerograph.eager.program import Compilation, Program, Spec
-from zerograph.ir.sbp import NdSbp, Split, all_broadcast
+from zerograph.ir.sbp import NdSbp, Split, all_broadcast, partial_sum
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.runtime.wire.selection import transport_of
 
 _MOST_PROGRAMS = 1 << 12
+# The last losses that the ranks tell each other, in two numbers each: a comparison has room for eight numbers.
+_MOST_LOSSES = 3
 _CPU = torch.device("cpu")
 
 
@@ -41,6 +47,8 @@ class World:
         self.rows_of_ranks = self.joins_rows = False
         self._warned: set[str] = set()
         self._draws = 0
+        # The losses that backward has started from since the last update: the tensor, its version, this rank's summand.
+        self._losses: list[tuple[Any, int, torch.Tensor]] = []
         self.compilation = Compilation(job, transport_of(job), self.warn, self.spec, slices)
 
     @property
@@ -79,6 +87,26 @@ class World:
         """Clear a full table of programs: in a loop whose sizes differ from step to step it grows."""
         if len(programs) >= _MOST_PROGRAMS:
             programs.clear()
+
+    def note_loss(self, loss: Any) -> None:
+        """Note a global tensor that backward starts from; with the next update all ranks learn the value of a sum."""
+        # Reading a number of an accelerator would wait for it.
+        if not loss.dim() and loss.spec.sbp == (partial_sum,) and loss.device.type == "cpu" and self.slices is None:
+            self._losses = [*self._losses, (weakref.ref(loss), _torch.version(loss), loss.local)][-_MOST_LOSSES:]
+
+    def summands(self) -> list[int]:
+        """Return this rank's summands of the losses in whole numbers, as many for any number of losses."""
+        values = [float(local) for *_, local in self._losses]
+        bits = struct.pack(f"<{_MOST_LOSSES}d", *values, *[0.0] * (_MOST_LOSSES - len(values)))
+        return list(struct.unpack(f"<{2 * _MOST_LOSSES}I", bits))
+
+    def learn_losses(self, summands: Sequence[Sequence[int]]) -> None:
+        """Take the losses from their summands on each rank, so that one rank alone may read them."""
+        losses, self._losses = self._losses, []
+        rows = [struct.unpack(f"<{_MOST_LOSSES}d", struct.pack(f"<{2 * _MOST_LOSSES}I", *row)) for row in summands]
+        for (reference, version, local), values in zip(losses, zip(*rows, strict=True), strict=False):
+            if (loss := reference()) is not None and loss.known is None:
+                loss.known = version, torch.stack([local.new_tensor(one) for one in values]).sum()
 
     def seed(self) -> int:
         """Draw a number from torch's generator, as the seed of a graph's random numbers.

@@ -364,6 +364,8 @@ class Begun:
             and list(map(_torch.version, self._outputs)) == self._seen
             and is_bound
         )
+        # Not every rank may come here: a script may read a value on one rank alone, which waits for the others there.
+        agree(world().job, f"backward of {self.graph._doing()}", 0, dict)
         if adds and goes_on:
             return self._go_on(gradients)
         self.graph.predict(used)

@@ -125,10 +125,12 @@ class Update(LoopGraph):
         accumulated = tuple(name for name, one in self._members().parameters.items() if id(one) in has_gradient)
         self._request = replace(self._request, accumulated=accumulated)
         # Ranks drop tensors at different times.
-        self._steps.notes = [int(any(id(one) in has_gradient for one in parameters_read()))]
+        is_read = any(id(one) in has_gradient for one in parameters_read())
+        self._steps.notes = [int(is_read), *world().summands()]
         with one_thread("an update"), torch.autograd.set_detect_anomaly(False):
             step, batch = self._ready((), {})
-            self.changes_read = any(is_read for (is_read,) in self._steps.notes_of_ranks)
+            self.changes_read = any(is_read for is_read, *_ in self._steps.notes_of_ranks)
+            world().learn_losses([summands for _, *summands in self._steps.notes_of_ranks])
             sums = {store: store.accumulated for store in stores_of(gradients)}
             try:
                 for store in sums:
