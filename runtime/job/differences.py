@@ -13,8 +13,8 @@ READING = "reading the values of a global tensor"
 _ADVICE = {
     BROKE_OFF: "What they were exchanging there is lost: start the job again, from the last checkpoint.",
     READING: "Every rank must read what ranks have parts of: read before 'if rank == 0', and print inside of it.",
-    DOING: "Every rank must make the same calls in the same order: steps, full_parameters(), state_dict(), save() and "
-    "load() belong under no 'if rank == 0'.",
+    DOING: "Every rank must make the same calls in the same order: steps, reading parameters, full_parameters(), "
+    "state_dict(), save() and load() belong under no 'if rank == 0'.",
     "the end of full_parameters()": "No change was kept. Every rank must make the same changes, or one rank: "
     "full_parameters(..., modifier_rank=0).",
     "loading a state": "Nothing was loaded. All ranks must load the same values.",

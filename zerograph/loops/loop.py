@@ -386,6 +386,8 @@ class Loop:
         # Modules may have other tensors in their place now, by torch.func.functional_call().
         stores = [store for store in stores_of(self._watched) if not store.layout.is_whole and not store.is_unsharded]
         if stores:
+            # One rank that reads alone would wait for the others.
+            agree(world().job, "reading parameters", 0, dict)
             # They may be whole until the next training call.
             with torch.inference_mode(False), _torch.outside_transforms():
                 changed = changed_while_split(self._watched)
