@@ -128,6 +128,15 @@ def parameters_read() -> list[nn.Parameter]:
     return [parameter for reference in list(_READ.values()) if (parameter := reference()) is not None]
 
 
+def in_memory_read(parameter: nn.Parameter, values: Tensor) -> Tensor:
+    """Return values of a parameter in the memory that the user has in another tensor, of which there may be views."""
+    for one in _read_from(parameter):
+        own: Tensor = DATA.__get__(one)
+        if (own.shape, own.dtype, own.device) == (values.shape, values.dtype, values.device) and own.is_contiguous():
+            return own if own.data_ptr() == values.data_ptr() else own.copy_(values)
+    return values
+
+
 def changed_while_split(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
     """Return split parameters with the values of tensors that the user has read from them before, and changed since."""
     if not _LEFT:
@@ -214,7 +223,7 @@ class SplitParameter(nn.Parameter):
             is split. None: computing with it is an error, and it has no gradient.
     """
 
-    grad, data = _Grad(), _Data()
+    grad, data, detach = _Grad(), _Data(), _detach
     _zerograph_whole: Callable[[], object] | None = None
 
     @classmethod
@@ -239,10 +248,10 @@ class SplitParameter(nn.Parameter):
         return f"SplitParameter(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.__torch_function__(nn.Parameter.__deepcopy__, (), (self,))
+        return self.__torch_function__(nn.Parameter.__deepcopy__, (), (self, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__torch_function__(nn.Parameter.__reduce_ex__, (), (self,))
+        return self.__torch_function__(nn.Parameter.__reduce_ex__, (), (self, protocol))
 
 
 _MOVES = (

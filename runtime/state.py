@@ -35,7 +35,7 @@ from zerograph.runtime.job.exchange import broadcast_from_first, gather_whole, s
 from zerograph.runtime.job.process_group import Job, agree
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
-from zerograph.runtime.parameters import hide, parameters_of, settle_gradient, show
+from zerograph.runtime.parameters import hide, in_memory_read, parameters_of, settle_gradient, show
 from zerograph.runtime.tensor_hash import hash_bits
 
 PlainState = dict[str, Any]
@@ -232,7 +232,7 @@ def start_unshard(store: Store) -> Callable[[], None]:
 def show_whole(store: Store, values: Iterable[Tensor]) -> None:
     """Make split parameters whole, with these values."""
     for parameter, value in zip(store.parameters, values, strict=True):
-        show(parameter, value)
+        show(parameter, in_memory_read(parameter, value))
     store.unsharded_bits = None
     provisional = store.is_provisional
     store.sharded_state = ShardedState.PROVISIONAL_UNSHARDED if provisional else ShardedState.UNSHARDED
