@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from collections import defaultdict
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 import zerograph as zg
 from tests.loops import scripts
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
-from tests.pool import Pool
+from tests.pool import Pool, RanksError
 
 
 def prepare_at(stage: int) -> Prepare:
@@ -567,16 +568,23 @@ def changed_by_what_was_kept(prepare: Prepare) -> Seen:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(32, 6), batch_size=8))
     kept, printed = [one.data for one in model.parameters()], []
+    row, last = kept[0][2], model[2].weight.detach().t()[3]  # type: ignore[index]
 
     def halve() -> None:
         for one in kept:
             one.mul_(0.5)
+        row.add_(0.1)
+        last.clamp_(max=0.1)
 
     for step, (x, y) in enumerate(loader):
         loss = F.cross_entropy(model(x), y)
         printed.append(loss.item())
+        if step == 1:
+            model.state_dict()
+            kept = [one.detach() for one in model.parameters()]
         if step < 2:
             update(optimizer, loss)
+        printed.append(sum(one.sum().item() for one in (*kept, row, last)))
         model.state_dict()
         halve()
         optimizer.zero_grad()
@@ -594,6 +602,36 @@ def test_what_is_written_to_what_was_read_from_parameters_reaches_them(pool: Poo
     for rank_printed, rank_states in pool.run(2, changed_by_what_was_kept, prepare_at(stage)):
         assert rank_printed == pytest.approx(printed, rel=1e-9)
         torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
+
+
+def changed_in_turn(prepare: Prepare) -> Seen:
+    """Change parameters by a state dict, which has a tied one twice, and then themselves; copy a submodule."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)))
+    model[1].weight = model[0].weight  # type: ignore[index]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(samples(24, 6), batch_size=8))
+    printed = []
+    for x, y in loader:
+        printed.append(update(optimizer, F.cross_entropy(model(x), y)).item())
+        for one in model.state_dict().values():
+            one.mul_(0.9)
+        printed.append(copy.deepcopy(model[1])(torch.ones(6, dtype=x.dtype)).sum().item())
+        with torch.no_grad():
+            model[2].bias.add_(1)
+    return printed, [dict(model.state_dict())]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_and_their_copies_are_changed_in_turn(pool: Pool, stage: int) -> None:
+    printed, states = changed_in_turn(unprepared)
+    for rank_printed, rank_states in pool.run(2, changed_in_turn, prepare_at(stage)):
+        assert rank_printed == pytest.approx(printed, rel=1e-9)
+        torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
+
+
+def test_an_unknown_order_of_changes_is_an_error(pool: Pool) -> None:
+    with pytest.raises(RanksError, match=r"was changed, and so was its copy in a state_dict\(\)"):
+        pool.run(2, changed_in_turn, prepare_at(0))
 
 
 def prepared_only() -> int:

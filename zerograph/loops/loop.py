@@ -103,8 +103,8 @@ class Loop:
         self._watched: list[nn.Parameter] = []
         # How often each parameter was split again, by id: as often its version has changed without a change.
         self._hidings: dict[int, int] = {}
-        # Copies in state dicts since the last call or update, what they are copies of, and their version.
-        self._copies: list[tuple[Tensor, Tensor, int]] = []
+        # Copies in state dicts since the last call or update, what they are copies of, and the versions of both.
+        self._copies: list[tuple[Tensor, Tensor, int, int]] = []
         # States of optimizers that are whole until the next update.
         self._states: list[StoredState] = []
 
@@ -284,7 +284,11 @@ class Loop:
 
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient."""
-        return any(one in self._gradients or stored_gradient(one) is not None for one in self._watched)
+        return any(map(self.has_gradient, self._watched))
+
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Return whether this parameter has a gradient."""
+        return parameter in self._gradients or stored_gradient(parameter) is not None
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
@@ -357,32 +361,52 @@ class Loop:
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a state of parameters and buffers; they get what is written to it before the next call."""
+        tensors = {id(one): one for one in state.values() if isinstance(one, Tensor)}
         with torch.inference_mode(False):
-            # Their writes are counted.
-            copy = type(state)(
-                (key, one.detach().clone() if isinstance(one, Tensor) else one) for key, one in state.items()
-            )
-        self._copies += [(copy[key], one, 0) for key, one in state.items() if isinstance(one, Tensor)]
-        return copy
+            # Their writes are counted. Tied parameters have one copy.
+            copies = {key: one.detach().clone() for key, one in tensors.items()}
+        self._copies += [(copies[key], one, 0, self._version(one)) for key, one in tensors.items()]
+        return type(state)((name, copies.get(id(one), one)) for name, one in state.items())
 
     def _take_copies(self) -> None:
-        if changed_while_split(self._watched):
-            self._show()
-        if not (copies := self._copies):
-            return
-        # What is written makes a split parameter whole.
-        self._copies = [(copy, one, _torch.version(copy)) for copy, one, _ in copies]
+        """Write to parameters and buffers what the loop has written to their copies in state dicts.
+
+        Raises:
+            InputError: it has written to one of them too, and it is unknown in which order.
+        """
+        # What is written makes a split parameter whole, which takes copies.
+        copies, self._copies = self._copies, []
         with torch.no_grad():
-            for (copy, one, before), (*_, now) in zip(copies, self._copies, strict=True):
-                if now != before:
-                    one.copy_(copy)
+            for copy, one, before, version in copies:
+                if _torch.version(copy) == before:
+                    continue
+                if self._version(one) != version:
+                    raise InputError(
+                        f"a tensor of shape {tuple(one.shape)} was changed, and so was its copy in a state_dict()"
+                        "\nCall state_dict() again after a change, or change one of the two."
+                    )
+                one.copy_(copy)
+        self._copies += [(copy, one, _torch.version(copy), self._version(one)) for copy, one, *_ in copies]
+
+    def _version(self, tensor: Tensor) -> int:
+        """Return the number of writes to a parameter or buffer."""
+        # A split parameter has no values, but this number.
+        with _torch.without_torch_function():
+            return 0 if tensor.is_inference() else _torch.version(tensor) - self._hidings.get(id(tensor), 0)
 
     def _end_copies(self) -> None:
-        self._take_copies()
+        self._take_writes()
         self._copies.clear()
+
+    def _take_writes(self) -> None:
+        """Write to parameters what the loop has written to their copies, and to what it has read from them."""
+        self._take_copies()
+        if changed_while_split(self._watched):
+            self._show()
 
     def _show(self) -> None:
         """Make split parameters whole until the next update. A collective where they are not."""
+        self._take_copies()
         # Modules may have other tensors in their place now, by torch.func.functional_call().
         stores = [store for store in stores_of(self._watched) if not store.layout.is_whole and not store.is_unsharded]
         if stores:
@@ -402,7 +426,7 @@ class Loop:
         Raises:
             RankMismatchError: ranks have made other changes.
         """
-        self._take_copies()
+        self._take_writes()
         for store in self._reshard():
             for parameter in store.parameters:
                 self._hidings[id(parameter)] = self._hidings.get(id(parameter), 0) + 1
@@ -445,17 +469,14 @@ class Loop:
     def _saving(self) -> contextlib.AbstractContextManager[None]:
         """Return a block inside which autograd saves parameters by name: backward finds them whole."""
 
-        def version(parameter: nn.Parameter) -> int:
-            return _torch.version(parameter) - self._hidings.get(id(parameter), 0)
-
         def pack(tensor: Tensor) -> Any:
-            return (tensor, version(tensor)) if isinstance(tensor, nn.Parameter) else tensor
+            return (tensor, self._version(tensor)) if isinstance(tensor, nn.Parameter) else tensor
 
         def unpack(saved: Any) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
             parameter, before = saved
-            if version(parameter) != before:
+            if self._version(parameter) != before:
                 raise InputError(CHANGED_BEFORE_BACKWARD)
             if isinstance(parameter, SplitParameter):
                 self._show()
