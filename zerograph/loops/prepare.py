@@ -420,7 +420,10 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         if not loops or are_calls_plain() or building():
             return original(parameters, *args, **kwargs)
         call = inspect.signature(original).bind(parameters, *args, **kwargs)
-        parameters = [one for one in parameters if one.requires_grad or stored_gradient(one) is not None]
+        # A frozen parameter may have a gradient of before.
+        parameters = [
+            one for one in parameters if one.requires_grad or any(loop.has_gradient(one) for loop in loops.values())
+        ]
         is_of_others = any(getattr(one, "_zerograph_loop", None) is None for one in parameters)
         if len(loops) > 1 or is_of_others or call.arguments.get("error_if_nonfinite"):
             return original(parameters, *args, **kwargs)
