@@ -88,6 +88,8 @@ rule(aten.log_sigmoid_backward.default, _log_sigmoid, linear=(0,))
 
 # Complex numbers.
 rule(aten._conj.default, pointwise, linear=(0,))
+rule(aten._conj_physical.default, pointwise, linear=(0,))
+rule(aten._neg_view.default, pointwise, linear=(0,))
 rule(aten.view_as_real.default, "... -> ... parts!", linear=(0,))
 rule(aten.view_as_complex.default, "... parts! -> ...", linear=(0,))
 rule(aten.complex.default, pointwise, linear=together(0, 1))

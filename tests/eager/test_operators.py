@@ -105,6 +105,8 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "index_add": lambda x: torch.zeros(5, 16, dtype=x.dtype).index_add(0, torch.arange(8) % 5, x),
     "unique": lambda x: x.sign().unique(),
     "bincount": lambda x: columns(x).flatten().bincount(),
+    "conjugates": lambda x: [(z := torch.complex(x, x.roll(1, 1))).conj(), z.conj().imag, z.conj().sum(0), z.mH @ z],
+    "a conjugate in place": lambda x: changed(lambda z: z.conj().mul_(2j))(torch.complex(x, 2 * x)),
     "cast": lambda x: x.bfloat16().double(),
     "a value of it": lambda x: x * x.max().item(),
     "conv": lambda x: F.conv1d(x.view(8, 1, 16), torch.ones(2, 1, 3, dtype=x.dtype)),

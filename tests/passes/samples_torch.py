@@ -159,6 +159,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.addcdiv.default: [s(x(4, 6), x(4, 6), x(4, 6), value=0.5)],
     aten.bucketize.Tensor: [s(x(4, 6), torch.arange(4.0, dtype=torch.float64))],
     aten._conj.default: [s(_complex)],
+    aten._conj_physical.default: [s(_complex)],
+    aten._neg_view.default: [s(_complex)],
     aten.view_as_real.default: [s(_complex)],
     aten.view_as_complex.default: [s(x(4, 6, 2))],
     aten.complex.default: [s(x(4, 6), x(4, 6))],

@@ -578,7 +578,16 @@ def _refuse(kind: type[GlobalTensor], *_: Any, **__: Any) -> NoReturn:
     raise InputError("a zg.GlobalTensor cannot be resized in place (resize_, set_): create another one")
 
 
+def _marked(view: OpOverload, operator: OpOverload, kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
+    """Compute a view that torch only marks as conjugate or negative: ranks exchange memory, which has no mark."""
+    result = operator(x)
+    result.viewed = View(x, view, (x,), {}, None, _torch.version(x))
+    return result
+
+
 _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
+    aten._conj.default: functools.partial(_marked, aten._conj.default, aten._conj_physical.default),
+    aten._neg_view.default: functools.partial(_marked, aten._neg_view.default, aten.neg.default),
     aten.zero_.default: _fill,
     aten.fill_.Scalar: _fill,
     aten.fill_.Tensor: _fill,
