@@ -104,7 +104,7 @@ class Loop:
         # How often each parameter was split again, by id: as often its version has changed without a change.
         self._hidings: dict[int, int] = {}
         # Copies in state dicts since the last call or update, what they are copies of, and the versions of both.
-        self._copies: list[tuple[Tensor, Tensor, int, int]] = []
+        self._copies: list[tuple[Tensor, Tensor, int, int | None]] = []
         # States of optimizers that are whole until the next update.
         self._states: list[StoredState] = []
 
@@ -380,7 +380,7 @@ class Loop:
             for copy, one, before, version in copies:
                 if _torch.version(copy) == before:
                     continue
-                if self._version(one) != version:
+                if None not in (now := self._version(one), version) and now != version:
                     raise InputError(
                         f"a tensor of shape {tuple(one.shape)} was changed, and so was its copy in a state_dict()"
                         "\nCall state_dict() again after a change, or change one of the two."
@@ -388,11 +388,11 @@ class Loop:
                 one.copy_(copy)
         self._copies += [(copy, one, _torch.version(copy), self._version(one)) for copy, one, *_ in copies]
 
-    def _version(self, tensor: Tensor) -> int:
-        """Return the number of writes to a parameter or buffer."""
+    def _version(self, tensor: Tensor) -> int | None:
+        """Return the number of writes to a parameter or buffer; None for one that inference mode does not count."""
         # A split parameter has no values, but this number.
         with _torch.without_torch_function():
-            return 0 if tensor.is_inference() else _torch.version(tensor) - self._hidings.get(id(tensor), 0)
+            return None if tensor.is_inference() else _torch.version(tensor) - self._hidings.get(id(tensor), 0)
 
     def _end_copies(self) -> None:
         self._take_writes()
