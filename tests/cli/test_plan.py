@@ -62,6 +62,14 @@ def misshapen():
 def listed():
     return Step(), [torch.zeros(8, 64)]
 
+def broken(graph, context):
+    raise KeyError("none")
+
+def with_a_pass():
+    step = Step()
+    step.config.passes = (zg.PassEdit.after("simplify", broken),)
+    return step, torch.zeros(8, 64)
+
 def wrong():
     return 7
 
@@ -240,6 +248,21 @@ def test_a_build_that_fails_is_told_with_its_line(script: str, command: str, ste
     assert found.stderr.startswith(f"Step failed while it was traced: {why}")
     assert found.stderr.endswith("script_of_a_plan.py:12   loss = self.model(x).square().mean()\n")
     assert len(found.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+def test_a_pass_that_fails_is_named_with_its_graph(script: str, command: str) -> None:
+    found = CliRunner().invoke(app, [command, f"{script}:with_a_pass", "--world-size", "2"])
+    assert found.exit_code == 2
+    assert 'raise KeyError("none")\n' in found.stderr
+    assert "the pass broken failed, on the graph after simplify (" in found.stderr
+
+
+def test_a_search_that_finds_nothing_says_why(script: str) -> None:
+    arguments = [f"{script}:planned", "--world-size", "2", "--stage", "auto", "--fit", "1KiB", "--recompute", "blocks"]
+    found = CliRunner().invoke(app, ["plan", *arguments])
+    assert found.exit_code == 2
+    assert "can be compiled: cannot be compiled: config.activation_checkpointing = 'blocks', but the" in found.stderr
 
 
 def test_a_bug_is_no_answer(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,9 +38,14 @@ class Step(zg.ZeroGraph):
 STATE: dict[str, Any] = {"calibrated": True, "scale": torch.tensor([0.1, 2.0]), "seen": (3, [None, "a"])}
 
 
-@pytest.mark.parametrize("name", [*MODELS, "extra state"])
+def calibrated(name: str) -> nn.Module:
+    layer = Calibrated(3, 3)
+    return nn.Sequential(layer, nn.BatchNorm1d(3), *([layer] if name == "extra state twice" else []))
+
+
+@pytest.mark.parametrize("name", [*MODELS, "extra state", "extra state twice"])
 def test_a_checkpoint_has_all_names_of_the_state_dict(name: str, tmp_path: Path) -> None:
-    model = nn.Sequential(Calibrated(3, 3), nn.BatchNorm1d(3)) if name == "extra state" else make(name)
+    model = make(name) if name in MODELS else calibrated(name)
     step = TrainStep(model, adamw(model), 0)
     step.save(tmp_path)
     saved = zg.read_checkpoint(tmp_path)["modules"]["model"]
@@ -58,10 +63,11 @@ def test_extra_state_comes_back(tmp_path: Path) -> None:
         assert loaded == {"calibrated": True, "seen": (3, [None, "a"])}
 
 
-def test_extra_state_that_no_checkpoint_can_hold_is_an_error_that_names_the_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", [object(), torch.ones(3).to_sparse(), torch.ones(3, device="meta")], ids=range(3))
+def test_extra_state_that_no_checkpoint_can_hold_is_an_error_that_names_the_module(tmp_path: Path, extra: Any) -> None:
     step = Step(nn.Linear(3, 3), Calibrated(3, 3))
-    step.model[1].extra = object()
-    with pytest.raises(zg.ConfigError, match=r"get_extra_state\(\) of model.1 returns.*cannot hold"):
+    step.model[1].extra = extra
+    with pytest.raises(zg.ConfigError, match=r"(?s)get_extra_state\(\) of model.1 returns.*cannot hold"):
         step.save(tmp_path)
 
 

@@ -151,7 +151,10 @@ def errors_of_script(doing: str, *, are_all_users: bool = True) -> Iterator[None
         if not (line or are_all_users):
             raise
         where = f"\n  {line}   {code}" if line else ""
-        raise ConfigError(f"{doing}: {type(error).__name__}: {error}{where}") from error
+        reported = ConfigError(f"{doing}: {type(error).__name__}: {error}{where}")
+        for note in getattr(error, "__notes__", ()):
+            reported.add_note(note)
+        raise reported from error
 
 
 def tracing(step: ZeroGraph) -> contextlib.AbstractContextManager[None]:

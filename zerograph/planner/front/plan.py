@@ -211,7 +211,9 @@ def _fastest(
     compiled = (candidate for candidate in result.candidates if candidate.plan is not None)
     best = result.best or min(compiled, key=_peak, default=None)
     if best is None or best.plan is None:
-        raise ConfigError(f"no stage of this step can be compiled: {result.candidates[0].verdict}")
+        # Reasons of the compiler first.
+        reasons = "; ".join(sorted({one.verdict for one in result.candidates}))
+        raise ConfigError(f"no stage of this step can be compiled: {reasons}")
     assert isinstance(best.plan, Plan)
     return replace(best.plan, alternatives=result.candidates)
 

@@ -30,7 +30,8 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]}
-    if isinstance(value, Tensor) and value.dtype in DTYPES.values() and not value.is_complex():
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if is_dense and value.dtype in DTYPES.values() and not value.is_complex():
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), value.detach().reshape(-1).tolist()]}
     if isinstance(value, torch.dtype) and value in DTYPES.values():

@@ -163,9 +163,9 @@ def _check_fits(reader: Reader, saved: Written, parts: Parts) -> None:
 
 
 def _with_extra_state(members: Members) -> dict[str, nn.Module]:
-    """Return the modules whose ``state_dict()`` has extra state, by qualified name."""
-    plain = nn.Module.get_extra_state
-    return {name: one for name, one in members.root.named_modules() if type(one).get_extra_state is not plain}
+    """Return the modules whose ``state_dict()`` has extra state, by each of their qualified names."""
+    plain, named = nn.Module.get_extra_state, members.root.named_modules(remove_duplicate=False)
+    return {name: one for name, one in named if type(one).get_extra_state is not plain}
 
 
 def _check_extra_state(document: Written, members: Members) -> None:
@@ -174,8 +174,11 @@ def _check_extra_state(document: Written, members: Members) -> None:
     Raises:
         ConfigError: it has not.
     """
-    own = _with_extra_state(members).keys()
-    if document.extra_state and (different := sorted(own ^ document.extra_state.keys())):
+    own = _with_extra_state(members)
+    # Earlier versions wrote one name of a module that has several.
+    there_is = {id(module) for name, module in own.items() if name in document.extra_state}
+    lacking = {name for name, module in own.items() if id(module) not in there_is}
+    if document.extra_state and (different := sorted(lacking | (document.extra_state.keys() - own.keys()))):
         there = different[0] in document.extra_state
         raise ConfigError(
             f"the checkpoint is of another model: {'it has' if there else 'it lacks'} the extra state of "
