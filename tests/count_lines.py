@@ -6,10 +6,8 @@ With a revision of git, the differences from it are printed too.
 from __future__ import annotations
 
 import ast
-import io
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,26 +16,21 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("zerograph", "passes", "runtime", "tests", "benchmarks")
 OUTSIDE_OF_PACKAGE = ("tests", "benchmarks")
 
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def code_lines(text: str) -> int:
     """Return the number of lines that have code."""
+    lines = text.splitlines()
+    code = {number for number, line in enumerate(lines, 1) if line.strip() and not line.lstrip().startswith("#")}
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
-    return len(lines - docstrings)
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and '"""' in lines[node.lineno - 1]:
+            # Blank lines and comments in texts are code.
+            code.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(code - docstrings)
 
 
 def by_folder(files: Iterable[tuple[str, str]]) -> Counter[str]:
