@@ -10,7 +10,8 @@ import copy
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, train_plainly
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import line
+from zerograph.runtime.state import Store
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="Inductor needs a C++ compiler on PATH"
@@ -72,6 +74,55 @@ def plain_run(model: str, steps: int, size: int = 8, dtype: torch.dtype = torch.
     """Train a model of ``tests.models`` by AdamW on one device."""
     module = make(model, dtype)
     return PlainRun(train_plainly(module, adamw(module), batches(model, steps, size, dtype)), module.state_dict())
+
+
+def sliced(names: str, cases: Iterable[Any], more: Iterable[Any] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test: ``make test`` runs a slice of its cases, ``make test-long`` all of them.
+
+    Args:
+        names: those of the arguments, separated by commas.
+        cases: the slice, a value or a tuple of values each. :func:`covering` divides a product.
+        more: the other cases. Those that are in the slice already do not count.
+    """
+    chosen, others = ([_parameters(case, "," in names) for case in some] for some in (cases, more))
+    known = [one.values for one in chosen]
+    long = [
+        pytest.param(*one.values, marks=[*one.marks, pytest.mark.long], id=one.id)
+        for one in others
+        if one.values not in known
+    ]
+    return pytest.mark.parametrize(names, [*chosen, *long])
+
+
+def _parameters(case: Any, are_several: bool) -> Any:
+    return case if hasattr(case, "marks") else pytest.param(*(case if are_several else (case,)))
+
+
+def covering(cases: Iterable[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
+    """Divide cases into few, in which each value of each argument is, about as often as the others; and the rest."""
+    rest, chosen, times = list(cases), [], Counter[tuple[int, str]]()
+
+    def values(case: tuple[Any, ...]) -> set[tuple[int, str]]:
+        return {(place, repr(value)) for place, value in enumerate(case)}
+
+    missing = set[tuple[int, str]]().union(*map(values, rest))
+    while missing:
+        best = max(rest, key=lambda case: (len(missing & values(case)), -sum(times[one] for one in values(case))))
+        rest.remove(best)
+        chosen.append(best)
+        missing -= values(best)
+        times.update(values(best))
+    return chosen, rest
+
+
+def compilations_of(step: zg.ZeroGraph) -> int:
+    """Return how often a step has been compiled."""
+    return step._compilations
+
+
+def stores_of(step: zg.ZeroGraph) -> list[Store]:
+    """Return this rank's state of each bucket: what it holds of parameters, and of the optimizer's state."""
+    return step._stores()
 
 
 def deviation(actual: Tensor, expected: Tensor) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
+import multiprocessing as mp
 import runpy
 import signal
 import socket
@@ -11,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -66,6 +69,20 @@ def run_by_torchruns_agent(logs: Path, arguments: list[str], restarts: int = 0) 
     return {
         name: "".join(path.read_text() for path in sorted(last.glob(f"*/{name}.log"))) for name in ("stdout", "stderr")
     }
+
+
+def run_apart(function: Callable[..., None], *args: Any) -> int | None:
+    """Call a function in a process of its own, which ends as one of Python does; return its exit code."""
+    process = mp.get_context("forkserver").Process(target=_run_to_the_end, args=(function, args))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _run_to_the_end(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    function(*args)
+    # Forked processes leave this out.
+    atexit._run_exitfuncs()
 
 
 def _run_in_this_process(arguments: list[str]) -> None:
