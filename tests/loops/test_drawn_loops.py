@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.harness import sliced
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.loops.test_habits import SOME_STAGES, prepare_at
 from tests.pool import Pool
@@ -182,10 +183,7 @@ def drawn(seed: int, stages: tuple[int, ...]) -> list[Seen]:
     return [Loop(prepare_at(stage), seed).run() for stage in stages]
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [*range(3), *KEPT, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 500) if seed not in KEPT)],
-)
+@sliced("seed", [1, *KEPT], range(500))
 def test_a_drawn_loop_prints_and_saves_what_one_process_does(pool: Pool, seed: int) -> None:
     printed, (state,) = Loop(unprepared, seed).run()
     for seen in pool.run(2, drawn, seed, SOME_STAGES[seed % 4]):

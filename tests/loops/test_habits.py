@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.loops import scripts
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.pool import Pool, RanksError
@@ -392,17 +394,14 @@ def habit(name: str, stages: tuple[int, ...], rows: int) -> list[Seen]:
     return [loop_of(prepare_at(stage), step, model, rows) for stage in stages]
 
 
-# Each habit is shown at two of the stages; all of them, in the long run.
-SOME_STAGES = ((0, 3), (1, 3), (0, 2), (2, 3))
+# Each habit is shown at one stage or two; at all of them, in the long run.
+SOME_STAGES = ((0, 3), (1,), (2,), (3,))
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "stages"),
-    [
-        *((name, 8, SOME_STAGES[number % 4]) for number, name in enumerate(HABITS)),
-        ("two views", 5, (0, 3)),
-        *(pytest.param(name, rows, (0, 1, 2, 3), marks=pytest.mark.long) for name in HABITS for rows in (5, 8)),
-    ],
+@sliced(
+    "name, rows, stages",
+    [*((name, 8, SOME_STAGES[number % 4]) for number, name in enumerate(HABITS)), ("two views", 5, (3,))],
+    itertools.product(HABITS, (5, 8), [(0, 1, 2, 3)]),
 )
 def test_a_habit_of_loops_means_what_it_means_in_one_process(
     pool: Pool, name: str, rows: int, stages: tuple[int, ...]
@@ -415,33 +414,6 @@ def test_a_habit_of_loops_means_what_it_means_in_one_process(
             torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
             # Stages add up in one order.
             torch.testing.assert_close(stage_states, seen[0][1], rtol=0, atol=0)
-
-
-def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
-    return scripts.run_by_rules(name, prepare_at(stage), options)
-
-
-@pytest.mark.parametrize(
-    ("name", "stage", "options"),
-    [
-        ("imagenet", 2, {"accumulation": 2}),
-        pytest.param("nanogpt", 3, {"accumulation": 2}, marks=pytest.mark.long),
-        ("gan", 3, {}),
-        pytest.param("windows", 1, {"clips": False}, marks=pytest.mark.long),
-        pytest.param("scaled", 3, {}, marks=pytest.mark.long),
-        ("scaled", 2, {"fused": True}),
-        pytest.param("distillation", 3, {}, marks=pytest.mark.long),
-        pytest.param("averaged", 3, {}, marks=pytest.mark.long),
-        pytest.param("variational", 2, {}, marks=pytest.mark.long),
-        ("two_parts", 1, {}),
-        pytest.param("dpo", 3, {}, marks=pytest.mark.long),
-        ("adding_up", 3, {}),
-    ],
-)
-def test_a_script_prints_and_saves_what_one_process_does(
-    pool: Pool, name: str, stage: int, options: dict[str, Any]
-) -> None:
-    scripts.check_as_in_one_process(name, options, pool.run(2, prepared, name, stage, options))
 
 
 def scaled_in_fp64(prepare: Prepare) -> Seen:
@@ -474,7 +446,7 @@ def own_rows(stage: int, loss: str) -> list[float]:
     return printed
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "mse_loss", "huber_loss"])
+@sliced("loss", ["cross_entropy", "huber_loss"], ["mse_loss"])
 def test_rows_that_a_rank_has_cut_are_its_part_of_the_batch(pool: Pool, loss: str) -> None:
     (expected,) = pool.run(1, own_rows, 0, loss)
     for printed in pool.run(2, own_rows, 2, loss):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerograph as zg
-from tests.harness import LossStep, prepare
+from tests.harness import LossStep, prepare, sliced
 from tests.loops.test_accumulation import compilations
 from tests.loops.test_prepare import X, Y, network
 from zerograph._torch import written_arguments
@@ -115,15 +115,7 @@ def interrupted(model: nn.Module, optimizer: Any, what: str) -> list[float]:
     return printed
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "skip",
-        "evaluate",
-        "another loss",
-        *(pytest.param(one, marks=pytest.mark.long) for one in ("save", "raise", "a change")),
-    ],
-)
+@sliced("what", ["skip", "evaluate", "another loss"], ["save", "raise", "a change"])
 def test_a_loop_may_go_on_differently_after_a_read(what: str) -> None:
     layers = [nn.BatchNorm1d(16)] if what != "another loss" else []
     assert_like_plain(lambda model, optimizer: interrupted(model, optimizer, what), *layers)

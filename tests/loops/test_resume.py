@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.pool import Pool
 
 EPOCHS, ROWS = 3, 4
@@ -79,7 +80,7 @@ def train(name: str, folder: Path, stage: int, until: int | None = None, *, goes
 
 
 # In the middle of a pass, and at the last batch of one.
-@pytest.mark.parametrize(("name", "until"), [*((name, 8) for name in LOADERS), ("shuffled", 6)])
+@sliced("name, until", [("shuffled by a generator", 8), ("shuffled", 6)], [(name, 8) for name in LOADERS])
 def test_a_loop_goes_on_from_its_parts_and_its_position(pool: Pool, name: str, until: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     expected, _ = pool.run(2, train, name, folder, 3)
@@ -92,7 +93,7 @@ def continued(name: str, folder: Path, stage: int) -> list[float]:
     return train(name, folder, stage, goes_on=True)
 
 
-@pytest.mark.parametrize("name", ["streamed", "a list", "shuffled"])
+@sliced("name", ["streamed"], ["a list", "shuffled"])
 def test_the_rest_may_run_on_another_number_of_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     expected, _ = pool.run(2, train, name, folder, 3)
@@ -152,7 +153,7 @@ def from_state_dicts(folder: Path, stage: int, reads: bool, until: int = 6) -> l
     return losses
 
 
-@pytest.mark.parametrize(("stage", "reads"), [(2, False), (3, False), (2, True)])
+@sliced("stage, reads", [(3, False), (2, True)], [(2, False)])
 def test_a_loop_goes_on_with_the_same_masks_from_plain_state(
     pool: Pool, stage: int, reads: bool, tmp_path: Path
 ) -> None:

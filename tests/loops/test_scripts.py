@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.loops import scripts
 from tests.loops.scripts import Seen, unprepared
 from tests.pool import Pool
@@ -19,28 +20,29 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
     return scripts.run_by_rules(name, functools.partial(zg.prepare, stage=stage), options)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "options"),
+@sliced(
+    "name, stage, options",
     [
         ("imagenet", 2, {"accumulation": 2}),
         ("nanogpt", 3, {"accumulation": 1}),
-        *(
-            pytest.param(name, stage, {"accumulation": count}, marks=pytest.mark.long)
-            for name, stage, count in (("imagenet", 2, 1), ("imagenet", 3, 2), ("nanogpt", 2, 2), ("nanogpt", 3, 4))
-        ),
-        ("gan", 2, {}),
-        pytest.param("gan", 3, {}, marks=pytest.mark.long),
+        ("gan", 3, {}),
         ("windows", 3, {}),
-        pytest.param("windows", 1, {"clips": False}, marks=pytest.mark.long),
-        ("scaled", 3, {}),
-        pytest.param("scaled", 2, {"fused": True}, marks=pytest.mark.long),
+        ("scaled", 2, {"fused": True}),
         ("distillation", 3, {}),
         ("averaged", 3, {}),
         ("variational", 2, {}),
         ("two_parts", 1, {}),
-        pytest.param("dpo", 3, {}, marks=pytest.mark.long),
-        pytest.param("adding_up", 1, {}, marks=pytest.mark.long),
-        pytest.param("adding_up", 3, {}, marks=pytest.mark.long),
+        ("adding_up", 3, {}),
+    ],
+    [
+        ("imagenet", 2, {"accumulation": 1}),
+        ("imagenet", 3, {"accumulation": 2}),
+        *(("nanogpt", stage, {"accumulation": count}) for stage, count in ((2, 2), (3, 2), (3, 4))),
+        ("gan", 2, {}),
+        ("windows", 1, {"clips": False}),
+        ("scaled", 3, {}),
+        ("dpo", 3, {}),
+        ("adding_up", 1, {}),
     ],
 )
 def test_a_script_on_two_ranks_prints_and_saves_what_one_process_does(

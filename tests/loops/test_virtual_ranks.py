@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
 from tests.equivalence.test_virtual_ranks import Recurrent, Run, assert_equal, dropout, fused, masked_loss, mean_loss
+from tests.harness import sliced
 from tests.models import MODELS, adamw, batches, part
 from tests.pool import Pool, RanksError
 from zerograph.runtime.state import text_of
@@ -96,9 +97,7 @@ def trained(data: str, slices: int, stages: tuple[int, ...], options: dict[str, 
     return runs
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "dropout" else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
+@sliced("name", ["dropout"], CASES)
 def test_loops_on_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str) -> None:
     data, options = CASES[name]
     (wanted,) = pool.run(1, trained, data, SLICES, (0,), options)[0]

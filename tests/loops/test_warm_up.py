@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import covering, sliced
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {}),
@@ -39,8 +40,7 @@ def weights(name: str, stage: int | None, *, prepared: bool) -> list[Tensor]:
     return after
 
 
-@pytest.mark.parametrize("stage", [None, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@sliced("name, stage", *covering(itertools.product(OPTIMIZERS, [None, 2])))
 def test_an_update_at_rate_zero_changes_nothing_where_there_was_no_gradient_either(
     name: str, stage: int | None
 ) -> None:
