@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.capture import test_local as routing
 from tests.equivalence.test_stages import check
-from tests.harness import LossStep, PlainRun
+from tests.harness import LossStep, PlainRun, sliced
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.ir.loop import loops
@@ -47,16 +47,14 @@ def train(name: str, cases: list[Case], dtype: torch.dtype) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tolerance", "cases"),
+@sliced(
+    "name, dtype, tolerance, cases",
     [
         ("mlp", torch.float32, 1e-6, [(0, 2), (1, 4), (2, 2), (3, 2)]),
         # That stages agree bitwise does not depend on the model: of this one the last.
         ("gpt_tied_of_one_block", torch.float64, 1e-12, [(3, 4)]),
-        pytest.param(
-            "gpt_tied", torch.float64, 1e-12, [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)], marks=pytest.mark.long
-        ),
     ],
+    [("gpt_tied", torch.float64, 1e-12, [(0, 2), (1, 2), (2, 2), (3, 2), (3, 4)])],
 )
 def test_accumulation_changes_no_number(
     pool: Pool, name: str, dtype: torch.dtype, tolerance: float, cases: list[Case]

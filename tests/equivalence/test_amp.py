@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import deviation
+from tests.harness import deviation, sliced
 from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
@@ -86,14 +86,13 @@ def train(name: str, dtype: torch.dtype, stages: list[int], options: dict[str, A
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "reduce_dtype", "stages"),
+@sliced(
+    "name, dtype, reduce_dtype, stages",
     [
         ("gpt_of_one_block", torch.bfloat16, None, [0, 1, 2, 3]),
-        # Two of the three that reduce-scatter.
-        ("gpt_tied_of_one_block", torch.float16, torch.float32, [1, 3]),
-        pytest.param("gpt_tied_of_one_block", torch.float16, torch.float32, [0, 2], marks=pytest.mark.long),
+        ("gpt_tied_of_one_block", torch.float16, torch.float32, [3]),
     ],
+    [("gpt_tied_of_one_block", torch.float16, torch.float32, [0, 1, 2])],
 )
 def test_stages_and_plain_autocast_agree_bitwise(
     pool: Pool, name: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None, stages: list[int]
@@ -248,7 +247,7 @@ def paired(second: str, stages: list[int], together: bool = False) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize(("second", "stages"), [("fused", [0, 1, 3]), ("dealt", [2])])
+@sliced("second, stages", [("fused", [3]), ("dealt", [2])], [("fused", [0, 1])])
 def test_each_of_two_optimizers_skips_its_own_overflows_as_with_grad_scaler(
     pool: Pool, second: str, stages: list[int]
 ) -> None:

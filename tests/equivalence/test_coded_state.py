@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, needs_compiler, prepare
+from tests.harness import LossStep, needs_compiler, prepare, stores_of
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.coded_state import UNSIGNED, decode_entry, encode_entry
@@ -151,13 +151,13 @@ def test_a_skipped_step_changes_no_bit_of_the_state() -> None:
     step = LossStep(module, adamw(module, fused=True), 2, product, optimizer_state="int8", on_nonfinite="skip")
     x, y = batches()[0]
     step(x, y)
-    before = [value.clone() for store in step._stores() for value in (store.flat, *store.state.values())]
+    before = [value.clone() for store in stores_of(step) for value in (store.flat, *store.state.values())]
     with pytest.warns(UserWarning, match="skip"):
         step(torch.full_like(x, torch.inf), y)
-    after = [value for store in step._stores() for value in (store.flat, *store.state.values())]
+    after = [value for store in stores_of(step) for value in (store.flat, *store.state.values())]
     assert all(map(torch.equal, before, after))
     step(x, y)
-    assert not torch.equal(step._stores()[0].flat, before[0])
+    assert not torch.equal(stores_of(step)[0].flat, before[0])
 
 
 def coded(optimizer: Any, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, str]:

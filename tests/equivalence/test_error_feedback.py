@@ -13,7 +13,7 @@ from torch import Tensor
 import zerograph as zg
 from tests.equivalence.test_wire_formats import assert_equal, model, optimizer, rounded, train
 from tests.equivalence.test_wire_formats import inputs as batches
-from tests.harness import LossStep, sum_of_squares
+from tests.harness import LossStep, stores_of, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.sbp import partial_sum
@@ -113,7 +113,7 @@ def stand_still() -> list[float]:
     step.compile(x)
     for lr in (0.01, 0.0, 0.0, 0.0):
         update.param_groups[0]["lr"] = lr
-        (store,) = step._stores()
+        (store,) = stores_of(step)
         shard = in_memory(store.flat).clone()
         step(x)
         assert store.received is not None
@@ -138,7 +138,7 @@ def assign() -> tuple[Tensor, Tensor, float]:
                 for weight in step.model.parameters():
                     change(weight)
         step(part(x))
-        (store,) = step._stores()
+        (store,) = stores_of(step)
         results.append(store.received)
     with step.full_parameters():
         for weight in step.model.parameters():
@@ -171,7 +171,7 @@ def damage() -> str:
     step, (x, *_) = _step(DIFFERENCES), batches()
     step.config.check_replicas = 1
     step(part(x))
-    (store,) = step._stores()
+    (store,) = stores_of(step)
     assert store.received is not None
     store.received[3] += zg.rank()
     with pytest.raises(zg.ReplicaError) as error:
@@ -213,7 +213,7 @@ def descend() -> tuple[Tensor, Tensor, Tensor]:
     step = _linear_step(lr=1.0)
     for _ in range(20):
         step(part(x))
-    residual = next(iter(step._stores()[0].residuals.values())).float()
+    residual = next(iter(stores_of(step)[0].residuals.values())).float()
     total = torch.zeros_like(residual)
     total.copy_(residual)
     torch.distributed.all_reduce(total)
@@ -248,7 +248,7 @@ def skip() -> tuple[Tensor, Tensor, Tensor]:
     for factor in (1.0, float("inf"), 1.0):
         with pytest.warns() if factor != 1 else contextlib.nullcontext():
             step(part(x) * factor)
-        results.append(next(iter(step._stores()[0].residuals.values())).clone())
+        results.append(next(iter(stores_of(step)[0].residuals.values())).clone())
     return results[0], results[1], results[2]
 
 
@@ -329,7 +329,7 @@ def save_residuals(path: str) -> list[Tensor]:
     step = _step()
     step(part(batches()[0]))
     step.save(path)
-    (store,) = step._stores()
+    (store,) = stores_of(step)
     return [store.residuals[0][slot.offset : slot.offset + slot.numel] for slot in store.layout.slots]
 
 
@@ -362,7 +362,7 @@ def from_grid_to_line(path: str) -> list[float]:
         line = _step()
         line.load(f"{path}/{stage}")
         line.compile(part(batches()[0]))
-        (store,), (new,) = grid._stores(), line._stores()
+        (store,), (new,) = stores_of(grid), stores_of(line)
         residual = residual_of(new, 0, (partial_sum,), torch.bfloat16)
         pairs = zip(store.layout.slots, new.layout.slots, strict=True)
         old = store.residuals[1]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.harness import LossStep
+from tests.harness import LossStep, sliced
 from tests.models import part
 from tests.pool import Pool
 
@@ -134,9 +133,10 @@ def trained(pool: Pool, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"),
-    [*((name, torch.float64, 1e-10) for name in CASES), *((name, torch.float32, 1e-6) for name in SINGLE)],
+@sliced(
+    "name, dtype, tolerance",
+    [(name, torch.float64, 1e-10) for name in CASES],
+    [(name, torch.float32, 1e-6) for name in SINGLE],
 )
 def test_two_ranks_compute_what_one_device_computes(
     pool: Pool, name: str, dtype: torch.dtype, tolerance: float

@@ -34,7 +34,7 @@ from tests.equivalence.training import (
     train,
     train_plainly,
 )
-from tests.harness import LossStep, Predict
+from tests.harness import LossStep, Predict, sliced
 from tests.models import part
 from tests.peak_memory import most_allocated
 from tests.pool import Pool
@@ -186,39 +186,31 @@ def train_as_rank(name: str, dtype: torch.dtype, arrangement: Arrangement, stage
     return train(FAMILIES[name], dtype, stages, arrangement=arrangement)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "arrangement", "stages", "bound"),
+@sliced(
+    "name, dtype, arrangement, stages, bound",
     [
-        pytest.param("routed", torch.float64, EXPERTS, STAGES, EXACT, id="routed-2"),
-        pytest.param("preferred", torch.float64, EXCHANGED, (1,), EXACT, id="preferred-exchanged-4"),
-        pytest.param("routed", torch.float64, ROWS_AND_EXCHANGED, (2,), EXACT, id="routed-exchanged-2x2"),
-        pytest.param("mixtral", torch.float64, EXPERTS, (3,), ROUNDED, id="mixtral-2"),
-        pytest.param("batched", torch.float64, EXPERTS, (2,), EXACT, id="batched-2"),
-        pytest.param("adapted", torch.float64, EXPERTS, (2,), EXACT, id="adapted-2"),
-        pytest.param("biased", torch.float64, EXPERTS, (2,), EXACT, id="biased-2"),
-        pytest.param("qwen3-moe", torch.float32, EXPERTS, (2,), ROUNDED, id="qwen3-moe-2"),
-        # That the grid and the exchange do not depend on the model, nor the exchange on the stage.
-        pytest.param(
-            "routed", torch.float64, EXCHANGED, (1, 3), EXACT, id="routed-exchanged-4", marks=pytest.mark.long
-        ),
-        pytest.param("biased", torch.float64, ROWS_AND_EXPERTS, (2,), EXACT, id="biased-2x2", marks=pytest.mark.long),
-        pytest.param("unbalanced", torch.float64, ROWS_AND_CUT, (3,), EXACT, id="routed-2x2-cut"),
-        pytest.param("unbalanced", torch.float64, CUT_OF_FOUR, (2,), EXACT, id="routed-exchanged-cut"),
-        pytest.param(
-            "routed", torch.float64, ROWS_AND_EXPERTS, STAGES, EXACT, id="routed-2x2-all", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "mixtral", torch.float64, EXPERTS_OF_FOUR, (2,), ROUNDED, id="mixtral-exchanged-4", marks=pytest.mark.long
-        ),
-        pytest.param("mixtral", torch.float64, EXPERTS, STAGES, ROUNDED, id="mixtral-2-all", marks=pytest.mark.long),
-        pytest.param(
-            "mixtral", torch.float64, ROWS_AND_EXPERTS, STAGES, ROUNDED, id="mixtral-2x2-all", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "qwen3-moe", torch.float32, ROWS_AND_EXPERTS, STAGES, ROUNDED, id="qwen3-moe-2x2", marks=pytest.mark.long
-        ),
+        ("routed", torch.float64, EXPERTS, STAGES, EXACT),
+        ("preferred", torch.float64, EXCHANGED, (1,), EXACT),
+        ("mixtral", torch.float64, EXPERTS, (3,), ROUNDED),
+        ("batched", torch.float64, EXPERTS, (2,), EXACT),
+        ("adapted", torch.float64, EXPERTS, (2,), EXACT),
+        ("biased", torch.float64, EXPERTS, (2,), EXACT),
+        ("unbalanced", torch.float64, ROWS_AND_CUT, (3,), EXACT),
+    ],
+    # That grid, exchange and micro-batches depend neither on the model nor on the stage.
+    [
+        ("qwen3-moe", torch.float32, EXPERTS, (2,), ROUNDED),
+        ("routed", torch.float64, ROWS_AND_EXCHANGED, (2,), EXACT),
+        ("routed", torch.float64, EXCHANGED, (1, 3), EXACT),
+        ("biased", torch.float64, ROWS_AND_EXPERTS, (2,), EXACT),
+        ("unbalanced", torch.float64, CUT_OF_FOUR, (2,), EXACT),
+        ("routed", torch.float64, ROWS_AND_EXPERTS, STAGES, EXACT),
+        ("mixtral", torch.float64, EXPERTS_OF_FOUR, (2,), ROUNDED),
+        ("mixtral", torch.float64, EXPERTS, STAGES, ROUNDED),
+        ("mixtral", torch.float64, ROWS_AND_EXPERTS, STAGES, ROUNDED),
+        ("qwen3-moe", torch.float32, ROWS_AND_EXPERTS, STAGES, ROUNDED),
         *(
-            pytest.param(f"{name}-unbalanced", dtype, where, (stage,), ROUNDED, marks=pytest.mark.long)
+            (f"{name}-unbalanced", dtype, where, (stage,), ROUNDED)
             for name, dtype in (("mixtral", torch.float64), ("qwen3-moe", torch.float32))
             for where in (CUT, CUT_IN_FOUR, ROWS_AND_CUT)
             for stage in STAGES
@@ -293,7 +285,7 @@ def test_in_micro_batches_each_token_travels_once_to_the_experts_and_once_back()
     }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "adapted"])
+@sliced("name", ["mixtral", "adapted"], ["qwen3-moe"])
 def test_without_expert_parallelism_no_token_travels(name: str) -> None:
     assert activations(prepared(name, 2, 2)) == []
 

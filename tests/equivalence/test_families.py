@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock, patch
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 
@@ -17,6 +16,7 @@ from tests.equivalence.families import FAMILIES
 from tests.equivalence.family import Family
 from tests.equivalence.mesh_layouts import ON_A_MESH
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
+from tests.harness import sliced
 from tests.pool import Pool
 from zerograph import Collective, _torch
 from zerograph.runtime.backends import inductor, regions
@@ -29,11 +29,7 @@ AT_EVERY_STAGE, LAST = ("gpt2",), (3,)
 # the models of test_stages and the mixer have.
 IN_OTHERS = ("llama", "whisper", "resnet")
 CASES = [(name, STAGES if name in AT_EVERY_STAGE else LAST) for name in FAMILIES if name not in IN_OTHERS]
-REST = [
-    pytest.param(name, STAGES, marks=pytest.mark.long, id=f"{name}-every stage")
-    for name in FAMILIES
-    if name not in AT_EVERY_STAGE
-]
+REST = [(name, STAGES) for name in FAMILIES]
 
 
 def train_as_rank(name: str, stages: Sequence[Stage]) -> tuple[dict[Stage, Result], list[Collective]]:
@@ -50,7 +46,7 @@ def trained(pool: Pool, name: str, stages: Sequence[Stage]) -> Any:
     return pool.run(2, train_as_rank, name, stages)
 
 
-@pytest.mark.parametrize(("name", "stages"), [*(pytest.param(*case, id=case[0]) for case in CASES), *REST])
+@sliced("name, stages", CASES, REST)
 def test_two_ranks_compute_what_one_device_computes(pool: Pool, name: str, stages: Sequence[Stage]) -> None:
     (results, collectives), (others, _) = trained(pool, name, stages)
     first = results[stages[0]]
@@ -74,7 +70,7 @@ def train_on_a_mesh(name: str) -> dict[Stage, Result]:
 
 
 # A layer split by hand, Llama shows; rows along both dimensions, an MLP and convolutions: test_meshes.
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.long] * (one != "llama")) for one in ON_A_MESH])
+@sliced("name", [], ON_A_MESH)
 def test_four_ranks_on_a_mesh_compute_what_one_device_computes(pool: Pool, name: str) -> None:
     everybody = pool.run(4, train_on_a_mesh, name)
     wanted = train_plainly(FAMILIES[name])
@@ -128,8 +124,8 @@ def train_in_regions(name: str) -> tuple[Result, int]:
     return results[3], sum(isinstance(part, Piece) for part in program)
 
 
-# T5: attention as in BERT, norms as in Llama.
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet", pytest.param("t5", marks=pytest.mark.long)])
+# T5: attention as in BERT, norms as in Llama. Norms of Llama and batch norm of a ResNet: tests/gpu.
+@sliced("name", ["gpt2", "bert"], ["llama", "resnet", "t5"])
 def test_regions_compute_what_the_operators_compute(pool: Pool, name: str) -> None:
     """Each runs as it is here; ``tests/gpu`` shows what Inductor makes of it."""
     wanted, _ = trained(pool, name, dict(CASES).get(name, LAST))[0]

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import loss as losses
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import part
 from tests.pool import Pool
 
@@ -198,9 +198,7 @@ def train(reduction: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[An
     return found, step.state_dict()["modules"]["model"], moved
 
 
-@pytest.mark.parametrize(
-    "reduction", ["mean", "sum or none", *(pytest.param(one, marks=pytest.mark.long) for one in ("sum", "none"))]
-)
+@sliced("reduction", ["mean", "sum or none"], ["sum", "none"])
 def test_every_loss_is_that_of_one_device_and_no_sample_moves(pool: Pool, reduction: str) -> None:
     results = pool.run(2, train, reduction)
     model, batch = _made(reduction)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import deviation, plain_run
+from tests.harness import deviation, plain_run, sliced
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh
@@ -66,11 +66,7 @@ def trained(pool: Pool, name: str, stages: tuple[int, ...], sbp: Any) -> list[An
 HYBRID = ("mlp", (0, 2, 3), BOTH)
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "sbp"),
-    [HYBRID, pytest.param("conv", (3,), BOTH, marks=pytest.mark.long), ("gpt_of_one_block", (3,), FIRST)],
-    ids=["mlp-hybrid", "conv-hybrid", "gpt-tensor-parallel"],
-)
+@sliced("name, stages, sbp", [HYBRID, ("gpt_of_one_block", (3,), FIRST)], [("conv", (3,), BOTH)])
 def test_a_mesh_computes_what_one_device_computes(pool: Pool, name: str, stages: tuple[int, ...], sbp: Any) -> None:
     everybody = trained(pool, name, stages, sbp)
     plain = plain_run(name, STEPS, 8, torch.float64)

@@ -140,6 +140,7 @@ def with_the_rest(folder: Path) -> list[dict[tuple[str, int], Any]]:
     return [*every, runs(TrainStep(model, fused(model)), (2,), "mlp")]
 
 
+@pytest.mark.long
 def test_so_it_is_with_micro_batches_offload_and_mixed_precision(pool: Pool, tmp_path: Path) -> None:
     *every, with_fused = pool.run(2, with_the_rest, tmp_path)[0]
     for found in every:

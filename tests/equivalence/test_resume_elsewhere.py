@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -102,7 +103,7 @@ def runs(pool: Pool) -> Iterator[Saved]:
         yield Saved(pool, Path(folder))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@sliced("ranks", [1, 3], [2, 4])
 def test_from_one_to_four_ranks_to_as_many(runs: Saved, ranks: int) -> None:
     """Each number of ranks has another stage, and goes on at yet another."""
     runs.check(ranks, ranks % 4, {}, [runs.run(source, source - 1) for source in (1, 2, 3, 4)])
@@ -123,7 +124,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@sliced("change", ["small parameters whole", "in files"], CHANGES)
 def test_with_another_layout_and_back(runs: Saved, tmp_path: Path, change: str) -> None:
     options = {key: tmp_path if value == "the folder" else value for key, value in CHANGES[change].items()}
     runs.check(2, 3, options, [runs.run(2, 1)])
@@ -149,6 +150,7 @@ def test_in_bf16_what_was_fp32(runs: Saved, pool: Pool) -> None:
     close(pool.run(2, gone_on, 3, BF16, [path])[0][0], wanted)
 
 
+@pytest.mark.long
 def test_in_fp32_what_was_bf16(runs: Saved, pool: Pool) -> None:
     path, _ = runs.run(2, 2, **BF16)
     close(pool.run(3, gone_on, 3, {}, [path])[0][0], plainly(zg.read_checkpoint(path)))

@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.equivalence.families import FAMILIES, LossOf
 from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, SEQUENCE_OF_FOUR, Arrangement
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
-from tests.harness import LossStep, update_plainly
+from tests.harness import LossStep, sliced, update_plainly
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
@@ -55,13 +55,7 @@ LONG = {("gpt2", "ulysses", "sequence"): STAGES} | {
 }
 
 
-@pytest.mark.parametrize(
-    ("case", "stages"),
-    [
-        *(pytest.param(*item, id="-".join(item[0])) for item in SHORT.items()),
-        *(pytest.param(*item, id="-".join(item[0]), marks=pytest.mark.long) for item in LONG.items()),
-    ],
-)
+@sliced("case, stages", SHORT.items(), LONG.items())
 def test_ranks_that_split_the_sequence_compute_what_one_device_computes(
     pool: Pool, case: tuple[str, str, str], stages: Sequence[Stage]
 ) -> None:

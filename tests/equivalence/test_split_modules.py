@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import zerograph as zg
-from tests.harness import Predict
+from tests.harness import Predict, sliced
 from tests.pool import Pool
 from zerograph.compiler.input_layout import zero_dims_on
 from zerograph.ir.mesh import Mesh
@@ -147,13 +147,10 @@ def test_a_whole_and_a_split_layer_on_a_line_train_as_on_one_device(line: list[l
     check(line)
 
 
-@pytest.mark.parametrize(
-    ("layout", "stages"),
-    [
-        ("grid", (0, 2)),
-        ("rows of the grid", (3,)),
-        *(pytest.param(name, (0, 1, 2, 3), marks=pytest.mark.long) for name in ("grid", "rows of the grid")),
-    ],
+@sliced(
+    "layout, stages",
+    [("grid", (0,)), ("rows of the grid", (3,))],
+    [("grid", (0, 1, 2, 3)), ("rows of the grid", (0, 1, 2, 3))],
 )
 def test_a_whole_and_a_split_layer_on_a_grid_train_as_on_one_device(
     pool: Pool, layout: str, stages: tuple[int, ...]

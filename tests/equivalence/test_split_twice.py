@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, deviation
+from tests.harness import LossStep, deviation, sliced
 from tests.models import adamw
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh
@@ -112,14 +113,9 @@ def close(losses: list[Tensor], state: dict[str, Tensor]) -> None:
 
 
 # That stages agree depends neither on the batch's SBP nor on the dimensions of ZeRO.
-BATCHES = [
-    ((S0, B), (0, 1, 2, 3)),
-    ((S0, S0), (3,)),
-    pytest.param((S0, S0), (0, 1, 2, 3), marks=pytest.mark.long),
-]
-
-
-@pytest.mark.parametrize(("input_sbp", "stages"), BATCHES, ids=str)
+@sliced(
+    "input_sbp, stages", [((S0, B), (0, 3)), ((S0, S0), (2,))], itertools.product(((S0, B), (S0, S0)), [(0, 1, 2, 3)])
+)
 def test_stages_compute_what_one_device_computes(pool: Pool, input_sbp: Any, stages: tuple[int, ...]) -> None:
     everybody = pool.run(4, train, GRID, stages, input_sbp)
     for number, stage in enumerate(stages):
@@ -130,14 +126,8 @@ def test_stages_compute_what_one_device_computes(pool: Pool, input_sbp: Any, sta
             assert placed["model.down.weight"] == "(S(0), S(1))"
 
 
-@pytest.mark.parametrize(
-    ("input_sbp", "stages"),
-    [
-        ((S0, B), (3,)),
-        ((S0, S0), (1, 2)),
-        *(pytest.param(sbp, (0, 1, 2, 3), marks=pytest.mark.long) for sbp in ((S0, B), (S0, S0))),
-    ],
-    ids=str,
+@sliced(
+    "input_sbp, stages", [((S0, B), (3,)), ((S0, S0), (1,))], itertools.product(((S0, B), (S0, S0)), [(0, 1, 2, 3)])
 )
 def test_zero_along_both_dimensions_splits_a_parameter_where_the_user_does_not(
     pool: Pool, input_sbp: Any, stages: tuple[int, ...]
@@ -196,6 +186,7 @@ def save_elsewhere(folder: Path) -> None:
     step.save(folder)
 
 
+@pytest.mark.long
 def test_checkpoints_move_to_and_from_other_layouts(pool: Pool, tmp_path: Path) -> None:
     expected, values = plain()
     pool.run(4, train, GRID, (2,), (S0, B), tmp_path / "blocks")

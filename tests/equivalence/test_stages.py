@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import LossStep, PlainRun, deviation, joined, plain_run, sum_of_squares
+from tests.harness import LossStep, PlainRun, deviation, joined, plain_run, sliced, sum_of_squares
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -43,15 +42,14 @@ def check(result: tuple[list[Tensor], dict[str, Tensor]], plain: PlainRun, toler
     assert deviation(joined(state), joined(plain.state)) <= tolerance
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "tolerance"),
+# Two blocks: GPT-2 in test_families.
+@sliced(
+    "name, dtype, tolerance",
     [
         *((name, torch.float32, 1e-6) for name in ("mlp", "conv", "gpt_tied_of_one_block")),
         ("gpt_of_one_block", torch.float64, 1e-12),
-        # Two blocks: GPT-2 in test_families.
-        pytest.param("gpt", torch.float32, 1e-6, marks=pytest.mark.long),
-        pytest.param("conv", torch.float64, 1e-12, marks=pytest.mark.long),
     ],
+    [("gpt", torch.float32, 1e-6), ("conv", torch.float64, 1e-12)],
 )
 def test_two_ranks_compute_what_one_device_computes(
     pool: Pool, name: str, dtype: torch.dtype, tolerance: float
@@ -73,13 +71,7 @@ def test_two_ranks_compute_what_one_device_computes(
             assert deviation(results[0][1][key], value) <= tolerance, key
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        ("mlp", [0, 3]),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("mlp", [0, 1, 2, 3]), ("gpt_tied", [3]))),
-    ],
-)
+@sliced("name, stages", [("mlp", [0, 3])], [("mlp", [0, 1, 2, 3]), ("gpt_tied", [3])])
 def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str, stages: list[int]) -> None:
     results = pool.run(4, train, name, stages, torch.float32, 12, {})
     for result in results[0]:

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 
 import zerograph as zg
 from tests.equivalence.families import FAMILIES
-from tests.harness import LossStep
+from tests.harness import LossStep, sliced
 from zerograph.ir.mesh import line
 
 # The others of the table are of these kinds, or are trained on ragged batches elsewhere.
-NAMES = ("bert", "gru_time_first", "transformer", "unet", "graph", "mixer")
+NAMES = ("bert", "gru_time_first", "unet", "graph")
 # Whisper: attention as in BERT, two lengths as in the transformer, convolutions as in the U-Net. LSTM: as the GRU.
-REST = [pytest.param(name, marks=pytest.mark.long) for name in ("whisper", "lstm")]
+REST = ("transformer", "mixer", "whisper", "lstm")
 
 
 def sent(name: str, dynamic: bool) -> Counter[tuple[str, int]]:
@@ -34,6 +33,6 @@ def sent(name: str, dynamic: bool) -> Counter[tuple[str, int]]:
     return Counter((one.kind, one.bytes) for one in prepared.collectives())
 
 
-@pytest.mark.parametrize("name", [*NAMES, *REST])
+@sliced("name", NAMES, REST)
 def test_symbolic_rows_send_what_static_ones_do(name: str) -> None:
     assert sent(name, dynamic=True) == sent(name, dynamic=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import deviation
+from tests.harness import deviation, sliced
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -38,7 +37,7 @@ def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tenso
     return results
 
 
-@pytest.mark.parametrize("stages", [[3], pytest.param([1, 3], marks=pytest.mark.long)])
+@sliced("stages", [[3]], [[1, 2, 3]])
 def test_all_together_train_as_without_what_saves_memory(pool: Pool, tmp_path: Path, stages: list[int]) -> None:
     plain: Any = pool.run(2, train, False, str(tmp_path), stages)[0]
     spared = pool.run(2, train, True, str(tmp_path), stages)[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import deviation, plain_run
+from tests.harness import deviation, plain_run, sliced
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.ir.alias import WAIT
@@ -44,17 +44,14 @@ def train(name: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[A
     return results
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "options"),
+@sliced(
+    "name, stages, options",
     [
         ("mlp", (0, 1, 2, 3), {}),
         ("mlp", (3,), {"gradient_accumulation_steps": 2, "bucket_size": 256}),
         ("mlp", (3,), {"mode": "non_distributed", "memory_budget": 2**24}),
-        pytest.param(
-            *("gpt_of_one_block", (3,), {"gradient_accumulation_steps": 2, "bucket_size": 2048}), marks=pytest.mark.long
-        ),
     ],
-    ids=["stages", "micro-batches", "owners", "micro-batches of a transformer"],
+    [("gpt_of_one_block", (3,), {"gradient_accumulation_steps": 2, "bucket_size": 2048})],
 )
 def test_it_computes_what_one_device_computes(
     pool: Pool, name: str, stages: tuple[int, ...], options: dict[str, Any]
@@ -92,7 +89,7 @@ def test_backward_gathers_inside_of_a_host_only() -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"wire": "int8"}, {"wire": {"gather": {1: "int8"}}}], ids=str)
+@sliced("options", [{}, {"wire": {"gather": {1: "int8"}}}], [{"wire": "int8"}])
 def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> None:
     model = make("gpt")
     step = TrainStep(model, adamw(model), 3, shard_dims=BOTH, bucket_size=4096, **options)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import deviation, joined, plain_run, prepare
+from tests.harness import deviation, joined, plain_run, prepare, sliced
 from tests.models import MODELS, TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
@@ -138,17 +138,23 @@ def assert_equal(run: Run, wanted: Run, where: str) -> None:
     assert not different, f"{where}: {different}"
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        *((name, ((0, 1, 2, 3), (1, 2), (0, 3))[min(number, number % 2 + 1)]) for number, name in enumerate(CASES)),
-        *(pytest.param(name, STAGES, marks=pytest.mark.long) for name in CASES),
-    ],
+# The stages of the numbers of ranks that one rank at stage 0 is compared with; one case shows that all agree.
+EVERYWHERE = {1: (3,), 2: STAGES, 4: STAGES}
+SOMEWHERE = ({2: STAGES, 4: (3,)}, {2: (0,)}, {4: (2,)}, {2: (3,)})
+
+
+OTHERS = ("GPT", "batch norm of each slice", "SGD", "fused AdamW", "recomputation")
+
+
+@sliced(
+    "name, stages",
+    [(name, SOMEWHERE[number and 1 + number % 3]) for number, name in enumerate(CASES) if name not in OTHERS],
+    [(name, EVERYWHERE) for name in CASES],
 )
-def test_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str, stages: tuple[int, ...]) -> None:
+def test_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str, stages: dict[int, tuple[int, ...]]) -> None:
     data, options = CASES[name]
     (wanted,) = pool.run(1, trained, data, 4, (0,), options)[0]
-    for ranks, there in ((1, stages[-1:]), (2, stages), (4, stages[-1:] if len(stages) == 2 else STAGES)):
+    for ranks, there in stages.items():
         for rank, runs in enumerate(pool.run(ranks, trained, data, 4, there, options)):
             for stage, run in zip(there, runs, strict=True):
                 assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
@@ -160,9 +166,7 @@ def test_three_ranks_have_the_bits_of_one(pool: Pool) -> None:
         assert_equal(run, wanted, "3 ranks")
 
 
-@pytest.mark.parametrize(
-    "name", ["perceptron", *(pytest.param(name, marks=pytest.mark.long) for name in CASES if name != "perceptron")]
-)
+@sliced("name", ["perceptron"], CASES)
 def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str) -> None:
     """Sums of slices 3 and 4, or 4 to 7, are those of two ranks: of 12 slices a rank has 6, 4 or 3."""
     data, options = CASES[name]
@@ -227,7 +231,7 @@ def with_rows_at(shift: int, optimizer: Callable[..., torch.optim.Optimizer], st
     return losses | step.fingerprint()
 
 
-@pytest.mark.parametrize("optimizer", [adamw, muon])
+@sliced("optimizer", [adamw], [muon])
 def test_bits_do_not_depend_on_where_rows_are_in_memory(
     pool: Pool, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
@@ -269,9 +273,7 @@ def peaks(slices: int, stage: int) -> tuple[float, int]:
     return step.memory.peak, most_alive_bytes(step, part(x), part(y))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "slices"), [(1, 8), (2, 12), *(pytest.param(*one, marks=pytest.mark.long) for one in [(2, 8), (4, 4)])]
-)
+@sliced("ranks, slices", [(1, 8), (2, 12)], [(2, 8), (4, 4)])
 def test_the_peak_of_memory_is_the_predicted_one(pool: Pool, ranks: int, slices: int) -> None:
     """With several slices a rank holds sums that wait for others, and with 6 of 12 two nodes of the tree."""
     for predicted, measured in pool.run(ranks, peaks, slices, 3):
