@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, sum_of_squares, update_plainly
+from tests.harness import LossStep, compilations_of, sliced, sum_of_squares, update_plainly
 from tests.models import MODELS, TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 
@@ -72,12 +72,12 @@ def trained(
     initial, results = step.state_dict(), []
     batches = data(name, rows[zg.world_size()], torch.float64)
     for stage, count in cases:
-        before = step._compilations
+        before = compilations_of(step)
         step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
         step.config.gradient_accumulation_steps = count
         step.load_state_dict(initial)
         losses = [step(take(part, x), take(part, y)) for part, x, y in batches]
-        results.append((losses, step.state_dict()["modules"]["model"], step._compilations - before))
+        results.append((losses, step.state_dict()["modules"]["model"], compilations_of(step) - before))
     return results
 
 
@@ -91,9 +91,10 @@ def as_one_device(name: str, spreads: Sequence[tuple[int, ...]], results: Sequen
         assert compilations <= most
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "stage", "dynamic"),
-    [("mlp", 1, 0, "auto"), ("mlp", 3, 1, "auto"), ("gpt_tied_of_one_block", 3, 3, True)],
+@sliced(
+    "name, ranks, stage, dynamic",
+    [("mlp", 1, 0, "auto"), ("gpt_tied_of_one_block", 3, 3, True)],
+    [("mlp", 3, 1, "auto")],
 )
 def test_ragged_batches_train_as_one_device_on_the_concatenation(
     pool: Pool, name: str, ranks: int, stage: int, dynamic: Any
@@ -103,9 +104,7 @@ def test_ragged_batches_train_as_one_device_on_the_concatenation(
     as_one_device(name, ROWS[ranks], results, 1 if dynamic is True else 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "dynamic"), [("conv", "rows"), pytest.param("gpt_of_one_block", True, marks=pytest.mark.long)]
-)
+@sliced("name, dynamic", [("conv", "rows")], [("gpt_of_one_block", True)])
 def test_stages_train_as_one_device_and_agree_bitwise_on_ragged_batches(pool: Pool, name: str, dynamic: Any) -> None:
     for first, *others in pool.run(2, trained, name, [(stage, 1) for stage in range(4)], dynamic):
         as_one_device(name, ROWS[2], [first, *others], 1)
@@ -130,7 +129,7 @@ def test_a_size_that_build_returns_is_that_of_the_call() -> None:
     for rows in (4, 5, 7, 5):
         _, count, others = step(torch.randn(rows, 3))
         assert (type(count), count, others) == (int, rows, {"half": rows / 2})
-    assert step._steps.compilations == 2
+    assert compilations_of(step) == 2
 
 
 def rows_come_back() -> list[Tensor]:
@@ -174,7 +173,7 @@ def pairs_trained(stage: int, train: Callable[..., Any] | None = None) -> list[T
     return differences
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@sliced("stage", [3], [0])
 def test_a_loss_between_all_samples_gathers_unequal_parts(pool: Pool, stage: int) -> None:
     for differences in pool.run(2, pairs_trained, stage):
         assert max(differences) < 1e-12
@@ -208,7 +207,7 @@ def one_row_in_all(loss: Callable[..., Tensor]) -> tuple[list[str], list[Tensor]
     return messages, differences
 
 
-@pytest.mark.parametrize("loss", [squeezed, branching, batch_normed])
+@sliced("loss", [branching, batch_normed], [squeezed])
 def test_one_row_over_several_ranks_is_refused_where_it_is_something_else(
     pool: Pool, loss: Callable[..., Tensor]
 ) -> None:

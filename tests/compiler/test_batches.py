@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import zerograph as zg
-from tests.harness import deviation, joined
+from tests.harness import deviation, joined, sliced
 from tests.models import MODELS, TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 
@@ -62,9 +62,10 @@ def epoch(kind: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, step.state_dict()["modules"]["model"]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind", "stage"),
-    [(2, "list", 2), (2, "iterable dataset", 0), (3, "generator", 3), (2, "dataset", 1)],
+@sliced(
+    "ranks, kind, stage",
+    [(2, "iterable dataset", 0), (3, "generator", 3)],
+    [(2, "list", 2), (2, "dataset", 1)],
 )
 def test_an_epoch_trains_as_one_device_on_the_batches_of_all_ranks(
     pool: Pool, ranks: int, kind: str, stage: int

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
+from tests.harness import compilations_of, sliced
 from tests.models import TrainStep, adamw, make
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -48,13 +49,13 @@ def within_maximum(budgets: Sequence[int | None]) -> list[tuple[zg.Memory, list[
     """
     step, results = step_of(activation_checkpointing="auto"), []
     for budget in budgets:
-        before, step.config.memory_budget = step._compilations, budget
+        before, step.config.memory_budget = compilations_of(step), budget
         step(*marked(1 + zg.rank(), 3))
         step(*part(2, 5))
         memory = step.memory
         rows = [(MAX_ROWS, MAX_ROWS), (MAX_ROWS, 0), (0, MAX_ROWS), (1, 2)]
         alive = [most_alive_bytes(step, *part(each[zg.rank()], MAX_LENGTH)) for each in rows]
-        results.append((memory, alive, step._compilations - before))
+        results.append((memory, alive, compilations_of(step) - before))
     return results
 
 
@@ -71,6 +72,7 @@ def test_memory_and_its_budget_hold_for_declared_maxima(pool: Pool) -> None:
             assert compilations == 1
 
 
+@pytest.mark.long
 def test_memory_without_maxima_is_for_the_largest_sizes_seen() -> None:
     step = step_of()
     step(*part(4, 9))
@@ -90,17 +92,17 @@ def larger_sizes(budget: int) -> tuple[list[str], list[int], list[int], str]:
         for batch in [(2, 4), (3, 5), (4, 6), (4, 14), (2, 5), (14, 4), (3, 13)]:
             step(*part(*batch))
             alive.append(most_alive_bytes(step, *part(*batch)))
-            compilations.append(step._compilations)
+            compilations.append(compilations_of(step))
     before = {name: value.clone() for name, value in step.state_dict()["modules"]["model"].items()}
     with pytest.raises(zg.MemoryBudgetError) as refused:
         step(*part(64, 16))
     torch.testing.assert_close(step.state_dict()["modules"]["model"], before, rtol=0, atol=0)
     assert step(*part(4, 14)).isfinite()
-    assert step._compilations == compilations[-1]
+    assert compilations_of(step) == compilations[-1]
     return [str(one.message) for one in caught], alive, compilations, str(refused.value)
 
 
-@pytest.mark.parametrize(("ranks", "budget"), [(1, 670_000), pytest.param(2, 590_000, marks=pytest.mark.long)])
+@sliced("ranks, budget", [(1, 670_000)], [(2, 590_000)])
 def test_a_larger_batch_keeps_the_budget_by_a_further_compilation_or_is_refused(
     pool: Pool, ranks: int, budget: int
 ) -> None:

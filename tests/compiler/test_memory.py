@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import Gpt, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -148,25 +149,18 @@ def at_stages(name: str, stages: list[int]) -> list[tuple[int, int]]:
 
 
 # Of the others what the small GPT does not show; benchmarks/memory.py has all stages of all.
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        ("gpt small", [0, 1, 2, 3]),
-        ("resnet", [3]),
-        pytest.param("resnet", [0, 1, 2], marks=pytest.mark.long),
-    ],
-)
+@sliced("name, stages", [("gpt small", [0, 1, 2, 3])], [("resnet", [0, 1, 2, 3])])
 def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool, name: str, stages: list[int]) -> None:
     for predicted, seen in pool.run(2, at_stages, name, stages)[0]:
         assert predicted == pytest.approx(seen, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
+@sliced(
+    "optimizer, options",
+    [(matrices_by_muon, {})],
     [
-        (matrices_by_muon, {}),
         (torch.optim.SGD, {"shard_min_size": 512, "clip_grad_norm": 1.0}),
-        pytest.param(torch.optim.AdamW, {"clip_grad_norm": 1.0}, marks=pytest.mark.long),
+        (torch.optim.AdamW, {"clip_grad_norm": 1.0}),
     ],
 )
 def test_so_it_is_with_other_updates(pool: Pool, optimizer: Any, options: dict[str, Any]) -> None:

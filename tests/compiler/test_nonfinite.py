@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import needs_compiler
+from tests.harness import needs_compiler, sliced
 from tests.pool import Pool
 from zerograph._torch import pytree
 
@@ -147,7 +147,6 @@ def raising(optimizer: Any, stage: int, options: dict[str, Any]) -> dict[str, tu
 
 
 # Each optimizer, stage and option once.
-LONG = ("stage 2, fused", "stage 2, two backward()", "stage 3, recomputed")
 ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "data parallel": (momentum, 0, {}),
     "stage 1, dealt": (momentum, 1, {"mode": "non_distributed"}),
@@ -163,12 +162,10 @@ ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
+@sliced(
     "arrangement",
-    [
-        pytest.param(one, marks=[needs_compiler] * ("inductor" in one) + [pytest.mark.long] * (one in LONG))
-        for one in ARRANGEMENTS
-    ],
+    ["data parallel", "stage 1, dealt", "stage 3, files"],
+    [pytest.param(one, marks=[needs_compiler] * ("inductor" in one)) for one in ARRANGEMENTS],
 )
 def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arrangement: str, tmp_path: Path) -> None:
     optimizer, stage, options = ARRANGEMENTS[arrangement]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from tests.harness import LossStep, MakeOptimizer, inputs, sum_of_squares, two_layers, update_plainly
+from tests.harness import LossStep, MakeOptimizer, compilations_of, inputs, sum_of_squares, two_layers, update_plainly
 
 
 def step_of(model: nn.Module, make: MakeOptimizer, schedule: Callable[[Any], LRScheduler] | None = None) -> LossStep:
@@ -46,7 +46,7 @@ def test_the_first_update_is_plain_pytorchs_bit_by_bit_and_needs_no_compilation_
                 buffer = state["optimizers"][0]["state"][number]["momentum_buffer"]
                 assert torch.equal(buffer, entries["momentum_buffer"])
                 assert torch.equal(buffer.signbit(), entries["momentum_buffer"].signbit())
-    assert len(step._steps) == 1
+    assert compilations_of(step) == 1
 
 
 def test_a_gradient_of_minus_zero_is_the_first_momentum() -> None:
@@ -75,7 +75,7 @@ def test_a_schedule_that_cycles_momentum_needs_no_second_compilation(name: str) 
         schedule.step()
         step(x)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
-    assert len(step._steps) == 1
+    assert compilations_of(step) == 1
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), torch.optim.Rprop])

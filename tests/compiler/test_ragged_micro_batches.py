@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_any_batch import as_one_device, data, own_of_any_size, trained
-from tests.harness import LossStep, needs_compiler, update_plainly
+from tests.harness import LossStep, needs_compiler, sliced, update_plainly
 from tests.models import TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 from zerograph.runtime.backends import pieces
@@ -26,13 +26,10 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "case", "dynamic"),
-    [
-        ("gpt_of_one_block", 1, (0, 3), "auto"),
-        ("mlp", 3, (2, 2), "auto"),
-        ("gpt_of_one_block", 3, (3, 3), True),
-    ],
+@sliced(
+    "name, ranks, case, dynamic",
+    [("mlp", 3, (2, 2), "auto")],
+    [("gpt_of_one_block", 1, (0, 3), "auto"), ("gpt_of_one_block", 3, (3, 3), True)],
 )
 def test_unequal_micro_batches_train_as_one_device_on_the_whole(
     pool: Pool, name: str, ranks: int, case: tuple[int, int], dynamic: Any
@@ -125,10 +122,7 @@ def whole() -> Results:
     return everything([(0, 1)])[0]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "cases", "grid"),
-    [(1, [(0, 2)], False), (2, [(1, 3)], False), (4, [(3, 2)], True)],
-)
+@sliced("ranks, cases, grid", [(2, [(1, 3)], False)], [(1, [(0, 2)], False), (4, [(3, 2)], True)])
 def test_draws_counts_statistics_and_outputs_are_those_of_the_whole(
     pool: Pool, whole: Results, ranks: int, cases: list[tuple[int, int]], grid: bool
 ) -> None:
@@ -167,6 +161,7 @@ def pairs() -> tuple[list[Tensor], str]:
     return losses, str(raised.value)
 
 
+@pytest.mark.long
 def test_a_grid_that_splits_layers_too_has_equal_rows_where_ranks_hold_the_same_part(pool: Pool) -> None:
     model = make("gpt_of_one_block", torch.float64)
     batches = [(x, y) for _, x, y in data("gpt_of_one_block", PAIRS, torch.float64)]
@@ -272,6 +267,7 @@ def test_batch_norm_behind_a_layer_is_refused_for_unequal_micro_batches(batch_no
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 @needs_compiler
 def test_inductor_serves_unequal_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SMALLEST", 0)

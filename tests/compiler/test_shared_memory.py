@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Predict, Step
+from tests.harness import Predict, Step, sliced
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 
@@ -103,7 +103,7 @@ def trained_again(stage: int) -> int:
     return again
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@sliced("stage", [3], [0, 1])
 def test_what_graphs_lay_end_to_end_is_no_shared_memory(pool: Pool, stage: int) -> None:
     assert pool.run(2, trained_again, stage) == [stage] * 2
 

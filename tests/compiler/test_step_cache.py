@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib
+import itertools
 import logging
 import os
 import random
@@ -24,8 +25,8 @@ import zerograph as zg
 from tests.artifact.test_artifacts import damaged
 from tests.compiler.changes_of_a_step import CHANGES, Step, cached_factor
 from tests.equivalence.families import FAMILIES
-from tests.equivalence.training import STAGES, batches, make, optimizer
-from tests.harness import LossStep
+from tests.equivalence.training import batches, make, optimizer
+from tests.harness import LossStep, sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.base import cache
@@ -146,7 +147,7 @@ def fuzz(folder: str, rounds: int) -> tuple[list[str], list[str]]:
     return used, stale
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.long)])
+@sliced("rounds", [1], [12])
 def test_a_stale_step_is_never_used(pool: Pool, tmp_path: Path, rounds: int) -> None:
     used, stale = pool.run(1, fuzz, str(tmp_path), rounds)[0]
     assert stale == []
@@ -382,14 +383,7 @@ def used_again(folder: str, name: str, stage: int) -> None:
             assert all(map(torch.equal, run(None), values))
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        pytest.param(name, 0 if stage == "off" else stage, marks=pytest.mark.long, id=f"{name}-{stage}")
-        for name in FAMILIES
-        for stage in STAGES
-    ],
-)
+@sliced("name, stage", [], itertools.product(FAMILIES, range(4)))
 def test_steps_of_models_are_kept(pool: Pool, tmp_path: Path, name: str, stage: int) -> None:
     pool.run(2, used_again, str(tmp_path), name, stage)
 
@@ -433,7 +427,7 @@ def harmed(folder: str, count: int) -> int:
     return used
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.long)])
+@sliced("count", [12], [500])
 def test_damaged_files_are_compiled_again(pool: Pool, tmp_path: Path, count: int) -> None:
     assert pool.run(1, harmed, str(tmp_path), count) == [0]
 
