@@ -166,7 +166,7 @@ def train_families(stages: dict[str, Sequence[int]]) -> dict[str, list[list[floa
 
 
 # That all stages agree does not depend on the family.
-STAGES: dict[str, Sequence[int]] = {"gpt2": range(4), "bert": (0, 3), "t5": (0, 3)}
+STAGES: dict[str, Sequence[int]] = {"gpt2": (0, 3), "bert": (2,), "t5": (1,)}
 
 
 def test_two_ranks_train_as_one_and_stages_agree_bitwise(pool: Pool) -> None:

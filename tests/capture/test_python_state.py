@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Step, inputs, model
+from tests.harness import Step, compilations_of, inputs, model
 from tests.pool import Pool
 from zerograph.capture.places import PythonState, walk
 from zerograph.ir.mesh import line
@@ -208,7 +208,7 @@ def test_what_is_only_collected_is_said_to_be_lost() -> None:
     with pytest.warns(UserWarning, match=r"build.. adds to model.seen\n.*made.seen.append.\"call\"."):
         _, step = losses_of(collect, 3)
     assert step.model.seen == ["call"]
-    assert len(step._steps) == 1
+    assert compilations_of(step) == 1
 
 
 def cached(made: Any, loss: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def test_a_cache_is_neither_warned_of_nor_compiled_for_again() -> None:
         warnings.simplefilter("error", UserWarning)
         losses, step = losses_of(cached, 3)
     assert losses == pytest.approx(plain_losses_of(cached, 3), rel=1e-12)
-    assert len(step._steps) == 1
+    assert compilations_of(step) == 1
 
 
 def first_otherwise(made: Any, loss: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def first_otherwise(made: Any, loss: Tensor) -> Tensor:
 def test_a_first_step_that_is_another_one_is_followed_by_one_more_compilation() -> None:
     losses, step = losses_of(first_otherwise, 4)
     assert losses == pytest.approx(plain_losses_of(first_otherwise, 4), rel=1e-12)
-    assert len(step._steps) == 2
+    assert compilations_of(step) == 2
 
 
 def test_state_is_as_before_after_an_error() -> None:

@@ -140,9 +140,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train() -> dict[tuple[str, int], tuple[list[Tensor], dict[str, Tensor], list[str]]]:
-    """Return losses, state and messages of two steps of each model at each stage, on a rank."""
+    """Return losses, state and messages of two steps of each model without ZeRO and at stage 3, on a rank."""
     results = {}
-    for (name, make), stage in itertools.product(MODELS.items(), range(4)):
+    for (name, make), stage in itertools.product(MODELS.items(), (0, 3)):
         model = make()
         micro_batches = 2 if make is Gated else 1
         step = LossStep(model, sgd(model), stage, gradient_accumulation_steps=micro_batches)
@@ -154,7 +154,7 @@ def train() -> dict[tuple[str, int], tuple[list[Tensor], dict[str, Tensor], list
     return results
 
 
-def test_they_compute_at_all_stages_what_one_device_does(pool: Pool) -> None:
+def test_they_compute_with_and_without_zero_what_one_device_does(pool: Pool) -> None:
     first = pool.run(2, train)[0]
     for (name, _), (losses, state, said) in first.items():
         plain = MODELS[name]()

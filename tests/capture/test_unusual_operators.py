@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.mesh import line
@@ -165,7 +166,7 @@ def both(stage: int) -> dict[str, tuple[Outcome, Outcome]]:
     return outcomes
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
+@sliced("stage", [3], [1])
 def test_a_graph_computes_what_plain_pytorch_does(pool: Pool, stage: int) -> None:
     for outcomes in pool.run(2, both, stage):
         for title, (outcome, expected) in outcomes.items():
