@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import prepare
+from tests.harness import prepare, sliced
 from tests.models import part
 from tests.pool import Pool
 
@@ -260,12 +260,10 @@ AT_EVERY_STAGE = ["clip_norm_2", "two_losses_with_clipping_between"]
 VARIANTS = ["clip_norm_3", "clip_norm_far_away", "clip_with_foreach", "clip_norm_0"]
 
 
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        *((name, [0, 1, 2, 3] if name in AT_EVERY_STAGE else [3]) for name in BODIES if name not in VARIANTS),
-        *(pytest.param(name, [0, 1, 2, 3], marks=pytest.mark.long) for name in BODIES if name not in AT_EVERY_STAGE),
-    ],
+@sliced(
+    "name, stages",
+    [(name, [0, 1, 2, 3] if name in AT_EVERY_STAGE else [3]) for name in BODIES if name not in VARIANTS],
+    [(name, [0, 1, 2, 3]) for name in BODIES],
 )
 def test_two_ranks_compute_what_plain_pytorch_computes(pool: Pool, name: str, stages: list[int]) -> None:
     mine, others = pool.run(2, in_graph, [name], stages, torch.float64, {"bucket_size": 256})

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import TokenLoss
 from tests.pool import Pool
 
@@ -146,8 +147,8 @@ def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]
 
 
 @pytest.mark.filterwarnings("ignore:step 8 is compiled for the 8th time")
-@pytest.mark.parametrize(
-    ("name", "kind", "options", "compiles"),
+@sliced(
+    "name, kind, options, compiles",
     [
         ("onecycle", torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 1),
         ("onecycle", torch.optim.AdamW, {"amsgrad": True}, 1),
@@ -155,9 +156,11 @@ def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]
         ("weight_decay", torch.optim.AdamW, {}, 2),
         ("weight_decay", torch.optim.Muon, {}, 2),
         ("momentum", torch.optim.Muon, {}, 2),
+    ],
+    [
         ("weight_decay", torch.optim.Adafactor, {}, 2),
         # Multiplied with another number before it meets a tensor: stays a constant, compiled each time.
-        pytest.param("d", torch.optim.Adafactor, {}, STEPS, marks=pytest.mark.long),
+        ("d", torch.optim.Adafactor, {}, STEPS),
     ],
 )
 def test_a_hyperparameter_that_changes_becomes_an_input(name: str, kind: Any, options: Any, compiles: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerograph as zg
-from tests.harness import LossStep, MakeOptimizer, inputs, sum_of_squares, two_layers, update_plainly
+from tests.harness import LossStep, MakeOptimizer, inputs, sliced, sum_of_squares, two_layers, update_plainly
 from tests.models import part
 from tests.pool import Pool
 
@@ -106,7 +106,7 @@ def predicted_state(stage: int, micro_batches: int) -> list[int]:
     return predicted
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 1), (1, 2), (3, 1)])
+@sliced("stage, micro_batches", [(1, 2), (3, 1)], [(1, 1)])
 def test_state_that_an_update_does_not_use_counts_in_the_predicted_peak(
     pool: Pool, stage: int, micro_batches: int
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import zerograph as zg
+from tests.harness import compilations_of, sliced
 from tests.models import Batch, TrainStep, part, train_plainly
 from tests.optimizers import Assigning, Branching, Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
@@ -155,12 +156,10 @@ def check(name: str, losses: Tensor, state: dict[str, Any]) -> None:
 
 
 # That stages agree does not depend on the optimizer: of those whose parameters are dealt out whole, one shows all.
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        *((name, [2, 0, 1, 3] if name == "muon" else [2]) for name in OPTIMIZERS),
-        *(pytest.param(name, [2, 0, 1, 3], marks=pytest.mark.long) for name in DEALT if name != "muon"),
-    ],
+@sliced(
+    "name, stages",
+    [(name, [2, 0, 1, 3] if name == "muon" else [2]) for name in OPTIMIZERS],
+    [(name, [2, 0, 1, 3]) for name in DEALT],
 )
 def test_an_optimizer_makes_the_updates_of_the_plain_one(pool: Pool, name: str, stages: list[int]) -> None:
     results = pool.run(2, over_stages, name, stages)[0]
@@ -215,9 +214,7 @@ def saved_and_loaded(name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.long) for name in ("adafactor", "shampoo"))]
-)
+@sliced("name", ["muon"], ["adafactor", "shampoo"])
 def test_state_of_dealt_parameters_moves_between_stages_and_the_plain_optimizer(pool: Pool, name: str) -> None:
     wanted, net, _ = plainly(name)
     for state in pool.run(2, saved_and_loaded, name)[0]:
@@ -321,7 +318,7 @@ def prepared_counted(kind: str, stage: int) -> tuple[list[Tensor], list[Any]]:
     return counted(kind, functools.partial(zg.prepare, stage=stage))
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("root", 3), ("warm-up", 2), ("sub", 0)])
+@sliced("kind, stage", [("root", 3), ("sub", 0)], [("warm-up", 2)])
 def test_a_number_of_a_parameters_state_that_changes_is_an_input(pool: Pool, kind: str, stage: int) -> None:
     ((values, counts),) = pool.run(1, counted, kind, unprepared)
     for own, own_counts in pool.run(2, prepared_counted, kind, stage):
@@ -371,7 +368,7 @@ def prepared_countable(kind: str, stage: int) -> Any:
     return countable(kind, functools.partial(zg.prepare, stage=stage))
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("group", 3), ("own", 2), ("later", 0)])
+@sliced("kind, stage", [("group", 3), ("own", 2)], [("later", 0)])
 def test_a_number_of_an_optimizer_or_its_group_that_counts_steps_is_an_input(pool: Pool, kind: str, stage: int) -> None:
     ((values, *counts),) = pool.run(1, countable, kind, unprepared)
     for own, *own_counts in pool.run(2, prepared_countable, kind, stage):
@@ -385,7 +382,7 @@ def test_a_step_that_counts_is_compiled_once() -> None:
     step = Step(net, [Countable(net.parameters(), "group")], 2)
     for x, y in data():
         step(x, y)
-    assert step._compilations == 1
+    assert compilations_of(step) == 1
 
 
 def unprepared(*objects: Any) -> tuple[Any, ...]:
@@ -498,7 +495,7 @@ def test_numbers_of_a_group_follow_the_optimizers_code() -> None:
         results.append(torch.stack(losses))
         numbers.append([optimizer.param_groups[0][name] for name in ("total", "highest")])
         if run:
-            assert run._compilations == 1
+            assert compilations_of(run) == 1
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
     assert numbers[0] == numbers[1]
 

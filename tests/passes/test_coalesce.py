@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import prepare
+from tests.harness import prepare, sliced
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph import Collective, PassEdit
@@ -40,7 +39,7 @@ def prepared_sums(together: bool, stage: int, batch_norm: str, micro_batches: in
 CASES = [(0, 1), (2, 1), (3, 1), (2, 3)]
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), CASES)
+@sliced("stage, micro_batches", [(0, 1), (2, 3)], CASES)
 def test_running_statistics_and_the_loss_travel_together(stage: int, micro_batches: int) -> None:
     many, few = (prepared_sums(together, stage, "local", micro_batches) for together in (False, True))
     # Two norms' means and variances, and the loss; where gradients need how many samples there are, that, too.
@@ -49,11 +48,8 @@ def test_running_statistics_and_the_loss_travel_together(stage: int, micro_batch
     assert abs(sum(one.bytes for one in few) - sum(one.bytes for one in many)) <= len(many)
 
 
-@pytest.mark.parametrize(
-    ("stage", "micro_batches"),
-    # The sums are the same at every stage.
-    [pytest.param(*case, marks=[pytest.mark.long] * (case in ((2, 1), (3, 1)))) for case in CASES],
-)
+# The sums are the same at every stage.
+@sliced("stage, micro_batches", [(2, 3)], CASES)
 def test_travelling_together_changes_no_number(pool: Pool, stage: int, micro_batches: int) -> None:
     apart = pool.run(2, trained, False, stage, micro_batches)
     together = pool.run(2, trained, True, stage, micro_batches)

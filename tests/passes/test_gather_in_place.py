@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import Case, Predict, needs_compiler
+from tests.harness import Case, Predict, needs_compiler, sliced, stores_of
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes, most_allocated_bytes
 from tests.pool import Pool
@@ -49,7 +49,7 @@ def by_torch() -> Iterator[None]:
 
 
 def rooms(step: zg.ZeroGraph) -> list[Store]:
-    return [store for store in step._stores() if store.gather_buffer is not None]
+    return [store for store in stores_of(step) if store.gather_buffer is not None]
 
 
 class Returning(TrainStep):
@@ -98,15 +98,18 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
     return equal(one, other), with_rooms, without
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "options"),
+@sliced(
+    "name, stage, options",
     [
-        (GPT, 1, {"clip_grad_norm": 0.5}),
+        ("mlp", 1, {"clip_grad_norm": 0.5, **TINY}),
         pytest.param("mlp", 2, {"backend": "inductor", **TINY}, marks=needs_compiler),
         ("mlp", 2, {"gradient_accumulation_steps": 2, **TINY}),
-        pytest.param("conv", 2, {"clip_grad_norm": 0.5}, marks=pytest.mark.long),
-        pytest.param(GPT, 2, {"backend": "inductor"}, marks=[needs_compiler, pytest.mark.long]),
-        pytest.param("gpt_tied_of_one_block", 1, {"gradient_accumulation_steps": 2}, marks=pytest.mark.long),
+    ],
+    [
+        (GPT, 1, {"clip_grad_norm": 0.5}),
+        ("conv", 2, {"clip_grad_norm": 0.5}),
+        pytest.param(GPT, 2, {"backend": "inductor"}, marks=needs_compiler),
+        ("gpt_tied_of_one_block", 1, {"gradient_accumulation_steps": 2}),
     ],
 )
 def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: dict[str, Any]) -> None:
@@ -116,6 +119,7 @@ def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: di
     assert without == 0
 
 
+@pytest.mark.long
 def test_nor_do_several_on_a_grid(pool: Pool) -> None:
     same, with_rooms, without = pool.run(4, both_ways, "mlp", 2, [[0, 1], [2, 3]], TINY)[0]
     assert same
@@ -242,7 +246,7 @@ def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
         within.append(store.flat.data_ptr() == at and nbytes(store.gather_buffer) == 2 * nbytes(store.flat))
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for store in step._stores()
+        for store in stores_of(step)
         for tensor in (store.flat, store.gather_buffer, *store.state.values())
         if isinstance(tensor, Tensor)
     }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tests.harness import LossStep, prepare
+from tests.harness import LossStep, prepare, stores_of
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph.passes.recompute import recompute_cheap
@@ -128,13 +128,13 @@ def reductions() -> dict[str, int]:
     found = _targets(step)
     # Where the ranks cannot read each other's memory it is torch's own.
     in_place = found[collectives.sum_ranks_] + found[torch.ops._c10d_functional.all_reduce_.default]
-    return {"in place": in_place, "buckets": len(step._stores())}
+    return {"in place": in_place, "buckets": len(stores_of(step))}
 
 
 def test_a_fused_optimizer_updates_each_bucket_by_its_own_operator() -> None:
     _, step = _trained("gpt", "eager")
     found = _targets(step)
-    assert found[aten._fused_adamw_.tensor_lr] == len(step._stores())
+    assert found[aten._fused_adamw_.tensor_lr] == len(stores_of(step))
     assert not any(found[one] for one in (aten.addcdiv.default, aten.addcdiv_.default, aten.sqrt.default))
 
 

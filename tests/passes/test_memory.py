@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import Case
+from tests.harness import Case, covering, sliced, stores_of
 from tests.models import batches, make, part
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
@@ -46,8 +47,7 @@ def _used_in(graph: Any, span: range, module: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["conv", "gpt_tied"])
-@pytest.mark.parametrize("stage", [2, 3])
+@sliced("name, stage", *covering(itertools.product(["conv", "gpt_tied"], [2, 3])))
 def test_at_most_two_buckets_of_whole_gradients_are_alive(name: str, stage: int) -> None:
     _, most, _ = lifetimes(name, stage)
     assert 1 <= most <= 2
@@ -103,14 +103,14 @@ def bytes_at_rest(name: str, stage: int, small: int) -> tuple[int, int]:
     (x, y), *_ = batches(name, 1, 12)
     step(part(x), part(y))
     storages = {}
-    for store in step._stores():
+    for store in stores_of(step):
         for tensor in (store.flat, *store.state.values(), *store.parameters):
             if type(tensor) in (torch.Tensor, nn.Parameter):
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return step.state_bytes(), sum(storages.values())
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 1), (2, 2), (2, 3), (4, 3)])
+@sliced("ranks, stage", [(2, 1), (2, 2), (2, 3)], [(4, 3)])
 def test_a_rank_holds_its_share_of_the_state(pool: Pool, ranks: int, stage: int) -> None:
     sizes = [p.numel() for p in make("mlp").parameters()]
     share = math.ceil(sum(sizes) / ranks)
@@ -134,9 +134,9 @@ def in_place(stage: int) -> tuple[list[str], list[bool]]:
     (x, y), *_ = batches("gpt", 1)
     step.compile(part(x), part(y))
     copies = [state.name for _, state, _ in writes(step.graph().graph)]
-    before = [tensor.data_ptr() for store in step._stores() for tensor in (store.flat, *store.state.values())]
+    before = [tensor.data_ptr() for store in stores_of(step) for tensor in (store.flat, *store.state.values())]
     step(part(x), part(y))
-    after = [tensor.data_ptr() for store in step._stores() for tensor in (store.flat, *store.state.values())]
+    after = [tensor.data_ptr() for store in stores_of(step) for tensor in (store.flat, *store.state.values())]
     return copies, [a == b for a, b in zip(before, after, strict=True)]
 
 

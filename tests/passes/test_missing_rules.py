@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import stores_of
 from tests.models import part
 from tests.passes.samples import ints, x
 from tests.passes.test_rules import graph_of
@@ -122,7 +123,7 @@ def refused() -> tuple[str, bool]:
     step = Step("error")
     with pytest.raises(zg.CaptureError) as error:
         step(part(batch()))
-    return str(error.value), type(step.first.weight) is nn.Parameter and not step._stores()
+    return str(error.value), type(step.first.weight) is nn.Parameter and not stores_of(step)
 
 
 def test_or_refused_before_any_state_changes(pool: Pool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import prepare, update_plainly
+from tests.harness import prepare, sliced, update_plainly
 from tests.models import TrainStep, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
@@ -87,9 +87,7 @@ def train_plainly(tied: bool, size: int, dtype: torch.dtype) -> dict[str, Tensor
     return {"losses": torch.stack(losses), **model.state_dict()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stages"), [(3, [3]), *(pytest.param(ranks, [0, 3], marks=pytest.mark.long) for ranks in (2, 4))]
-)
+@sliced("ranks, stages", [(3, [3])], [(2, [0, 3]), (4, [0, 3])])
 def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int, stages: list[int]) -> None:
     size = 9 if ranks == 3 else 8
     wanted = train_plainly(False, size, torch.float64)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import Case
+from tests.harness import Case, sliced, stores_of
 from tests.models import batches, make, part
 from tests.pool import Pool
 from zerograph import Collective
@@ -77,7 +77,7 @@ def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
     return step.collectives(), sum(messages), len(messages)
 
 
-@pytest.mark.parametrize(("name", "stage", "ranks"), [("conv", 1, 2), ("gpt_of_one_block", 3, 2), ("mlp", 3, 3)])
+@sliced("name, stage, ranks", [("conv", 1, 2), ("mlp", 3, 3)], [("gpt_of_one_block", 3, 2)])
 def test_exchanges_send_what_the_collectives_would(pool: Pool, name: str, stage: int, ranks: int) -> None:
     planned, sent, messages = pool.run(ranks, exchanged, name, stage)[0]
     moved = [one for one in planned if one.kind in ("all-gather", "reduce-scatter")]
@@ -104,20 +104,13 @@ def _traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[st
     counts = Counter({str(op): n for op, n in debug.get_comm_counts().items() if "c10d_functional" in str(op)})
     counts["c10d_functional.all_reduce_"] = seen.in_place
     counts["gather_pieces"] = seen.gathers
-    return step.collectives(), seen.bytes, counts, len(step._stores())
+    return step.collectives(), seen.bytes, counts, len(stores_of(step))
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "times"),
-    [
-        *[("mlp", stage, times) for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3))],
-        ("conv", 2, 2),
-        ("gpt_tied", 3, 3),
-        *(
-            pytest.param(*one, marks=pytest.mark.long)
-            for one in (("conv", 3, 3), ("gpt", 2, 2), ("gpt", 3, 3), ("gpt_tied", 2, 2))
-        ),
-    ],
+@sliced(
+    "name, stage, times",
+    [*(("mlp", stage, times) for stage, times in ((0, 2), (1, 2), (2, 2), (3, 3))), ("conv", 2, 2)],
+    [("conv", 3, 3), *((name, stage, stage) for name in ("gpt", "gpt_tied") for stage in (2, 3))],
 )
 def test_wire_traffic_is_that_of_the_stage(pool: Pool, name: str, stage: int, times: int) -> None:
     _check(pool, name, stage, times, 2)

@@ -67,6 +67,7 @@ def test_what_is_freed_is_there_for_the_next_step_unless_the_configuration_says_
     assert not kept_alone
 
 
+@pytest.mark.long
 def test_what_is_freed_goes_back_where_the_environment_says_so() -> None:
     ((faults, alone),) = run("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert faults >= 8 * PAGES

@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor, fx, nn
 
-from tests.harness import Case, needs_compiler, prepare
+from tests.harness import Case, needs_compiler, prepare, sliced
 from tests.models import Gpt, TrainStep, adamw, batches, make, part
 from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
@@ -57,7 +57,7 @@ both_cutters = pytest.mark.parametrize("cutter", [cut, cut_regions])
 
 
 @both_cutters
-@pytest.mark.parametrize("stage", [0, 3])
+@sliced("stage", [3], [0])
 def test_deeper_models_have_more_pieces_but_no_other_ones(stage: int, cutter: inductor.Cut) -> None:
     few, distinct = pieces_of(4, stage, cutter)
     many, deeper = pieces_of(6, stage, cutter)

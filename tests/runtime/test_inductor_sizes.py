@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import sym_or
 
 from tests.compiler.test_any_batch import ROWS, data, own
-from tests.harness import LossStep, needs_compiler, prepare
+from tests.harness import LossStep, compilations_of, needs_compiler, prepare, sliced
 from tests.models import Gpt, TrainStep, adamw, batches, make, train_plainly
 from tests.pool import Pool
 from zerograph import _torch
@@ -43,14 +43,11 @@ def trained(name: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor], lis
         for rows, x, y in data(name, ROWS[2], torch.float64):
             losses.append(step(own(rows, x), own(rows, y)))
             compilations.append(len(compiled))
-    return losses, step.state_dict()["modules"]["model"], compilations, step._compilations
+    return losses, step.state_dict()["modules"]["model"], compilations, compilations_of(step)
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("gpt_of_one_block", 3), *(pytest.param(*case, marks=pytest.mark.long) for case in (("conv", 2), ("mlp", 0)))],
-)
+@sliced("name, stage", [("mlp", 3)], [("gpt_of_one_block", 3), ("conv", 2), ("mlp", 0)])
 def test_pieces_compiled_for_all_sizes_train_as_one_device(pool: Pool, name: str, stage: int) -> None:
     model = make(name, torch.float64)
     expected = train_plainly(model, adamw(model), [(x, y) for _, x, y in data(name, ROWS[2], torch.float64)])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import zerograph as zg
 from benchmarks.measure.hosts import LINK, two_hosts, unavailable
+from tests.harness import sliced
 from zerograph.runtime.job import environment, liveness
 from zerograph.runtime.job.launchers import Launch, find_launch, first_host, unused_allocation
 
@@ -232,7 +233,7 @@ def of_mpirun(rank: int) -> dict[str, str]:
     return OPEN_MPI | size | {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank)}
 
 
-@pytest.mark.parametrize("launched", [of_slurm, pytest.param(of_mpirun, marks=pytest.mark.long)])
+@sliced("launched", [of_slurm], [of_mpirun])
 def test_ranks_meet_without_options_and_rank_0_says_where(launched: object) -> None:
     port = {"MASTER_PORT": free_port()}
     first, second = started([launched(rank) | port for rank in range(2)])  # type: ignore[operator]
@@ -243,6 +244,7 @@ def test_ranks_meet_without_options_and_rank_0_says_where(launched: object) -> N
     assert "zerograph:" not in second[1]
 
 
+@pytest.mark.long
 def test_ranks_that_agents_of_two_hosts_start_again_meet_in_the_same_store() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
