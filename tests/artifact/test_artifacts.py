@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +20,13 @@ from torch._dynamo.mutation_guard import install_generation_tagging_init
 import zerograph as zg
 from tests.equivalence.families import FAMILIES
 from tests.equivalence.training import STAGES, batches, make, optimizer
-from tests.harness import LossStep
+from tests.harness import LossStep, sliced
 from tests.inspection import models
 from tests.models import part
 from tests.pool import Pool
-from tests.scripts import run_by_torchruns_agent
+from tests.scripts import run_apart, run_by_torchruns_agent
 from zerograph import _torch
+from zerograph.__main__ import app
 from zerograph.artifact.code import recorded
 from zerograph.artifact.digest import Digest
 from zerograph.artifact.file import file_content, read_file, write_file
@@ -64,15 +64,10 @@ def train(name: str, stage: int, path: str, micro_batches: int, load: bool) -> t
     return losses, state, views
 
 
-CASES = [pytest.param("gpt2", 3, 2, id="gpt2")]
-REST = [
-    pytest.param(name, 0 if stage == "off" else stage, 1, marks=pytest.mark.long, id=f"{name}-{stage}")
-    for name in FAMILIES
-    for stage in STAGES
-]
+REST = [(name, 0 if stage == "off" else stage, 1) for name in FAMILIES for stage in STAGES]
 
 
-@pytest.mark.parametrize(("name", "stage", "micro_batches"), [*CASES, *REST])
+@sliced("name, stage, micro_batches", [("gru_time_first", 3, 2)], [("gpt2", 3, 2), *REST])
 def test_a_loaded_step_computes_and_shows_what_the_compiled_one_does(
     pool: Pool, tmp_path: Path, name: str, stage: int, micro_batches: int
 ) -> None:
@@ -240,7 +235,7 @@ def load_harmful(path: str, count: int) -> None:
             Step().load_compiled(file)
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.long)])
+@sliced("count", [30], [500])
 def test_damaged_and_tampered_files_are_refused(
     pool: Pool, tmp_path: Path, capfd: pytest.CaptureFixture[str], count: int
 ) -> None:
@@ -307,14 +302,17 @@ print(f"rank {zg.rank()} of {zg.world_size()}: {torch.equal(loaded(x), fresh(x))
 """
 
 
+def compile_by_command(folder: Path) -> None:
+    os.chdir(folder)
+    app(["compile", "script_of_a_job.py:example", "--world-size", "2", "-o", "step.zg"], standalone_mode=False)
+
+
 def test_a_job_runs_what_the_command_has_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own: other tests add operators and replace functions."""
     path, job = tmp_path / "step.zg", tmp_path / "job.py"
     shutil.copy(models.__file__, tmp_path / "script_of_a_job.py")
     job.write_text(_JOB)
-    command = ["compile", "script_of_a_job.py:example", "--world-size", "2", "-o", path.name]
-    done = subprocess.run([sys.executable, "-m", "zerograph", *command], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, path.name), done.stderr
+    assert run_apart(compile_by_command, tmp_path) == 0
     assert (path.stat().st_mode & 0o777) == 0o600
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

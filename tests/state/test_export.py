@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.__main__ import app
@@ -58,7 +59,7 @@ def saved(path: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
         return found, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@sliced("name", ["llama"], ["gpt2"])
 def test_from_pretrained_loads_what_export_wrote(pool: Pool, tmp_path: Path, name: str) -> None:
     import transformers as hf
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests import pretrained
-from tests.harness import LossStep, Predict
+from tests.harness import LossStep, Predict, stores_of
 from tests.models import Gpt, part
 from tests.peak_memory import Live
 from tests.pool import Pool
@@ -137,7 +137,7 @@ def memory(folder: Path) -> tuple[int, int, int]:
     """Return the most bytes of tensors alive at once in loading, those of this rank's parts, and of the largest."""
     with LiveValues([]) as live:
         model = zg.from_pretrained(transformers.MixtralForCausalLM, folder)
-    parts = [store.flat.nbytes for store in Predict(model)._stores()]
+    parts = [store.flat.nbytes for store in stores_of(Predict(model))]
     return live.most, sum(parts), max(parts)
 
 

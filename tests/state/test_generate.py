@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests import pretrained
-from tests.harness import LossStep
+from tests.harness import LossStep, sliced
 from tests.pool import Pool
 from zerograph.runtime.parameters import SplitParameter
 
@@ -59,10 +60,10 @@ def generated(step: zg.ZeroGraph, model: Any, rows: list[list[int]]) -> list[lis
     return new_tokens(nn.functional.pad(tokens, (0, length - tokens.shape[1])), model)
 
 
-def families() -> dict[str, bool]:
+def generate(names: Sequence[str]) -> dict[str, bool]:
     """Return for each family and way whether the tokens of this rank's rows are those of one process."""
     same = {}
-    for name in pretrained.FAMILIES:
+    for name in names:
         # torch.nn.functional.grouped_mm, which runs experts, has no fp64.
         dtype = torch.float32 if name == "mixtral" else torch.float64
         expected = plainly(pretrained.make(name).to(dtype))
@@ -81,8 +82,9 @@ def families() -> dict[str, bool]:
     return same
 
 
-def test_tokens_are_those_of_one_process(pool: Pool) -> None:
-    for same in pool.run(2, families):
+@sliced("names", [("llama", "t5")], [tuple(pretrained.FAMILIES)])
+def test_tokens_are_those_of_one_process(pool: Pool, names: tuple[str, ...]) -> None:
+    for same in pool.run(2, generate, names):
         assert all(same.values()), [name for name, value in same.items() if not value]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import TrainStep, batches, make, train_plainly
 from zerograph.state.checks import check_scheduler
 
@@ -24,13 +25,7 @@ optim = torch.optim
 WAYS = ["a state", "a checkpoint"]
 STARTS = ["before the first call", "after it"]
 # A state after the first call and a checkpoint before it are other cells of the same claims.
-both_ways = pytest.mark.parametrize(
-    ("start", "way"),
-    [
-        *zip(STARTS, WAYS, strict=True),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in zip(STARTS, reversed(WAYS), strict=True)),
-    ],
-)
+both_ways = sliced("start, way", zip(STARTS, WAYS, strict=True), itertools.product(STARTS, WAYS))
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -98,20 +93,11 @@ def test_a_state_of_another_optimizer_changes_nothing(
     refused(step, lambda: load(step, source_of(source), way, tmp_path), words)
 
 
-@pytest.mark.parametrize(
-    ("kind", "start", "way"),
-    [
-        *itertools.product((momentum,), STARTS, WAYS),
-        *zip([adamw] * 2, STARTS, WAYS, strict=True),
-        # Its updates, one for each shape, take a second to trace.
-        (optim.Adafactor, STARTS[1], WAYS[1]),
-        *(
-            pytest.param(kind, *case, marks=pytest.mark.long)
-            for kind in (adamw, optim.Adafactor)
-            for case in zip(STARTS, reversed(WAYS), strict=True)
-        ),
-        pytest.param(optim.Adafactor, STARTS[0], WAYS[0], marks=pytest.mark.long),
-    ],
+# The updates of Adafactor, one for each shape, take a second to trace.
+@sliced(
+    "kind, start, way",
+    [*itertools.product((momentum,), STARTS, WAYS), *zip([adamw] * 2, STARTS, WAYS, strict=True)],
+    itertools.product((adamw, optim.Adafactor), STARTS, WAYS),
 )
 def test_a_state_of_parameters_in_another_order_changes_nothing(
     tmp_path: Path, way: str, start: str, kind: Make
@@ -125,8 +111,8 @@ def test_a_state_of_parameters_in_another_order_changes_nothing(
 
 
 @both_ways
-@pytest.mark.parametrize(
-    ("source", "kind"),
+@sliced(
+    "source, kind",
     [
         (lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1), lambda p: optim.AdamW(p, lr=0.5)),
         (lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1), lambda p: optim.Adam(p, lr=0.5)),
@@ -134,12 +120,9 @@ def test_a_state_of_parameters_in_another_order_changes_nothing(
         (momentum, lambda p: optim.SGD(p, lr=0.5)),
         (lambda p: optim.SGD(p, lr=0.01), momentum),
         (lambda p: optim.NAdam(p, lr=0.01), adamw),
-        pytest.param(
-            *(lambda p: optim.Adafactor(p, lr=0.1), lambda p: optim.Adafactor(p, eps=(1e-30, 1e-3))),
-            marks=pytest.mark.long,
-        ),
         (lambda p: optim.SGD([{"params": p, "name": "all"}], lr=0.01), momentum),
     ],
+    [(lambda p: optim.Adafactor(p, lr=0.1), lambda p: optim.Adafactor(p, eps=(1e-30, 1e-3)))],
 )
 def test_what_torch_takes_goes_on_as_in_torch(tmp_path: Path, way: str, start: str, source: Make, kind: Make) -> None:
     saved, step = source_of(source), trained(kind, STARTS.index(start))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,11 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
+from tests.harness import sliced, stores_of
 from tests.models import TrainStep, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
+from tests.scripts import run_apart
 from zerograph._torch import pytree
 from zerograph.errors import ConfigError, OffloadError
 
@@ -85,16 +85,18 @@ def same_with_and_without(folder: Path, optimizer: Optimizer, stages: list[int],
         assert equal(*states)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "stages", "options"),
+@sliced(
+    "optimizer, stages, options",
     [
-        (fused_adamw, [0], {"clip_grad_norm": 1.0}),
         (torch.optim.Adam, [1], {"shard_min_size": 32}),
         (fused_adamw, [3], {"amp_dtype": torch.float16, "grad_scaler": zg.GradScaler(init_scale=2.0**40)}),
         (matrices_by_muon, [2], {}),
-        pytest.param(fused_adamw, [3], {"clip_grad_norm": 1.0}, marks=pytest.mark.long),
-        pytest.param(momentum, [2], {}, marks=pytest.mark.long),
-        pytest.param(matrices_by_muon, [3], {}, marks=pytest.mark.long),
+    ],
+    [
+        (fused_adamw, [0], {"clip_grad_norm": 1.0}),
+        (fused_adamw, [3], {"clip_grad_norm": 1.0}),
+        (momentum, [2], {}),
+        (matrices_by_muon, [3], {}),
     ],
 )
 def test_training_is_bitwise_the_same(
@@ -141,10 +143,10 @@ def test_a_budget_is_kept_that_only_files_can_keep(pool: Pool, tmp_path: Path) -
 
 def refused(step: zg.ZeroGraph) -> tuple[str, bool]:
     """Return the error of the next step on this rank, and True if nothing has changed."""
-    before = [store.flat.clone() for store in step._stores()]
+    before = [store.flat.clone() for store in stores_of(step)]
     with pytest.raises(zg.ZeroGraphError) as raised:
         run(step, 1)
-    return str(raised.value), step.steps_done == 1 and equal(before, [store.flat for store in step._stores()])
+    return str(raised.value), step.steps_done == 1 and equal(before, [store.flat for store in stores_of(step)])
 
 
 def with_another_folder(folder: Path, others: str) -> tuple[str, bool]:
@@ -293,7 +295,7 @@ def test_so_many_bytes_of_parameters_stay_in_memory(tmp_path: Path) -> None:
         step.config.offload_parameters("nvme", nvme_path=tmp_path, max_in_cpu=most)
         run(step, 1)
         assert ("shard and state in files" in str(step)) == (most < 2**20)
-        held.append(sum(store.flat.nbytes for store in step._stores() if isinstance(store.flat, Tensor)))
+        held.append(sum(store.flat.nbytes for store in stores_of(step) if isinstance(store.flat, Tensor)))
     everything = sum(parameter.numel() * 4 for parameter in make("mlp").parameters())
     assert held[0] == 0
     assert 0 < held[1] <= 700
@@ -309,21 +311,20 @@ def test_files_go_with_the_model_and_the_graph(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-LEAVES = """
-import sys
-from pathlib import Path
-from tests.state.test_offload import fused_adamw, run, train_step
-for name in ("left", "gone"):
-    step = train_step(Path(sys.argv[1]) / name, fused_adamw, 1)
-    step.config.offload_optimizer("nvme", nvme_path=Path(sys.argv[1]) / name, keep_files=name == "left")
-    run(step, 1)
-    kept = [step] + globals().get("kept", [])
-"""
+KEPT: list[zg.ZeroGraph] = []
+
+
+def leave(folder: Path) -> None:
+    for name in ("left", "gone"):
+        step = train_step(folder / name, fused_adamw, 1)
+        step.config.offload_optimizer("nvme", nvme_path=folder / name, keep_files=name == "left")
+        run(step, 1)
+        KEPT.append(step)
 
 
 def test_files_go_at_exit_unless_they_are_to_be_kept(tmp_path: Path) -> None:
     for name in ("left", "gone"):
         (tmp_path / name).mkdir()
-    subprocess.run([sys.executable, "-c", LEAVES, tmp_path], check=True)
+    assert run_apart(leave, tmp_path) == 0
     assert len(os.listdir(tmp_path / "left")) == 1
     assert not os.listdir(tmp_path / "gone")

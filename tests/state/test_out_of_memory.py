@@ -121,6 +121,7 @@ def apart(call: str, ranks: int) -> list[dict[str, Any]]:
     return [json.loads(printed.splitlines()[-1]) for printed, _ in ended]
 
 
+@pytest.mark.long
 def test_state_that_does_not_fit_rests_in_files(tmp_path: Path) -> None:
     found = trained_apart(tmp_path)
     assert "can't allocate memory" in found["plain"]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.__main__ import app
@@ -92,11 +93,8 @@ def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return path, pool.run(2, saved_and_gone_on, path, [0, 1, 2, 3])[0]
 
 
-@pytest.mark.parametrize(
-    ("compiled", "stages"),
-    [(False, [1, 3]), (True, [0, 2]), pytest.param(False, [0, 2], marks=pytest.mark.long)],
-    ids=["into a new graph", "into a compiled graph of another stage", "into a new graph of the other stages"],
-)
+# Into a new graph, or into a compiled one of another stage.
+@sliced("compiled, stages", [(False, [3]), (True, [0, 2])], [(False, [0, 1, 2])])
 def test_training_goes_on_bitwise(pool: Pool, checkpoints: Any, compiled: bool, stages: list[int]) -> None:
     path, expected = checkpoints
     for stage, (more, parameters) in zip(stages, pool.run(2, gone_on_from, path, stages, compiled)[0], strict=True):
@@ -106,7 +104,7 @@ def test_training_goes_on_bitwise(pool: Pool, checkpoints: Any, compiled: bool, 
 
 
 # Four ranks: test_resume_elsewhere.
-@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.long)])
+@sliced("ranks", [1], [4])
 def test_training_goes_on_on_another_number_of_ranks(pool: Pool, checkpoints: Any, ranks: int) -> None:
     path, expected = checkpoints
     losses, parameters = pool.run(ranks, gone_on_from, path, [3], True, 4096)[0][0]
@@ -212,9 +210,7 @@ def resumed(path: Path, case: str) -> tuple[list[float], list[float], bool, bool
 
 
 # Micro-batches and bf16 go on in new processes in test_resume.
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=[pytest.mark.long] * (one in ("bf16", "accumulation"))) for one in CASES]
-)
+@sliced("case", ["fp16 with a loss scale"], CASES)
 def test_loss_scales_schedules_dropout_and_norms_go_on(pool: Pool, tmp_path: Path, case: str) -> None:
     expected, found, parameters, draws = pool.run(2, resumed, tmp_path, case)[0]
     assert found == expected
@@ -247,7 +243,7 @@ def resumed_however_made(path: Path, way: str) -> tuple[list[float], list[float]
     return go(first, data[2:]), go(second, data[2:])
 
 
-@pytest.mark.parametrize("way", ["made split", "a layer split by the user", "whole parameters dealt out"])
+@sliced("way", ["a layer split by the user"], ["made split", "whole parameters dealt out"])
 def test_training_goes_on_however_parameters_are_placed(pool: Pool, tmp_path: Path, way: str) -> None:
     expected, found = pool.run(2, resumed_however_made, tmp_path, way)[0]
     assert found == expected

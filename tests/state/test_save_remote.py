@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 import threading
 import urllib.request
 import uuid
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,9 +23,10 @@ import zerograph as zg
 from tests import object_store
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
+from tests.scripts import run_apart
 from zerograph.__main__ import app
+from zerograph.runtime.checkpoint import index, storage
 from zerograph.runtime.checkpoint import lock as locks
-from zerograph.runtime.checkpoint import storage
 from zerograph.runtime.checkpoint.remote import RemotePath, folder_of
 from zerograph.state.checkpoint.load import open_checkpoint
 
@@ -161,20 +162,16 @@ def test_a_store_that_stops_answering_before_the_index_is_named_as_the_cause(
     assert zg.read_checkpoint(URL)["steps_done"] == 1
 
 
-KILLED = """
-import os, pathlib, sys
-from tests import object_store
-from tests.state.test_save_remote import URL, new_step, saved
-from zerograph.runtime.checkpoint import index
-object_store.use(pathlib.Path(sys.argv[1]))
-saved(step := new_step(), URL, 1)
-index.write = lambda *_: os._exit(9)
-saved(step, URL, 2)
-"""
+def killed_while_it_saves(store: Path) -> None:
+    object_store.use(store)
+    step = new_step()
+    saved(step, URL, 1)
+    with patch.object(index, "write", lambda *_: os._exit(9)):
+        saved(step, URL, 2)
 
 
 def test_what_a_killed_job_left_is_taken_over_and_removed(store: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", KILLED, str(store)], check=False).returncode == 9
+    assert run_apart(killed_while_it_saves, store) == 9
     assert ".saving.lock" in keys(store)
     assert "step-00000002/data" in keys(store)
     assert zg.read_checkpoint(URL)["steps_done"] == 1

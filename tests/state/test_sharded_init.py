@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
 from tests.constructors import CONSTRUCTIONS, tied
-from tests.harness import Predict
+from tests.harness import Predict, stores_of
 from tests.models import TrainStep, adamw, batches, part, train_plainly
 from tests.peak_memory import Live, most_allocated
 from tests.pool import Pool
@@ -160,7 +160,7 @@ def memory() -> tuple[int, int]:
     making = most_allocated(lambda: made.append(split(deep)))
     step, x = Distance(made[0]), torch.ones(1, WIDTH)
     # The profiler does not hear of memory that a collective's own thread gives back.
-    with Live([store.flat for store in step._stores()]) as live:
+    with Live([store.flat for store in stores_of(step)]) as live:
         step.compile(x)
     return making, live.most
 
@@ -183,7 +183,7 @@ def on_a_grid() -> tuple[list[int], list[bool]]:
     torch.manual_seed(0)
     with zg.sharded_init(grid):
         model = nn.Linear(8, 4)
-    sizes = [store.flat.numel() for store in Predict(model)._stores()]
+    sizes = [store.flat.numel() for store in stores_of(Predict(model))]
     x = torch.ones(4, 8)
     same = []
     for placement in (grid, None):
@@ -218,7 +218,7 @@ def made_within_a_limit() -> dict[str, Any]:
     model = split(large)
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     torch.manual_seed(0)
-    parts = [store.flat for store in Predict(model)._stores()]
+    parts = [store.flat for store in stores_of(Predict(model))]
     wanted = [one.flatten()[: LARGE**2 // RANKS] for one in large().parameters()]
     found["same"] = all(torch.equal(one, other) for one, other in zip(parts, wanted, strict=True))
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests import pretrained
-from tests.harness import LossStep
+from tests.harness import LossStep, stores_of
 from tests.peak_memory import Live
 from tests.pool import Pool
 
@@ -65,7 +65,7 @@ def streamed() -> tuple[list[str], int]:
         found += differences(dict(step.stream("model", original_names=False)), plain.state_dict())
         halves = {key: value.to(torch.bfloat16) for key, value in wanted.items()}
         found += differences(dict(step.stream(step.model, dtype=torch.bfloat16)), halves)
-    state = [store.flat for store in step._stores()]
+    state = [store.flat for store in stores_of(step)]
     with Live(state) as live:
         for _ in step.stream():
             pass
