@@ -19,6 +19,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.pool import Pool
 from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
@@ -84,7 +85,7 @@ def alone(program: Path) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("launched", [printed_by_its_agent, pytest.param(printed_by_torchrun, marks=pytest.mark.long)])
+@sliced("launched", [printed_by_its_agent], [printed_by_torchrun])
 def test_the_readme_runs_with_and_without_a_launcher(
     pool: Pool, program: Path, launched: Callable[[Path], str]
 ) -> None:
@@ -94,7 +95,7 @@ def test_the_readme_runs_with_and_without_a_launcher(
     assert float(single.split()[1]) == pytest.approx(float(both.split()[1]), abs=2e-4)
 
 
-@pytest.mark.parametrize("launched", [printed_by_its_agent, pytest.param(printed_by_torchrun, marks=pytest.mark.long)])
+@sliced("launched", [printed_by_its_agent], [printed_by_torchrun])
 def test_the_readmes_loop_prints_the_loss_of_one_rank_on_two(
     pool: Pool, tmp_path: Path, launched: Callable[[Path], str]
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compat.colossalai.loops import engine_of, train, train_plainly
+from tests.harness import sliced
 from tests.models import batches, make, part
 from tests.pool import Pool
 from zerograph.compat import colossalai
@@ -22,7 +23,7 @@ def trained(name: str, level: int, **config: Any) -> tuple[list[float], dict[str
     return losses, engine.state_dict()["modules"]["model"]
 
 
-@pytest.mark.parametrize(("name", "level"), [("mlp", 3), ("conv", 1)])
+@sliced("name, level", [("mlp", 3)], [("conv", 1)])
 def test_the_loop_trains_as_plain_pytorch_on_whole_batches(pool: Pool, name: str, level: int) -> None:
     model = make(name)
     wanted = train_plainly(model, batches(name, 4))

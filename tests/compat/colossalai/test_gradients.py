@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compat.colossalai.loops import engine_of, gradients_of, train
+from tests.harness import sliced
 from tests.models import TokenLoss, batches, make, part
 from tests.pool import Pool
 from zerograph.compat import colossalai
@@ -42,7 +43,7 @@ def read(level: int, config: dict[str, Any]) -> list[list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("level", "config"), [(3, {}), (1, {"fp16": None})])
+@sliced("level, config", [(3, {})], [(1, {"fp16": None})])
 def test_gradients_read_are_those_of_the_whole_batch(pool: Pool, level: int, config: dict[str, Any]) -> None:
     half = bool(config)
     model = make("mlp")

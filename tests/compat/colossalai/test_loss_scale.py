@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import zerograph as zg
 from tests.compat.colossalai.loops import engine_of
+from tests.harness import sliced
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 
@@ -47,7 +47,7 @@ def by_graph(scaler: zg.GradScaler) -> tuple[list[tuple[bool, Any]], dict[str, A
     return seen, graph.state_dict()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@sliced("ranks", [2], [1])
 def test_the_scale_is_that_of_a_graph_and_so_are_the_updates(pool: Pool, ranks: int) -> None:
     wanted, state = by_graph(zg.GradScaler(**OPTIONS, min_scale=2.0))
     assert len({tuple(one.values()) for _, one in wanted}) > 6

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
 from tests.compat.colossalai.loops import gradients_of
+from tests.harness import sliced
 from tests.models import ConvNet, part
 from tests.pool import Pool
 from zerograph.compat import colossalai
@@ -112,17 +113,15 @@ def trained(name: str, config: dict[str, Any]) -> tuple[list[list[Tensor]], list
     return gradients, states
 
 
-@pytest.mark.parametrize(
-    ("name", "config"),
+@sliced(
+    "name, config",
+    [("repeated", ON_CPU), ("no leaf", V2), ("repeated", {"fp16": {"mode": "naive"}, "clip_grad_norm": 1.0})],
     [
-        ("repeated", ON_CPU),
-        ("no leaf", V2),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (("repeated", V2), ("repeated", {"clip_grad_norm": 1.0}), ("no leaf", ON_CPU), ("conv", V2))
-        ),
+        ("repeated", V2),
+        ("repeated", {"clip_grad_norm": 1.0}),
         ("repeated", {"fp16": {"mode": "torch"}, "clip_grad_norm": 1.0}),
-        ("repeated", {"fp16": {"mode": "naive"}, "clip_grad_norm": 1.0}),
+        ("no leaf", ON_CPU),
+        ("conv", V2),
     ],
 )
 def test_parameters_and_gradients_follow_torchs(pool: Pool, name: str, config: dict[str, Any]) -> None:
@@ -199,6 +198,7 @@ def overflowing() -> list[bool]:
     return found
 
 
+@pytest.mark.long
 def test_an_overflow_leaves_parameters_finite(pool: Pool) -> None:
     """test_found_inf."""
     assert all(map(all, pool.run(2, overflowing)))
@@ -215,6 +215,7 @@ def predicted() -> Tensor:
     return found
 
 
+@pytest.mark.long
 def test_buffers_are_equal_on_all_ranks(pool: Pool) -> None:
     """test_sharded_optim_with_sync_bn: the same samples give the same outputs."""
     first, second = pool.run(2, predicted)

@@ -56,6 +56,7 @@ def test_a_mistake_is_named(given: str, message: str, capsys: pytest.CaptureFixt
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.long
 def test_it_starts_as_many_as_it_is_told(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     # A file for each rank: what two processes print on one pipe may mix.

@@ -16,6 +16,7 @@ from torch import Tensor
 import zerograph as zg
 import zerograph.compat.oneflow as flow
 from tests.compat.oneflow import formulas
+from tests.harness import sliced
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
@@ -176,7 +177,7 @@ def covering(name: str) -> list[dict[str, Any]]:
     return chosen
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@sliced("name", list(CHECKS)[::2], CHECKS)
 def test_cases_of_upstream_have_upstreams_numbers(name: str) -> None:
     chosen = covering(name)
     np.testing.assert_allclose(run(name, chosen)[0], expected(name, chosen), rtol=1e-9, atol=1e-9)
@@ -201,14 +202,8 @@ def at_stages(stages: dict[str, tuple[int, ...]]) -> dict[str, list[list[Any]]]:
     return {name: run(name, few(name), chosen) for name, chosen in stages.items()}
 
 
-# That stages agree does not depend on the optimizer: one whose update is of norms shows all three. Adam and AdamW share
-# their formula but for the decay, which the cases on one rank have.
-AT_STAGES = {name: (1, 2, 3) if name == "lamb" else (3,) for name in OWN if name != "adam"}
-
-
-@pytest.mark.parametrize(
-    "stages", [AT_STAGES, pytest.param(dict.fromkeys(OWN, (1, 2, 3)), marks=pytest.mark.long)], ids=["some", "all"]
-)
+# Of norms, and with state of its own. The formulas of all are shown on one rank.
+@sliced("stages", [{"lamb": (1, 3), "ftrl": (2,)}], [dict.fromkeys(OWN, (1, 2, 3))])
 def test_two_ranks_at_every_stage_have_upstreams_numbers(pool: Pool, stages: dict[str, tuple[int, ...]]) -> None:
     for rank in pool.run(2, at_stages, stages):
         for name in stages:
@@ -226,7 +221,7 @@ CHANGED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGED)
+@sliced("name", ["sgd", "lamb"], CHANGED)
 def test_options_that_change_between_steps_are_those_of_the_next(name: str) -> None:
     option = cases(name)[2]
     start, rows = start_and_gradients(1)
