@@ -108,6 +108,7 @@ def test_an_installed_wheel_runs_a_step_and_the_command(wheel: Path, tmp_path: P
     assert "zerograph" in _run(tmp_path, str(environment / "bin" / "zerograph"), "env")
 
 
+@pytest.mark.long
 def test_a_checkout_without_links_runs_as_it_is(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STEP)
     package, beside, _, lines = _run(tmp_path, sys.executable, "train.py", PYTHONPATH=str(checkout)).split()

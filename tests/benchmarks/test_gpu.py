@@ -45,6 +45,7 @@ def test_alone_all_train_the_same_model(tmp_path: Path) -> None:
     assert all(losses == pytest.approx(ours, rel=2**-8) for losses in others)
 
 
+@pytest.mark.long
 def test_it_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(tmp_path, "--only", "tiny/zerograph-3-eager/8", "--traces")["zerograph-3-eager"]
     # Parameters and two moments in fp32, a step count for each, and the batches.

@@ -9,6 +9,7 @@ from benchmarks import kernels
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+@pytest.mark.long
 def test_launches_of_a_tiny_step_are_those_of_plain_pytorch() -> None:
     ours, plain = kernels.ours("tiny", 1), kernels.plain("tiny")
     attention = "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default"

@@ -6,12 +6,12 @@ import random
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.pool import Pool
 
 # Operators on a matrix [rows, columns] and a random number; the result has at least one element.
@@ -103,7 +103,7 @@ def compare(seeds: range) -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@sliced("first", [0], [20, 40])
 def test_drawn_programs_compute_what_they_compute_on_whole_tensors(pool: Pool, first: int) -> None:
     assert pool.run(2, compare, range(first, first + 20)) == [[], []]
 

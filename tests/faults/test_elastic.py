@@ -34,6 +34,7 @@ from tests.faults.elastic_jobs import (
 )
 from tests.faults.survival_table import Tally
 from tests.faults.test_restart import environment
+from tests.harness import sliced
 from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
 
@@ -73,18 +74,15 @@ def check_same(outcome: Outcome, expected: Outcome, *, bitwise: bool = True) -> 
         assert [float.fromhex(one) for one in losses] == pytest.approx([wanted[number]] * len(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fault", "options", "restarts", "sizes"),
+# In the second another one joins.
+@sliced(
+    "fault, options, restarts, sizes",
     [
         (Fault(0, "step", 5), Options(), 0, [4, 2]),
         (Fault(2, "snapshot", 2, 0.001), Options(pace=0.1, late=0.0), 1, [4, 2, 4]),
         (Fault(1, "comparison", 60), Options(loop=True), 0, [4, 2]),
-        pytest.param(
-            *(Fault(3, "save", 2, 0.002), Options(virtual=None, save_every=2, checkpoints=True), 0, [4, 3]),
-            marks=pytest.mark.long,
-        ),
     ],
-    ids=["step", "snapshot, and another joins", "a prepared loop", "save"],
+    [(Fault(3, "save", 2, 0.002), Options(virtual=None, save_every=2, checkpoints=True), 0, [4, 3])],
 )
 def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
     tmp_path: Path,
@@ -218,7 +216,7 @@ script(folder, Options(checkpoints=bool(saves), save_every=saves or None))
 """
 
 
-@pytest.mark.parametrize(("saves", "again"), [(2, 0), pytest.param(0, 4, marks=pytest.mark.long)])
+@sliced("saves, again", [(2, 0)], [(0, 4)])
 def test_under_torchrun_all_ranks_start_anew_and_go_on_from_the_checkpoint(
     tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], saves: int, again: int
 ) -> None:
@@ -304,10 +302,7 @@ def drawn(number: int) -> tuple[str, list[Fault], Options, int]:
     return place, [Fault(worker, place, draw.randint(1, most), delay)], options, restarts
 
 
-@pytest.mark.parametrize(
-    "number",
-    [0, 1, *(pytest.param(one, marks=pytest.mark.long) for one in range(2, int(os.environ.get("KILLS", 300))))],
-)
+@sliced("number", [0, 1], range(int(os.environ.get("KILLS", 300))))
 def test_a_kill_at_a_drawn_moment_changes_nothing(
     tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], number: int
 ) -> None:

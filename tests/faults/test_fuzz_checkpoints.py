@@ -283,13 +283,13 @@ def fuzz_index(checkpoint: Path, step: Step, folder: Path, examples: int, number
 
 
 def test_changed_bytes_are_refused(checkpoint: Path, step: Step, tmp_path: Path, tally: Callable[[str], Tally]) -> None:
-    fuzz_bytes(checkpoint, step, tmp_path, 60, 0, tally("a checkpoint with changed bytes"))
+    fuzz_bytes(checkpoint, step, tmp_path, 30, 0, tally("a checkpoint with changed bytes"))
 
 
 def test_a_hostile_index_is_refused(
     checkpoint: Path, step: Step, tmp_path: Path, tally: Callable[[str], Tally]
 ) -> None:
-    fuzz_index(checkpoint, step, tmp_path, 60, 0, tally("a checkpoint with a hostile index"))
+    fuzz_index(checkpoint, step, tmp_path, 30, 0, tally("a checkpoint with a hostile index"))
 
 
 def link_a_shard(path: Path, elsewhere: Path) -> None:

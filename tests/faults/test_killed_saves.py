@@ -17,6 +17,7 @@ import pytest
 import zerograph as zg
 from tests.faults.forked_pairs import Tell, Told, WarmPair
 from tests.faults.survival_table import Tally
+from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part
 
 SAVES: dict[str, dict[str, Any]] = {
@@ -150,7 +151,7 @@ def kill(pair: WarmPair, expected: Told, folder: Path, way: str, tries: int, cou
     assert told[0].words("parameters") == expected.words("parameters")
 
 
-@pytest.mark.parametrize("way", ["asynchronous", "keeping two"])
+@sliced("way", ["asynchronous"], ["keeping two"])
 def test_a_rank_killed_while_saving_leaves_a_whole_checkpoint(
     pair: WarmPair, expected: Told, folder: Path, tally: Callable[[str], Tally], way: str
 ) -> None:

@@ -18,6 +18,7 @@ from torch import fx
 import zerograph as zg
 from tests.faults.lost_ranks import Answer, note_time, noted_time, run
 from tests.faults.survival_table import Tally
+from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.runtime.checkpoint import storage
 
@@ -166,13 +167,7 @@ def attempts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         threads.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        *(pytest.param(case, id=str(case)) for case in SHORT),
-        *(pytest.param(case, id=f"all: {case}", marks=pytest.mark.long) for case in WHOLE if case not in SHORT),
-    ],
-)
+@sliced("case", *([pytest.param(case, id=str(case)) for case in cases] for cases in (SHORT, WHOLE)))
 def test_a_lost_rank_is_an_error_by_name_on_every_other(
     case: Case, attempts: Any, tally: Callable[[str], Tally]
 ) -> None:

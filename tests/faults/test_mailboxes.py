@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 
 import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.faults.survival_table import Tally
+from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part
 from zerograph.runtime.job.channel import Channel
 from zerograph.runtime.peer_memory.peer import Peer
@@ -72,14 +73,7 @@ def second_step(fault: str, place: str, folder: str) -> tuple[str, str, float]:
 SHORT = [("is killed", "before its note"), ("is killed", "after its summand")]
 
 
-@pytest.mark.parametrize(
-    ("fault", "place"),
-    [
-        pytest.param(fault, place, marks=() if (fault, place) in SHORT else pytest.mark.long)
-        for fault in SIGNALS
-        for place in PLACES
-    ],
-)
+@sliced("fault, place", SHORT, itertools.product(SIGNALS, PLACES))
 def test_a_rank_lost_at_a_mailbox_is_named_by_every_other(
     fault: str, place: str, tmp_path: Path, tally: Callable[[str], Tally]
 ) -> None:
@@ -131,7 +125,7 @@ def interrupt_comparison(wire: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("wire", ["memory", "sockets"])
+@sliced("wire", ["memory"], ["sockets"])
 def test_an_interrupt_of_a_comparison_that_is_caught_is_named_on_all_ranks(wire: str) -> None:
     other, own = (answer.value for answer in run(2, None, interrupt_comparison, wire))
     assert own[0][0] == "KeyboardInterrupt"

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.faults.lost_ranks import run
+from tests.harness import sliced
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
 # Nobody is to wait so long.
@@ -67,7 +68,7 @@ def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() 
 
 
 # Without ZeRO what is waited for is a small sum, which goes over gloo.
-@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
+@sliced("stage", [0], [3])
 def test_a_rank_that_lives_on_behind_its_error_is_not_waited_for(stage: int) -> None:
     one, two = (answer.value for answer in run(2, None, refuses_on_one_rank, False, stage))
     assert [kind for kind, _ in one] == ["CommunicationError", "RankMismatchError", "RankMismatchError"]
@@ -97,7 +98,7 @@ def is_slow(stage: int) -> list[float]:
     return [float(step(GOOD + zg.rank())) for _ in range(2)]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 3])
+@sliced("stage", [3], [0])
 def test_a_rank_that_is_slow_is_waited_for(stage: int) -> None:
     plain = embedding()
     optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []

@@ -105,9 +105,10 @@ def _random() -> list[tuple[int, int, float]]:
     return [(rank, draw.randint(1, STEPS - 2), draw.random() * 0.2) for rank in (0, 1, 0, 1, 0, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "step", "delay"),
-    [(1, 7, 0.0), *(pytest.param(*one, marks=pytest.mark.long) for one in _random())],
+    [(1, 7, 0.0), *_random()],
 )
 def test_a_job_that_loses_a_rank_restarts_and_ends_as_if_nothing_had_been(
     tmp_path: Path,
