@@ -98,7 +98,7 @@ def test_lookups_in_pieces_train_as_one_device_does(pool: Pool, ranks: int, stag
 
 def test_lookups_in_pieces_change_no_bit(pool: Pool) -> None:
     """Tied, the table is gathered and its gradient reduced; untied, both are in pieces: each as the stages agree."""
-    for tied, amp, stages in ((False, None, [0, 1, 2, 3]), (True, None, [0, 3]), (False, torch.bfloat16, [0, 2])):
+    for tied, amp, stages in ((False, None, [0, 1, 3]), (True, None, [0, 3]), (False, torch.bfloat16, [0, 2])):
         off, *others = pool.run(2, train, stages, tied, 8, torch.float32, amp)[0]
         assert all(torch.equal(other[name], value) for other in others for name, value in off.items())
 

@@ -34,7 +34,7 @@ def test_the_loop_trains_as_plain_pytorch_on_whole_batches(pool: Pool, name: str
 
 
 def levels() -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [trained("gpt", level, clip_grad_norm=0.5) for level in (0, 1, 2, 3)]
+    return [trained("mlp", level, clip_grad_norm=0.5) for level in (0, 1, 2, 3)]
 
 
 def test_all_levels_give_the_same_bits(pool: Pool) -> None:
@@ -48,9 +48,9 @@ def with_dropout() -> list[list[float]]:
     found = []
     for level in (0, 1, 3):
         torch.manual_seed(zg.rank())
-        model = nn.Sequential(make("conv"), nn.Dropout())
+        model = nn.Sequential(make("mlp"), nn.Dropout())
         engine = engine_of(model, zero={"level": level} if level else None, seed=7)
-        found.append(train(engine, batches("conv", 4)))
+        found.append(train(engine, batches("mlp", 4)))
     return found
 
 
