@@ -170,6 +170,7 @@ def test_an_optimizer_makes_the_updates_of_the_plain_one(pool: Pool, name: str, 
             assert torch.equal(value, results[0][1]["modules"]["model"][key]), key
 
 
+@pytest.mark.long
 def test_one_rank_alone_makes_the_same_updates() -> None:
     for name in DEALT:
         losses, step = trained(name, 3)

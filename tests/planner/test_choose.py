@@ -76,6 +76,7 @@ def test_with_room_nothing_is_offloaded(pool: Pool, tmp_path: Path) -> None:
         assert about["files"] == 0
 
 
+@pytest.mark.long
 def test_what_it_chooses_for_little_memory_trains_in_files_with_the_same_numbers(pool: Pool, tmp_path: Path) -> None:
     # Little more than a rank's half of four layers and their two moments: without files no stage can, and with the
     # optimizer alone in files none over the exchanges of ranks on one host, which hold gradients longer.
