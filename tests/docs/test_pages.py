@@ -31,6 +31,7 @@ NOT_RUN = {
     "first-step.md": {"python train.py", "torchrun --nproc-per-node 2 train.py"},
     "planning.md": {
         "zerograph calibrate mine.yaml --ranks 2",
+        "zerograph plan train.py:example --world-size 2,4,8 --stage 2,3 --plot curves.svg",
         "zerograph plan examples/plan_gpt.py:example --world-size 8 --stage off,1,2,3"
         " --memory memory.png --timeline timeline.png",
     },

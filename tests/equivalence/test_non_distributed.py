@@ -198,6 +198,7 @@ def predicted() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
     for bytes_predicted, seen in pool.run(2, predicted)[0]:
         assert bytes_predicted == pytest.approx(seen, rel=0.1)

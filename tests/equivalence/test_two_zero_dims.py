@@ -137,6 +137,7 @@ def move_between_layouts() -> dict[str, Any]:
     return last.state_dict()
 
 
+@pytest.mark.long
 def test_state_moves_to_a_line_and_back(pool: Pool) -> None:
     state = pool.run(4, move_between_layouts)[0]
     for key, value in plain_run("mlp", STEPS, 8, torch.float64).state.items():
