@@ -15,26 +15,26 @@ BUDGET = {
     "zerograph": 1_235,
     "zerograph/_torch": 1_265,
     "zerograph/artifact": 1_135,
-    "zerograph/base": 525,
-    "zerograph/capture": 3_570,
+    "zerograph/base": 535,
+    "zerograph/capture": 3_585,
     "zerograph/cli": 1_195,
     "zerograph/compat": 3_210,
-    "zerograph/compiler": 4_295,
-    "zerograph/eager": 960,
+    "zerograph/compiler": 4_300,
+    "zerograph/eager": 1_005,
     "zerograph/inspection": 2_510,
     "zerograph/integrations": 805,
     "zerograph/ir": 2_955,
-    "zerograph/loops": 2_480,
+    "zerograph/loops": 2_515,
     "zerograph/ops": 1_135,
-    "zerograph/optim": 1_615,
+    "zerograph/optim": 1_625,
     "zerograph/planner": 2_035,
-    "zerograph/state": 3_230,
-    "passes": 8_360,
-    "runtime": 6_120,
-    "benchmarks": 6_045,
-    "tests": 40_510,
+    "zerograph/state": 3_235,
+    "passes": 8_365,
+    "runtime": 6_150,
+    "benchmarks": 6_065,
+    "tests": 40_680,
 }
-PACKAGE = 48_595
+PACKAGE = 48_765
 
 
 @pytest.fixture(scope="module")
