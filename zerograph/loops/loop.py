@@ -208,7 +208,7 @@ class Loop:
         self._end_copies()
         if gradients or split:
             update.run(gradients, split)
-            if update.changes_read:
+            if update.changed_read:
                 # What the loop has kept of ``parameter.data`` has the new values.
                 self._show()
         else:

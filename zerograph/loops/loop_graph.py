@@ -88,12 +88,12 @@ class Update(LoopGraph):
 
     Attributes:
         noted: the calls of the loop, which a checkpoint of the update notes. None: it notes none.
-        changes_read: the last update has changed parameters whose memory the loop has in other tensors, on any rank.
     """
 
     gradients: ClassVar[GradientUse] = "accumulated"
     noted: NotedCalls | None = None
-    changes_read = False
+    # No public attribute, on which a compiled step would depend.
+    _changed_read = False
 
     def build(self) -> list[Tensor]:
         """Compute nothing: the gradients are there."""
@@ -105,6 +105,11 @@ class Update(LoopGraph):
     def _take_calls(self, calls: list[Call]) -> None:
         if self.noted is not None:
             self.noted.expect(calls)
+
+    @property
+    def changed_read(self) -> bool:
+        """True if the last update has changed parameters whose memory the loop has in other tensors, on any rank."""
+        return self._changed_read
 
     @interruptible("a step")
     def run(self, gradients: Mapping[nn.Parameter, Tensor], split: Sequence[nn.Parameter]) -> Any:
@@ -129,7 +134,7 @@ class Update(LoopGraph):
         self._steps.notes = [int(is_read), *world().summands()]
         with one_thread("an update"), torch.autograd.set_detect_anomaly(False):
             step, batch = self._ready((), {})
-            self.changes_read = any(is_read for is_read, *_ in self._steps.notes_of_ranks)
+            self._changed_read = any(is_read for is_read, *_ in self._steps.notes_of_ranks)
             world().learn_losses([summands for _, *summands in self._steps.notes_of_ranks])
             sums = {store: store.accumulated for store in stores_of(gradients)}
             try:
