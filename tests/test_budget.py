@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks": 6_065,
     "tests": 40_680,
 }
-PACKAGE = 48_765
+PACKAGE = 48_770
 
 
 @pytest.fixture(scope="module")
