@@ -568,14 +568,6 @@ def changed_by_what_was_kept(prepare: Prepare) -> Seen:
     return printed, [dict(model.state_dict())]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_written_to_what_was_read_from_parameters_reaches_them(pool: Pool, stage: int) -> None:
-    printed, states = changed_by_what_was_kept(unprepared)
-    for rank_printed, rank_states in pool.run(2, changed_by_what_was_kept, prepare_at(stage)):
-        assert rank_printed == pytest.approx(printed, rel=1e-9)
-        torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
-
-
 def changed_in_turn(prepare: Prepare) -> Seen:
     """Change parameters by a state dict, which has a tied one twice, and then themselves; copy a submodule."""
     model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4)))
@@ -594,9 +586,12 @@ def changed_in_turn(prepare: Prepare) -> Seen:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_parameters_and_their_copies_are_changed_in_turn(pool: Pool, stage: int) -> None:
-    printed, states = changed_in_turn(unprepared)
-    for rank_printed, rank_states in pool.run(2, changed_in_turn, prepare_at(stage)):
+@pytest.mark.parametrize("train", [changed_by_what_was_kept, changed_in_turn])
+def test_changes_by_what_was_read_or_copied_reach_parameters_in_order(
+    pool: Pool, train: Callable[[Prepare], Seen], stage: int
+) -> None:
+    printed, states = train(unprepared)
+    for rank_printed, rank_states in pool.run(2, train, prepare_at(stage)):
         assert rank_printed == pytest.approx(printed, rel=1e-9)
         torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
 

@@ -15,6 +15,7 @@ from zerograph.base.source import warn_user
 from zerograph.config import Config
 from zerograph.eager.program import Compilation, Program, Spec
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, partial_sum
+from zerograph.runtime.job.channel import MAX_RANKS
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.runtime.wire.selection import transport_of
@@ -90,8 +91,9 @@ class World:
 
     def note_loss(self, loss: Any) -> None:
         """Note a global tensor that backward starts from; with the next update all ranks learn the value of a sum."""
-        # Reading a number of an accelerator would wait for it.
-        if not loss.dim() and loss.spec.sbp == (partial_sum,) and loss.device.type == "cpu" and self.slices is None:
+        is_sum = not loss.dim() and loss.spec.sbp == (partial_sum,) and self.slices is None
+        # Reading a number of an accelerator would wait for it. More ranks would exchange unequal numbers once more.
+        if is_sum and loss.device.type == "cpu" and self.job.size <= MAX_RANKS:
             self._losses = [*self._losses, (weakref.ref(loss), _torch.version(loss), loss.local)][-_MOST_LOSSES:]
 
     def summands(self) -> list[int]:
