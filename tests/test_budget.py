@@ -20,7 +20,7 @@ BUDGET = {
     "zerograph/cli": 1_195,
     "zerograph/compat": 3_210,
     "zerograph/compiler": 4_300,
-    "zerograph/eager": 1_010,
+    "zerograph/eager": 1_005,
     "zerograph/inspection": 2_510,
     "zerograph/integrations": 805,
     "zerograph/ir": 2_955,

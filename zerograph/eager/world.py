@@ -98,9 +98,8 @@ class World:
 
     def summands(self) -> list[int]:
         """Return this rank's summands of the losses in whole numbers, as many for any number of losses."""
-        values = [float(local) for *_, local in self._losses]
-        bits = struct.pack(f"<{_MOST_LOSSES}d", *values, *[0.0] * (_MOST_LOSSES - len(values)))
-        return list(struct.unpack(f"<{2 * _MOST_LOSSES}I", bits))
+        values = [*(float(local) for *_, local in self._losses), *[0.0] * (_MOST_LOSSES - len(self._losses))]
+        return list(struct.unpack(f"<{2 * _MOST_LOSSES}I", struct.pack(f"<{_MOST_LOSSES}d", *values)))
 
     def learn_losses(self, summands: Sequence[Sequence[int]]) -> None:
         """Take the losses from their summands on each rank, so that one rank alone may read them."""
