@@ -327,17 +327,17 @@ class Config:
     # The scaler that enable_amp() created last.
     _amps_scaler: ClassVar[GradScaler | None] = None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        name = option_name(name)
-        message = _CHECKS[name].complaint(value)
-        if message:
-            raise ConfigError(f"{name} = {value!r}: {message}")
-        object.__setattr__(self, name, value)
-
     def __delattr__(self, name: str) -> None:
         raise ConfigError(f"option {name!r} cannot be deleted: set it to its default, {getattr(Config, name, None)!r}")
 
-    if not TYPE_CHECKING:  # with it mypy would accept unknown names
+    if not TYPE_CHECKING:  # with them mypy would accept unknown names
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            name = option_name(name)
+            message = _CHECKS[name].complaint(value)
+            if message:
+                raise ConfigError(f"{name} = {value!r}: {message}")
+            object.__setattr__(self, name, value)
 
         def __getattr__(self, name: str) -> Any:
             if name in RENAMED:
