@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -76,21 +75,13 @@ def running_line(*, optimizers: bool = False) -> tuple[str, str]:
     Args:
         optimizers: lines of ``torch.optim`` and ``flow.optim`` count too.
     """
-    frame = _running_frame(is_optimizers if optimizers else is_users)
-    return ("", "") if frame is None else described(frame.f_code.co_filename, frame.f_lineno)
-
-
-def is_own_code_running() -> bool:
-    """Return whether the innermost frame of the user is in no installed package."""
-    frame = _running_frame(is_users)
-    return frame is not None and not is_installed(frame.f_code.co_filename)
-
-
-def _running_frame(counts: Callable[[str], bool]) -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and not counts(frame.f_code.co_filename):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if is_users(filename) or (optimizers and is_optimizers(filename)):
+            return described(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    return frame
+    return "", ""
 
 
 def refusal(what: str, instead: str, place: tuple[str, str] | None = None) -> CaptureError:

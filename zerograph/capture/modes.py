@@ -239,23 +239,11 @@ class FunctionMode(NoReads):
     """A mode of ``build()`` that also refuses ``parameter.data = ...``, and unfuses attention with dropout.
 
     No tracer sees the assignment. Fused kernels of accelerators draw a mask of dropout from a generator of their own;
-    those of the CPU have no dropout. What is refused to the user's own code, in a ``try`` too, is raised at the end:
-    the graph would have what the ``except`` does, and plain PyTorch what the ``try`` does.
+    those of the CPU have no dropout.
     """
 
     def __init__(self) -> None:
         super().__init__(_read_in_build)
-        self._refused: list[CaptureError] = []
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        """Leave the mode.
-
-        Raises:
-            CaptureError: the user's code has caught it.
-        """
-        super().__exit__(kind, error, traceback)
-        if error is None and self._refused:
-            raise self._refused[0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function.
@@ -263,20 +251,15 @@ class FunctionMode(NoReads):
         Raises:
             CaptureError: it assigns to ``data``, or reads a value.
         """
-        try:
-            if func == _SET_DATA:
-                raise source.refusal(
-                    "build() assigns to .data, which tracing does not see",
-                    "Write the values with copy_() under torch.no_grad().",
-                )
-            if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
-                with sdpa_kernel(SDPBackend.MATH):
-                    return func(*args, **(kwargs or {}))
-            return super().__torch_function__(func, types, args, kwargs)
-        except CaptureError as error:
-            if source.is_own_code_running():
-                self._refused.append(error)
-            raise
+        if func == _SET_DATA:
+            raise source.refusal(
+                "build() assigns to .data, which tracing does not see",
+                "Write the values with copy_() under torch.no_grad().",
+            )
+        if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _read_in_build(what: str) -> CaptureError:
