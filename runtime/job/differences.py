@@ -7,6 +7,7 @@ from zerograph.runtime.job.reports import name_ranks
 # Ends the key of a text that is shown with a fact of the same key, and may differ.
 SHOWN_WITH = " is shown with"
 DOING = "what they are about to do"
+HYPERPARAMETERS = "hyperparameters"
 BROKE_OFF = "where the step before broke off"
 READING = "reading the values of a global tensor"
 # By the fact that differs, or by what the ranks were about to do.
@@ -15,6 +16,7 @@ _ADVICE = {
     READING: "Every rank must read what ranks have parts of: read before 'if rank == 0', and print inside of it.",
     DOING: "Every rank must make the same calls in the same order: steps, reading parameters, full_parameters(), "
     "state_dict(), save() and load() belong under no 'if rank == 0'.",
+    HYPERPARAMETERS: "Set hyperparameters, and step schedulers, alike on all ranks: by values of the whole batch.",
     "the end of full_parameters()": "No change was kept. Every rank must make the same changes, or one rank: "
     "full_parameters(..., modifier_rank=0).",
     "loading a state": "Nothing was loaded. All ranks must load the same values.",
@@ -43,7 +45,7 @@ def first_difference(facts: list[dict[str, str]], doing: str) -> str:
             for rank, (value, rank_facts) in enumerate(zip(values, facts, strict=True)):
                 shown.setdefault(value + rank_facts.get(key + SHOWN_WITH, ""), []).append(rank)
             lines = "\n".join(f"  {name_ranks(ranks)}: {value}" for value, ranks in shown.items())
-            advice = _ADVICE.get(READING if READING in values else key)
+            advice = _ADVICE.get(READING if READING in values else key.partition(":")[0])
             advice = advice or _ADVICE.get(doing, "All ranks must run the same step.")
             return f"ranks differ before {doing}, first in {key}:\n{lines}\n{advice}"
     return f"ranks differ before {doing}, in something that has no name. All ranks must run the same step."

@@ -383,7 +383,8 @@ def agreeing(job: Job, doing: str) -> Iterator[dict[str, str]]:
         yield facts
     except BaseException as error:
         problem = error
-    agree(job, doing, digest(facts), lambda: facts, problem)
+    # A state may list its tensors in another order on each rank.
+    agree(job, doing, digest(sorted(facts.items())), lambda: facts, problem)
 
 
 def agree(

@@ -67,6 +67,43 @@ def test_ranks_at_different_steps_do_not_go_on_together(pool: Pool) -> None:
         assert "rank 1: step 3" in message
 
 
+def at_another_rate(in_loop: bool) -> str:
+    """The message when rank 1 alone has lowered its learning rate; the state is then as before."""
+    model = make("mlp")
+    optimizer = adamw(model)
+    (x, y), *_ = batches("mlp", 1)
+    x, y = part(x), part(y)
+    if in_loop:
+        model, optimizer = zg.prepare(model, optimizer, stage=3)
+    step = None if in_loop else TrainStep(model, optimizer, 2)
+
+    def update() -> None:
+        if step is not None:
+            step(x, y)
+            return
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def weights() -> list[torch.Tensor]:
+        return list((model.state_dict() if step is None else step.state_dict()["modules"]["model"]).values())
+
+    update()
+    before = weights()
+    optimizer.param_groups[0]["lr"] *= 1 - 0.5 * dist.get_rank()
+    with pytest.raises(zg.RankMismatchError) as error:
+        update()
+    torch.testing.assert_close(weights(), before, rtol=0, atol=0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_ranks_with_other_learning_rates_do_not_update(pool: Pool, in_loop: bool) -> None:
+    for message in pool.run(2, at_another_rate, in_loop):
+        assert "first in hyperparameters: lr of group 0 of optimizer 0" in message
+        assert "step schedulers, alike on all ranks" in message
+
+
 def saved_and_loaded_apart(folder: Path) -> list[str]:
     """The messages when each rank saves into a folder of its own, and loads a checkpoint of its own."""
     model = make("mlp")

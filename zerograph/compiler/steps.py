@@ -35,6 +35,7 @@ from zerograph.compiler.step_key import Call, Snapshot, StepKey, StepRequest, ta
 from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
 from zerograph.ir.mesh import Mesh
 from zerograph.optim.step_hooks import refuse_hooks_before
+from zerograph.runtime.job.differences import HYPERPARAMETERS
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, guarded_state, stores_of
 
@@ -327,9 +328,13 @@ class Steps:
             selection: None if there is a ``problem``.
         """
         number, sizes, digests = 0, [], []
+        inputs: dict[str, float] = {}
         if selection is not None:
             number = selection.key.digest ^ self.compilations
             sizes, digests = local_sizes(selection.batch), digests_of_whole(selection.batch)
+            if call.job.size > 1 and call.request.gradients in ("update", "accumulated"):
+                inputs = self._compiler.updates.inputs()
+                number ^= digest(inputs)
             if call.config.check_replicas:
                 number ^= digest(counts())  # The counts decide whether replicas are compared now.
 
@@ -337,6 +342,7 @@ class Steps:
             assert selection is not None
             shown = selection.key.texts(call.config.shown())
             compilations = {"the number of compiled steps": str(self.compilations)}
+            shown |= {f"{HYPERPARAMETERS}: {name}": str(value) for name, value in inputs.items()}
             return {**selection.batch.facts(), **shown, **compilations, **counts(), **selection.batch.shapes()}
 
         everybody = agree(call.job, doing, number, texts, problem, [*self.notes, *sizes, *digests])

@@ -147,6 +147,15 @@ class Updates:
             check_alone(optimizer, names)
             self._checked[number] = key
 
+    def inputs(self) -> dict[str, float]:
+        """Return the present hyperparameters that are inputs of the step, by name."""
+        return {
+            f"{hyperparameters.name(path)} of group {index} of optimizer {number}": hyperparameters.read(group, path)
+            for number, optimizer in enumerate(self.optimizers)
+            for index, group in enumerate(optimizer.param_groups)
+            for path in (hyperparameters.LR, *self._lifted.get((number, index), ()))
+        }
+
     def advance(self, number: int) -> None:
         """Advance the numbers of an optimizer that count steps, after its update."""
         advance(self.optimizers[number], {index: counts for (n, index), counts in self._counts.items() if n == number})
