@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import logging
 import pickle
 import pprint
 import string
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,25 @@ LOG = logging.getLogger(__name__)
 @dataclass
 class Metrics:
     loss: Tensor
+
+
+def caught(loss: Tensor) -> float:
+    try:
+        return float(loss)
+    except Exception:
+        return 0.0
+
+
+def suppressed(loss: Tensor) -> None:
+    with contextlib.suppress(Exception):
+        loss.item()
+
+
+def translated(loss: Tensor) -> float:
+    try:
+        return float(loss)
+    except Exception as error:
+        raise ValueError("no number") from error
 
 
 READS: dict[str, Callable[[Tensor], object]] = {
@@ -56,6 +78,16 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "contains": lambda loss: 3 in loss.expand(2),
     "tensor": lambda loss: torch.tensor([1.0, loss.detach()]),
     "as_tensor": lambda loss: torch.as_tensor([loss.detach()]),
+    "new_tensor": lambda loss: loss.new_tensor([loss.detach(), 1.0]),
+    "FloatTensor": lambda loss: torch.FloatTensor([loss.detach()]),
+    "storage": lambda loss: loss.detach().untyped_storage().tolist(),
+    "mean of numpy": lambda loss: numpy.mean([loss.detach()]),
+    # Python and C put errors of their own in place of the read's.
+    "islice": lambda loss: list(itertools.islice(range(9), loss.detach().long())),
+    "struct": lambda loss: struct.pack("f", loss),
+    "caught": caught,
+    "suppressed": suppressed,
+    "translated": translated,
 }
 
 

@@ -69,16 +69,17 @@ def is_optimizers(filename: str) -> bool:
     return is_users(filename) or filename.startswith((_OPTIMIZERS, _OUR_OPTIMIZERS))
 
 
-def running_line(*, optimizers: bool = False) -> tuple[str, str]:
+def running_line(*, optimizers: bool = False, own: bool = False) -> tuple[str, str]:
     """Return ``train.py:31`` and the code on that line, for the innermost frame of the user; or two empty strings.
 
     Args:
         optimizers: lines of ``torch.optim`` and ``flow.optim`` count too.
+        own: lines of installed packages do not count.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if is_users(filename) or (optimizers and is_optimizers(filename)):
+        if (is_users(filename) and not (own and is_installed(filename))) or (optimizers and is_optimizers(filename)):
             return described(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "", ""
@@ -90,10 +91,11 @@ def refusal(what: str, instead: str, place: tuple[str, str] | None = None) -> Ca
     Args:
         what: what the line does.
         instead: what to do instead.
-        place: the line and its code; None: those that are running.
+        place: the line and its code; None: those that are running, of an installed package and of the user's own code.
     """
-    line, code = place or running_line()
-    return CaptureError(f"{what}\n  {line}   {code}\n{instead}")
+    places = [place] if place is not None else [running_line(), running_line(own=True)]
+    lines = dict.fromkeys(f"  {line}   {code}" for line, code in places if line or place is not None)
+    return CaptureError("\n".join([what, *lines, instead]))
 
 
 def relative_to_package(source: str) -> str:
@@ -135,12 +137,12 @@ def warn_user(message: str) -> None:
     warnings.warn(message, ZeroGraphWarning, stacklevel=level)
 
 
-def raising_line(traceback: TracebackType | None) -> tuple[str, str]:
+def raising_line(traceback: TracebackType | None, *, own: bool = False) -> tuple[str, str]:
     """Return :func:`running_line` of the innermost frame of the user that an exception passed through."""
     place = ("", "")
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if is_users(filename):
+        if is_users(filename) and not (own and is_installed(filename)):
             place = described(filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return place

@@ -46,9 +46,15 @@ class Recorder(_torch.PlainMode):
     # They would fail without the user's line.
     supports_higher_order_operators = True
 
-    def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str]) -> None:
+    def __init__(self, module_path: Callable[[Sequence[nn.Module] | None], str], reads: list[CaptureError]) -> None:
+        """Create the mode.
+
+        Args:
+            module_path: what :func:`module_paths` yields.
+            reads: gets the errors for operators that read values, see :func:`reads_uncaught`.
+        """
         super().__init__()
-        self._module_path = module_path
+        self._module_path, self._reads = module_path, reads
         self._forward: dict[int, Origin] = {}
         self._modules: defaultdict[tuple[str, Any], dict[str, None]] = defaultdict(dict)
         # The operators of triton_op whose functions run.
@@ -72,7 +78,8 @@ class Recorder(_torch.PlainMode):
         if (truth := known_truth(func, args)) is not None:
             return truth
         if func in _READS_VALUES:
-            raise source.refusal(_READS_VALUES[func], ONE_GRAPH)
+            self._reads.append(source.refusal(_READS_VALUES[func], ONE_GRAPH))
+            raise self._reads[-1]
         if func.namespace in COLLECTIVE_NAMESPACES:
             raise collective_refused(func.name().removeprefix(f"{func.namespace}::"))
         if str(func) in _VARLEN and args[0].device.type == "cpu":
@@ -177,12 +184,12 @@ class NoReads(TorchFunctionMode):
     It leaves out checks of libraries.
 
     Args:
-        error: returns the error for the function of a name.
+        reads: gets the errors, see :func:`reads_uncaught`.
     """
 
-    def __init__(self, error: Callable[[str], CaptureError]) -> None:
+    def __init__(self, reads: list[CaptureError]) -> None:
         super().__init__()
-        self._error = error
+        self._reads = reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function.
@@ -195,11 +202,15 @@ class NoReads(TorchFunctionMode):
             if truth is not None:
                 return truth
         if func in _READS and (func not in _TEXTS or _is_asked_by_user()):
-            raise self._error(_READS[func])
+            raise self._refused(_READS[func])
         is_list = func in _OF_NUMBERS and len(args) > 0 and isinstance(args[0], (list, tuple))
         if is_list and any(isinstance(one, _torch.FakeTensor) for one in pytree.tree_leaves(args[0])):
-            raise self._error(f"torch.{func.__name__}() of a list of tensors, where torch.stack() reads none")
+            raise self._refused(f"torch.{func.__name__}() of a list of tensors, where torch.stack() reads none")
         return func(*args, **(kwargs or {}))
+
+    def _refused(self, what: str) -> CaptureError:
+        self._reads.append(source.refusal(f"{_READ}: {what}", ONE_GRAPH))
+        return self._reads[-1]
 
 
 _OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -242,9 +253,6 @@ class FunctionMode(NoReads):
     those of the CPU have no dropout.
     """
 
-    def __init__(self) -> None:
-        super().__init__(_read_in_build)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function.
 
@@ -262,15 +270,12 @@ class FunctionMode(NoReads):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def _read_in_build(what: str) -> CaptureError:
-    return source.refusal(f"{_READS_VALUES[aten._local_scalar_dense.default]}: {what}", ONE_GRAPH)
-
-
 _ATTEND = F.scaled_dot_product_attention
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
+_READ = "build() read a tensor's value while the step was being traced"
 _READS_VALUES = {
-    aten._local_scalar_dense.default: "build() read a tensor's value while the step was being traced",
+    aten._local_scalar_dense.default: _READ,
     aten.equal.default: "build() compared two tensors' values while the step was being traced",
 }
 
@@ -357,7 +362,42 @@ def module_paths(root: nn.Module) -> Iterator[Callable[[Sequence[nn.Module] | No
             hook.remove()
 
 
+@contextlib.contextmanager
+def reads_uncaught(reads: list[CaptureError]) -> Iterator[None]:
+    """At the end raise the error of a read that the user's code has caught, or a function of C that it calls.
+
+    What follows a caught error is not what follows the value. Libraries, and operators of numpy, try several ways: what
+    they catch themselves is no read.
+
+    Args:
+        reads: the errors of reads since the beginning of the context.
+    """
+    try:
+        yield
+        place = ""
+    except ZeroGraphError:
+        reads.clear()
+        raise
+    except Exception as error:
+        place, _ = source.raising_line(error.__traceback__)
+        if not any(_is_caught(read, place) for read in reads):
+            raise
+    caught = next((read for read in reads if _is_caught(read, place)), None)
+    # An error keeps the frames that it has passed through.
+    reads.clear()
+    if caught is not None:
+        raise caught
+
+
+def _is_caught(read: CaptureError, place: str) -> bool:
+    """Return whether the error of a read has passed through the user's code, or became another error at this place."""
+    line, _ = source.raising_line(read.__traceback__, own=True)
+    return bool(line) or (bool(place) and f"  {place} " in str(read))
+
+
 _WRONG_CALL = re.compile(r"build\(\) (missing|takes|got)")
+# Functions of torch that look into the memory of a tensor.
+_NO_MEMORY = re.compile("its data is not allocated yet|Not available for 'meta' device type")
 
 
 @contextlib.contextmanager
@@ -384,6 +424,8 @@ def explained() -> Iterator[None]:
         if "torch.distributed" in str(error) and "not supported under torch.compile" in str(error):
             # From torch.distributed.nn, under names that a user's module has imported.
             raise collective_refused(str(error).split(" ")[0], error.__traceback__) from None
+        if _NO_MEMORY.search(str(error)):
+            raise source.refusal(f"{_READ}: its memory", ONE_GRAPH, source.raising_line(error.__traceback__)) from None
         if "grad can be implicitly created only for scalar outputs" not in str(error):
             raise
         raise source.refusal(

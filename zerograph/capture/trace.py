@@ -22,7 +22,7 @@ from zerograph.capture.captured import Captured
 from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
 from zerograph.capture.hints import other_hints
 from zerograph.capture.local import Capturing, inside
-from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths
+from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths, reads_uncaught
 from zerograph.capture.places import Place, PythonState, build_guards
 from zerograph.capture.refused_calls import refused_calls
 from zerograph.capture.state_changes import StateComparison
@@ -419,20 +419,22 @@ class _Tracer:
     def _inside_build(self, trace: _Trace, state: dict[str, Tensor], backward: Backward) -> Iterator[None]:
         """Replace parameters, buffers and the parts of torch that a trace handles itself."""
         capture = self._capture
+        reads: list[CaptureError] = []
         with (
+            reads_uncaught(reads),
             self._replaced(state),
             _swapped_groups(capture.groups, state),
             _torch.replaced_total_norm(functools.partial(total_norm, checked=None if capture.scaled else trace.norms)),
-            FunctionMode(),
+            FunctionMode(reads),
             module_paths(capture.root) as path,
-            Recorder(path),
+            Recorder(path, reads),
             inside(
                 Capturing(
                     capture.ranks,
                     self._mode,
                     self._region_table,
                     self._draws,
-                    lambda: Recorder(path),
+                    lambda: Recorder(path, reads),
                     self._replaced,
                     state,
                     trace.regions,
