@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.models import MODELS, TrainStep, adamw, make
+from tests.pool import Pool
 
 
 class Calibrated(nn.Linear):
@@ -78,3 +79,62 @@ def test_a_checkpoint_of_other_modules_with_extra_state_is_of_another_model(tmp_
     with pytest.raises(zg.ConfigError, match=r"it has the extra state of model\.0, which the graph has not"):
         other.load(tmp_path)
     assert torch.equal(other.model[0].weight, before)
+
+
+class Failing(Calibrated):
+    """Cannot be read, or not be set, on rank 1."""
+
+    fails: str = ""
+
+    def get_extra_state(self) -> Any:
+        if self.fails == "get" and zg.rank() == 1:
+            raise ValueError("cannot get")
+        return super().get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        if self.fails == "set" and zg.rank() == 1:
+            raise ValueError("cannot set")
+
+
+def part() -> Tensor:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    return x.chunk(zg.world_size())[zg.rank()]
+
+
+def fail_alone(folder: Path) -> None:
+    step = Step(Failing(3, 3))
+    layer = step.model[0]
+    layer.extra = {"version": 1}
+    step(part())
+    step.save(folder)
+    earlier = step.state_dict()
+    step(part())
+    layer.extra = {"version": 2}
+    before = step.state_dict()
+    layer.fails = "get"
+    if zg.rank() == 1:
+        with pytest.raises(ValueError, match="cannot get"):
+            step.state_dict()
+    else:
+        step.state_dict()
+    layer.fails = "set"
+    error = (zg.RankMismatchError, ValueError)[zg.rank()]
+    for load in (lambda: step.load(folder), lambda: step.load_state_dict(earlier)):
+        with pytest.raises(error, match="cannot set"):
+            load()
+    layer.fails = ""
+    torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+    step(part())
+
+
+def test_extra_state_that_fails_on_one_rank_changes_nothing_on_any(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, fail_alone, tmp_path)
+
+
+def test_a_state_that_does_not_fit_leaves_the_extra_state() -> None:
+    step, other = Step(Calibrated(3, 3)), Step(Calibrated(3, 3), nn.Linear(3, 3))
+    step.model[0].extra, other.model[0].extra = {"version": 1}, {"version": 2}
+    with pytest.raises(zg.ConfigError, match="does not fit"):
+        step.load_state_dict({"modules": other.state_dict()["modules"]})
+    assert step.model[0].extra == {"version": 1}

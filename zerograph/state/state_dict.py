@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, parameters_of
 from zerograph.errors import ConfigError
+from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, open_safetensors
 from zerograph.runtime.state import (
@@ -30,9 +33,16 @@ from zerograph.runtime.state import (
 from zerograph.state.checks import convert_state
 
 
-def modules_state(members: Members) -> dict[str, dict[str, Any]]:
-    """Return what ``state_dict()`` of each module would be on one device, in copies. A collective."""
-    whole = _whole_parameters(members) | {name: buffer.clone() for name, buffer in members.buffers.items()}
+def whole_tensors(members: Members) -> dict[str, Tensor]:
+    """Return copies of all parameters and buffers, whole, by name. A collective."""
+    whole = {name: p.detach().clone() for name, p in members.parameters.items() if store_of(p) is None}
+    for store in stores_of(members.parameters.values()):
+        whole |= dict(zip(_names(members, store.parameters), plain_parameters(store), strict=True))
+    return whole | {name: buffer.clone() for name, buffer in members.buffers.items()}
+
+
+def modules_state(members: Members, whole: dict[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return what ``state_dict()`` of each module would be on one device, of what :func:`whole_tensors` returned."""
     with _torch.with_tensors(members.root, _with_aliases(members, whole)):
         return {name: module.state_dict() for name, module in members.root.named_children()}
 
@@ -66,6 +76,34 @@ def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> d
                 except (RuntimeError, TypeError) as error:
                     raise ConfigError(f"the state of {name!r} does not fit the module: {error}") from None
     return whole
+
+
+@contextlib.contextmanager
+def kept_on_error(
+    members: Members, schedulers: Sequence[LRScheduler | None] = (), scaler: GradScaler | None = None
+) -> Iterator[None]:
+    """Set back what the user's code loads by itself, the extra state of modules for one, if the block fails."""
+    loaded: list[tuple[Any, Any]] = [
+        (module.set_extra_state, module.get_extra_state) for module in with_extra_state(members).values()
+    ]
+    loaded += [(one.load_state_dict, one.state_dict) for one in (*schedulers, scaler) if one is not None]
+    before = []
+    for load, read in loaded:
+        with contextlib.suppress(Exception):
+            before.append((load, copy.deepcopy(read())))
+    try:
+        yield
+    except BaseException:
+        for load, state in before:
+            with contextlib.suppress(Exception):
+                load(state)
+        raise
+
+
+def with_extra_state(members: Members) -> dict[str, nn.Module]:
+    """Return the modules whose ``state_dict()`` has extra state, by each of their qualified names."""
+    plain, named = nn.Module.get_extra_state, members.root.named_modules(remove_duplicate=False)
+    return {name: one for name, one in named if type(one).get_extra_state is not plain}
 
 
 def open_files(state: Any) -> Any:
@@ -192,14 +230,6 @@ def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
         tuple(float(state[name]) for name in scalars) if set(store.specs) == set(state) else None for state in states
     }
     return len(counts) == 1 and (None not in counts or not any(states))
-
-
-def _whole_parameters(members: Members) -> dict[str, Tensor]:
-    """Return copies of all parameters, whole, by name. A collective."""
-    whole = {name: p.detach().clone() for name, p in members.parameters.items() if store_of(p) is None}
-    for store in stores_of(members.parameters.values()):
-        whole |= dict(zip(_names(members, store.parameters), plain_parameters(store), strict=True))
-    return whole
 
 
 def _names(members: Members, parameters: Sequence[nn.Parameter]) -> list[str]:

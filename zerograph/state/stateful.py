@@ -111,9 +111,13 @@ class Stateful:
         self._check_resharded()
         layouts = [layout for store in self._stores() for layout in (store.layout, *store.layouts.values())]
         self._agree_to_gather("taking a state_dict()", layouts)
+        members = self._adopted()
+        whole = state_dict.whole_tensors(members)
+        optimizers = [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers]
+        # Modules and schedulers run code of the user, which may fail on one rank: no exchange follows.
         return {
-            "modules": state_dict.modules_state(self._adopted()),
-            "optimizers": [state_dict.optimizer_state(optimizer) for optimizer in self._optimizers],
+            "modules": state_dict.modules_state(members, whole),
+            "optimizers": optimizers,
             "lr_schedulers": [None if scheduler is None else scheduler.state_dict() for scheduler in self._schedulers],
             "steps_done": self.steps_done,
             "grad_scaler": None if self.config.scaler is None else self.config.scaler.state_dict(),
@@ -155,26 +159,28 @@ class Stateful:
         """
         self._check_resharded()
         whole: dict[str, Tensor] = {}
-        with agreeing(self._join(), "loading a state") as facts:
+        scaler = self.config.scaler
+        keeping = state_dict.kept_on_error(self._members(), self._schedulers, scaler)
+        with keeping, agreeing(self._join(), "loading a state") as facts:
             state = state_dict.open_files(state)
             check_form(state)
-            check_state(self._optimizers, self._schedulers, self.config.scaler, state)
+            check_state(self._optimizers, self._schedulers, scaler, state)
             if "modules" in state:
                 whole = state_dict.read_modules(self._adopted(), state["modules"])
             if self._join().size > 1:
                 facts |= loaded_facts(state)
+            for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):
+                if scheduler is not None and saved is not None:
+                    scheduler.load_state_dict(saved)
+            if scaler is not None and state.get("grad_scaler") is not None:
+                scaler.load_state_dict(state["grad_scaler"])
         if whole:
             state_dict.load_modules(self._adopted(), whole)
         for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):
             state_dict.load_optimizer(optimizer, saved)
         # What earlier codes of gradients lacked belongs to another course of training.
         set_residuals(self._adopted().parameters.values(), {})
-        for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):
-            if scheduler is not None and saved is not None:
-                scheduler.load_state_dict(saved)
         self.steps_done = state.get("steps_done", self.steps_done)
-        if self.config.scaler is not None and state.get("grad_scaler") is not None:
-            self.config.scaler.load_state_dict(state["grad_scaler"])
         # States of version 0.1 have no random numbers.
         if "random" in state:
             self._seed, self._passes_done = state["random"]["seed"], state["random"]["passes"]

@@ -34,8 +34,10 @@ class WholeValues:
 
     def __init__(self, job: Job, members: Members, stores: Sequence[Store], modifier_rank: int | None) -> None:
         self._job, self._members, self._stores, self._modifier_rank = job, members, stores, modifier_rank
-        if modifier_rank is not None and not 0 <= modifier_rank < job.size:
-            raise ConfigError(f"full_parameters(modifier_rank={modifier_rank}): the job has ranks 0 to {job.size - 1}")
+        if modifier_rank is not None and not (type(modifier_rank) is int and 0 <= modifier_rank < job.size):
+            raise ConfigError(
+                f"full_parameters(modifier_rank={modifier_rank!r}): the job has ranks 0 to {job.size - 1}"
+            )
         self._compares = job.size > 1
         self._states = [state for store in stores if (state := guarded_state(store.optimizer)) is not None]
         self._states = list({id(state): state for state in self._states}.values())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
@@ -29,7 +29,7 @@ from zerograph.state.checkpoint.pretrained import configurations
 from zerograph.state.checkpoint.residuals import pieces_of_residuals, read_residuals
 from zerograph.state.checkpoint.written import Call, Counts, Written, written
 from zerograph.state.checks import check_state
-from zerograph.state.state_dict import load_groups, numbered_groups
+from zerograph.state.state_dict import kept_on_error, load_groups, numbered_groups, with_extra_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ def state_of(parts: Parts, configuration: str, position: Mapping[str, Any]) -> t
         },
         "extra_state": {
             name: encode(module.get_extra_state(), f"what get_extra_state() of {name} returns")
-            for name, module in _with_extra_state(members).items()
+            for name, module in with_extra_state(members).items()
         },
         "calls": [list(one) for one in parts.calls or ()],
         "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
@@ -126,17 +126,19 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
         _check_generators(reader, generators)
     groups = saved.groups
     residuals = read_residuals(job, reader, parts.members)
+    # The user's code, which may fail, comes before what cannot be undone.
+    with kept_on_error(parts.members, parts.schedulers, parts.scaler), agreeing(job, "loading a checkpoint"):
+        for name, module in with_extra_state(parts.members).items():
+            if name in saved.extra_state:
+                module.set_extra_state(saved.extra_state[name])
+        for scheduler, state in zip(parts.schedulers, saved.state["lr_schedulers"], strict=True):
+            if scheduler is not None and state is not None:
+                scheduler.load_state_dict(state)
+        if parts.scaler is not None and saved.state["grad_scaler"] is not None:
+            parts.scaler.load_state_dict(saved.state["grad_scaler"])
     load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
-    for name, module in _with_extra_state(parts.members).items():
-        if name in saved.extra_state:
-            module.set_extra_state(saved.extra_state[name])
-    for scheduler, state in zip(parts.schedulers, saved.state["lr_schedulers"], strict=True):
-        if scheduler is not None and state is not None:
-            scheduler.load_state_dict(state)
-    if parts.scaler is not None and saved.state["grad_scaler"] is not None:
-        parts.scaler.load_state_dict(saved.state["grad_scaler"])
     _set_generators(reader, generators)
     set_residuals(parts.members.parameters.values(), residuals)
     if parts.calls is not None:
@@ -162,19 +164,13 @@ def _check_fits(reader: Reader, saved: Written, parts: Parts) -> None:
     check_state(parts.optimizers, parts.schedulers, parts.scaler, state, CheckpointError)
 
 
-def _with_extra_state(members: Members) -> dict[str, nn.Module]:
-    """Return the modules whose ``state_dict()`` has extra state, by each of their qualified names."""
-    plain, named = nn.Module.get_extra_state, members.root.named_modules(remove_duplicate=False)
-    return {name: one for name, one in named if type(one).get_extra_state is not plain}
-
-
 def _check_extra_state(document: Written, members: Members) -> None:
     """Check that the checkpoint has the extra state of the same modules; those of earlier versions have none.
 
     Raises:
         ConfigError: it has not.
     """
-    own = _with_extra_state(members)
+    own = with_extra_state(members)
     # Earlier versions wrote one name of a module that has several.
     there_is = {id(module) for name, module in own.items() if name in document.extra_state}
     lacking = {name for name, module in own.items() if id(module) not in there_is}
