@@ -12,6 +12,7 @@ import copy
 import enum
 import functools
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -847,7 +848,14 @@ class StoredState(MutableMapping[Any, Any]):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        return self._entries()[key]
+        try:
+            return self._entries()[key]
+        except SplitParameterError:
+            # Of the state that it is to replace, torch unflattens a state by the names.
+            if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
+                raise
+            store = store_of(key)
+            return dict.fromkeys(self.plain[key] if store is None else store.specs)
 
     def copy(self) -> dict[Any, Any]:
         """Return the state as a dictionary."""

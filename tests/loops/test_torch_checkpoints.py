@@ -5,9 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 import zerograph as zg
 from tests.models import part
@@ -23,10 +30,10 @@ def pair(prepare: Any) -> tuple[Any, Any]:
     return prepared
 
 
-def train(model: Any, optimizer: Any, steps: int) -> list[float]:
+def train(model: Any, optimizer: Any, steps: int, rows: Any = part) -> list[float]:
     losses, generator = [], torch.Generator().manual_seed(1)
     for _ in range(steps):
-        loss = model(part(torch.randn(8, 8, generator=generator).double())).square().mean()
+        loss = model(rows(torch.randn(8, 8, generator=generator).double())).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,3 +74,35 @@ def test_state_is_read_and_set_by_torchs_functions_before_and_after_the_first_st
 
 def resumed_by_zerograph() -> tuple[dict[str, Any], list[list[float]]]:
     return resumed(lambda *objects: zg.prepare(*objects, stage=3))
+
+
+class Step(zg.ZeroGraph):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def trained_by_a_graph(flatten: bool) -> None:
+    """Set the optimizer's state of two steps of a plain pair on a graph's that has done one step."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    plain, new = pair(unprepared), pair(unprepared)
+    train(*plain, 2, rows=lambda x: x)
+    state = copy.deepcopy(get_optimizer_state_dict(*plain, options=options))
+    step = Step(*new)
+    step(torch.ones(2, 8).double())
+    set_optimizer_state_dict(*new, state, options=options)
+    step.load_state_dict({"modules": {"model": plain[0].state_dict()}})
+    generator = torch.Generator().manual_seed(1)
+    losses = [step(part(torch.randn(8, 8, generator=generator).double())).item() for _ in range(2)]
+    assert losses == pytest.approx(train(*plain, 2, rows=lambda x: x))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_graphs_optimizer_takes_its_state_by_torchs_functions(pool: Pool, flatten: bool) -> None:
+    pool.run(2, trained_by_a_graph, flatten)
