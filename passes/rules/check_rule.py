@@ -35,13 +35,15 @@ def check_rule(operator: Any, *examples: Any, ranks: int = 2, **options: Any) ->
     if overload is None:
         kinds = ", ".join(type(one).__name__ for one in examples)
         raise ConfigError(f"check_rule() takes an operator and its arguments: {operator!r:.60} takes no ({kinds})")
-    if ranks < 2:
-        raise ConfigError(f"check_rule(ranks={ranks}) cuts nothing into pieces: give 2 or more")
+    if type(ranks) is not int or ranks < 2:
+        raise ConfigError(f"check_rule(ranks={ranks!r}) cuts nothing into pieces: give 2 or more")
     if rule_of(overload) is None:
         raise ConfigError(f"{overload} has no rule: register one by zg.register_rule()")
     node = _node(overload, examples, options)
     outputs = [one for one in pytree.tree_leaves(node.meta["val"]) if isinstance(one, Tensor)]
     inputs = [one for one in pytree.tree_leaves((examples, options)) if isinstance(one, Tensor)]
+    if any(one.is_meta for one in inputs):
+        raise ConfigError("check_rule() compares values, and a tensor on the meta device has none")
     trial = trial_of(node, ranks, inputs, outputs)
     if trial is None:
         raise ConfigError(

@@ -289,7 +289,8 @@ def _without_absent(notation: str, present: Sequence[bool], value: Any) -> str:
     left, right = notation.split("->")
     operands = [part for part, is_present in zip(left.split(","), present, strict=True) if is_present]
     results = right.split(",")
-    if isinstance(value, (list, tuple)):
+    # Another number of results is found where rules are compared with shapes.
+    if isinstance(value, (list, tuple)) and len(value) == len(results):
         results = [part for part, result in zip(results, value, strict=True) if isinstance(result, Tensor)]
     return ",".join(operands) + "->" + ",".join(results)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +63,7 @@ def test_a_decorated_function_is_checked_too() -> None:
         (torch.ops.aten.mm.default, (X, X), "takes an operator and its arguments"),
         (torch.ops.aten.rand_like.default, (X,), "cannot be tried|has no rule"),
         (torch.ops.aten.tanh.default, (torch.randn(3, 5),), "splits nothing of these shapes"),
+        (torch.ops.aten.tanh.default, (X.to("meta"),), "a tensor on the meta device has none"),
     ],
 )
 def test_what_cannot_be_checked_is_an_error(operator: object, arguments: tuple[Tensor, ...], message: str) -> None:
@@ -68,9 +71,20 @@ def test_what_cannot_be_checked_is_an_error(operator: object, arguments: tuple[T
         zg.check_rule(operator, *arguments)
 
 
-def test_one_rank_cuts_nothing() -> None:
-    with pytest.raises(zg.ConfigError, match=r"ranks=1.*give 2 or more"):
-        zg.check_rule(torch.ops.aten.mm.default, X, SCALE, ranks=1)
+@pytest.mark.parametrize("ranks", [1, "2"])
+def test_one_rank_cuts_nothing(ranks: Any) -> None:
+    with pytest.raises(zg.ConfigError, match=r"ranks=.*give 2 or more"):
+        zg.check_rule(torch.ops.aten.mm.default, X, SCALE, ranks=ranks)
+
+
+@torch.library.custom_op("tests_check_rule::pieces", mutates_args=())
+def pieces(x: Tensor, number: int) -> list[Tensor]:
+    return [part.clone() for part in x.chunk(number, 1)]
+
+
+def test_a_rule_that_names_too_few_results_says_so() -> None:
+    with pytest.raises(zg.CaptureError, match="it names 1 outputs, there are 2"):
+        zg.register_rule(pieces, "n c! -> n c!", check=(X, 2))
 
 
 @pytest.mark.parametrize("name", ["mm", "addmm"])
