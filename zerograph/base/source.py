@@ -94,7 +94,7 @@ def refusal(what: str, instead: str, place: tuple[str, str] | None = None) -> Ca
         place: the line and its code; None: those that are running, of an installed package and of the user's own code.
     """
     places = [place] if place is not None else [running_line(), running_line(own=True)]
-    lines = dict.fromkeys(f"  {line}   {code}" for line, code in places if line or place is not None)
+    lines = dict.fromkeys(f"  {line}   {code}" for line, code in places if line)
     return CaptureError("\n".join([what, *lines, instead]))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
+from zerograph.base import source
 from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
@@ -398,18 +399,20 @@ def _trace(
     with _torch.preserved_metadata(), mode:
         try:
             return _torch.trace(step, arguments)
-        except (_torch.DataDependentOutputException, _torch.GuardOnDataDependentSymNode):
-            raise CaptureError(
-                f"{optimizer}.step() needs a tensor's value, or a number that it counts, as a Python number\n"
-                "An update is one graph for all values. Compute with the tensor, or use another optimizer."
+        except (_torch.DataDependentOutputException, _torch.GuardOnDataDependentSymNode) as error:
+            raise source.refusal(
+                f"{optimizer}.step() needs a tensor's value, or a number that it counts, as a Python number",
+                "An update is one graph for all values. Compute with the tensor, or use another optimizer.",
+                source.raising_line(error.__traceback__),
             ) from None
         except ZeroGraphError:
             raise
         except Exception as error:
-            raise CaptureError(
+            raise source.refusal(
                 f"{optimizer}.step() cannot be traced with fake tensors, and 0-d tensors for the learning rate and for "
-                f"numbers that it counts: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n"
-                "Use torch's functions, or another optimizer."
+                f"numbers that it counts: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                "Use torch's functions, or another optimizer.",
+                source.raising_line(error.__traceback__),
             ) from error
 
 
