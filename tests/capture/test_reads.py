@@ -120,6 +120,23 @@ def test_a_read_in_build_is_an_error_with_the_line(name: str) -> None:
         Step(READS[name])(torch.ones(2, 3), 1.0)
 
 
+class Branching(nn.Linear):
+    """A model whose result depends on whether a value can be read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x).square().mean()
+        try:
+            return loss if loss.item() > 1e6 else 2 * loss
+        except Exception:
+            return loss
+
+
+def test_a_prepared_model_reads_in_a_try_as_in_plain_pytorch() -> None:
+    plain = Branching(3, 3)
+    expected = plain(torch.ones(2, 3)).item()
+    assert zg.prepare(plain)(torch.ones(2, 3)).item() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("name", [name for name in READS if name != "pickle"])
 def test_a_prepared_model_may_read_values(name: str) -> None:
     model = zg.prepare(Net(3, 3))
