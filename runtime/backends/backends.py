@@ -16,17 +16,23 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.backends.coded_kernels import compile_updates
 from zerograph.runtime.backends.cudagraph import as_cuda_graph
 from zerograph.runtime.backends.inductor import compile_pieces
+from zerograph.runtime.backends.pieces import cut_exactly
 
 Compiled = Callable[..., Sequence[Any]]
 Backend = Callable[[fx.GraphModule, list[Any]], Compiled]
 
 
-def compile_graph(backend: Backend, graph: fx.GraphModule) -> Compiled:
+def compile_graph(backend: Backend, graph: fx.GraphModule, *, exact: bool = False) -> Compiled:
     """Compile a graph with a backend.
 
     A user's backend gets a copy of the graph without our metadata, and fake tensors of this rank's shapes.
+
+    Args:
+        exact: Inductor compiles only what rounds alike in pieces of any size.
     """
     compile_updates(graph)
+    if backend is inductor and exact:
+        return eager(compile_pieces(graph, cut_exactly), [])
     if backend in BACKENDS.values():
         return backend(graph, [])
     return _compile_copy(backend, graph) if not any(loops(graph.graph)) else _compile_in_parts(backend, graph)

@@ -56,6 +56,21 @@ _NORMS = frozenset(
     }
 )
 _FLAT_VIEWS = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+# Operators whose results IEEE 754 fixes, or those of their parts: compiled, they round alike in pieces of any size.
+_ROUND_ONCE = {
+    aten.add.Tensor,
+    aten.add_.Tensor,
+    aten.div.Tensor,
+    aten.div_.Tensor,
+    aten.mul.Tensor,
+    aten.mul_.Tensor,
+    aten.sub.Tensor,
+    aten.sub_.Tensor,
+}
+_COPIES = {aten._to_copy.default, aten.clone.default, aten.copy_.default}
+_EXACT = PARTS.keys() | _COPIES | {aten.sqrt.default, aten.sqrt_.default}
+_WIDE = (torch.float32, torch.float64)
+_FLOATS = (*_WIDE, torch.bfloat16, torch.float16)
 # Elements. On CPU a piece of smaller values takes no longer than its call, and is not compiled.
 SMALLEST = 4096
 WithSymbols = Callable[[Iterable[fx.Node]], list[fx.Node]]
@@ -96,7 +111,20 @@ def cut(graph: fx.Graph) -> Program:
     a node that reads one of its values or writes to one of its inputs. So no value lives much longer than without
     pieces.
     """
-    cutter = Cutter(graph)
+    return _cut(graph, Cutter(graph))
+
+
+def cut_exactly(graph: fx.Graph) -> Program:
+    """Return the graph as a program whose numbers do not depend on where it is cut, nor on the sizes of shards.
+
+    With ``config.virtual_ranks`` a piece of forward and backward has operators of which kernels and compiled code
+    return the same bits. Other operators of an update are in a piece in any case: compiled, each of their parts rounds
+    once, in vectors and alone.
+    """
+    return _cut(graph, Cutter(graph, exact=True))
+
+
+def _cut(graph: fx.Graph, cutter: Cutter) -> Program:
     for node in graph.nodes:
         cutter.place(node)
     return read_numbers(graph, cutter.program)
@@ -115,12 +143,14 @@ class Cutter:
     Args:
         graph: the emitted graph.
         of_updates: only nodes of the update join pieces.
+        exact: see :func:`cut_exactly`.
     """
 
-    def __init__(self, graph: fx.Graph, *, of_updates: bool = False) -> None:
+    def __init__(self, graph: fx.Graph, *, of_updates: bool = False, exact: bool = False) -> None:
         self.program: Program = []
-        self._memory = memory_owners(graph)
-        self._fusible = {node for node in _fusible(graph) if not of_updates or origin(node).phase == "update"}
+        self._memory, self._exact = memory_owners(graph), exact
+        fusible = _fusible(graph, _is_exact, frozenset()) if exact else _fusible(graph, _is_loop, FACTORIES)
+        self._fusible = {node for node in fusible if not of_updates or origin(node).phase == "update"}
         self._with_symbols = symbol_inputs(graph)
         self._open: list[OpenPiece] = []
         self._placed: set[fx.Node] = set()
@@ -164,7 +194,7 @@ class Cutter:
     def _close(self, pieces: Sequence[OpenPiece]) -> None:
         for piece in pieces:
             self._open.remove(piece)
-            self.program += piece.finish(self._with_symbols)
+            self.program += piece.finish(self._with_symbols, self._exact)
 
 
 def symbol_inputs(graph: fx.Graph) -> WithSymbols:
@@ -212,7 +242,7 @@ def _tensor_of(node: fx.Node) -> fx.Node:
     return node.all_input_nodes[0] if is_number(node) else node
 
 
-def _fusible(graph: fx.Graph) -> set[fx.Node]:
+def _fusible(graph: fx.Graph, is_loop: Callable[[fx.Node], bool], factories: Collection[Any]) -> set[fx.Node]:
     """Return the nodes that may be in a piece: loops, and the views and constants that loops read."""
     fusible: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -221,13 +251,13 @@ def _fusible(graph: fx.Graph) -> set[fx.Node]:
         target = node.target
         if _is_scalar(node):
             continue
-        if _is_loop(node):
+        if is_loop(node):
             fusible.add(node)
         elif target is getitem:
             source = node.args[0]
-            if isinstance(source, fx.Node) and _is_loop(source):
+            if isinstance(source, fx.Node) and is_loop(source):
                 fusible.add(node)
-        elif (target in FACTORIES or _is_view(node)) and any(user in fusible for user in node.users):
+        elif (target in factories or _is_view(node)) and any(user in fusible for user in node.users):
             fusible.add(node)
     return fusible
 
@@ -252,6 +282,32 @@ def _is_loop(node: fx.Node) -> bool:
     if target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     return target in _LOOPS or torch.Tag.pointwise in target.tags
+
+
+def _is_exact(node: fx.Node) -> bool:
+    """Return whether an operator may be in a piece of :func:`cut_exactly`."""
+    return _is_loop(node) and (_rounds_once(node) or (origin(node).phase == "update" and _has_exact_parts(node)))
+
+
+def _rounds_once(node: fx.Node) -> bool:
+    """Return whether the operator's kernel and compiled code return the same bits."""
+    if node.target not in _ROUND_ONCE:
+        return node.target in _COPIES and _is_wide(node, _FLOATS)
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    numbers = len(values) < len(node.args) or node.kwargs
+    return not numbers and _is_wide(node) and all(isinstance(value, Tensor) and value.dim() for value in values)
+
+
+def _has_exact_parts(node: fx.Node) -> bool:
+    # Inductor lets the C++ compiler change the sign of a zero where it sees this number.
+    numbers = [number for number in (*node.args, *node.kwargs.values()) if isinstance(number, (int, float))]
+    return node.target in _EXACT and _is_wide(node) and not {0, -1}.intersection(numbers)
+
+
+def _is_wide(node: fx.Node, sources: Collection[torch.dtype] = _WIDE) -> bool:
+    """Return whether the result is fp32 or fp64, and each tensor that the node reads is of one of these dtypes."""
+    dtypes = [value.dtype for source in reads(node) if isinstance(value := source.meta.get("val"), Tensor)]
+    return node.meta["val"].dtype in _WIDE and all(dtype in sources for dtype in dtypes)
 
 
 def _is_scalar(node: fx.Node) -> bool:
@@ -389,9 +445,10 @@ class OpenPiece:
                 own[argument] = own.get(argument, False) or is_written
         self.waiting = (self.waiting | other.waiting) - set(self.nodes)
 
-    def finish(self, with_symbols: WithSymbols) -> Program:
-        """Return one piece, or the nodes as they are if there is nothing to fuse."""
-        if sum(map(_loops, self.nodes)) < 2 or not any(map(_is_large, self.nodes)):
+    def finish(self, with_symbols: WithSymbols, exact: bool) -> Program:
+        """Return one piece, or the nodes as they are if there is nothing to fuse, and their kernels round alike."""
+        gains = sum(map(_loops, self.nodes)) > 1 and any(map(_is_large, self.nodes))
+        if not gains and (not exact or all(is_view(node) or _rounds_once(node) for node in self.nodes)):
             return list(self.nodes)
         return [self.piece(with_symbols)]
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import deviation, joined, plain_run, prepare, sliced
+from tests.harness import deviation, joined, needs_compiler, plain_run, prepare, sliced
 from tests.models import MODELS, TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
 from tests.scripts import run_script
 from zerograph.ir.buckets import VECTOR_BYTES
 from zerograph.ops.tree_sum import sum_in_tree
+from zerograph.runtime.backends import pieces
+from zerograph.runtime.backends.pieces import Piece, cut, cut_exactly
 from zerograph.runtime.state import text_of
 
 STEPS, SIZE = 3, 24
@@ -175,6 +178,36 @@ def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: P
         for rank, runs in enumerate(pool.run(ranks, trained, data, 12, stages, options)):
             for stage, run in zip(stages, runs, strict=True):
                 assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
+
+
+def compiled(data: str, slices: int, stages: tuple[int, ...], options: dict[str, Any]) -> list[Run]:
+    with patch.object(pieces, "SMALLEST", 0):
+        return trained(data, slices, stages, options | {"backend": "inductor"})
+
+
+@needs_compiler
+@sliced("name", ["batch norm"], [name for name in CASES if name not in ("batch norm of each slice", "GPT")])
+def test_code_that_inductor_compiles_has_the_same_bits_on_one_two_and_four_ranks(pool: Pool, name: str) -> None:
+    """Slices without a loop are cut in other pieces than those of several loops. Forward and backward are eager's."""
+    data, options = CASES[name]
+    (wanted,) = pool.run(1, compiled, data, 4, (0,), options)[0]
+    (eager,) = pool.run(1, trained, data, 4, (0,), options)[0]
+    assert (wanted["loss 0"], wanted["norm 0"]) == (eager["loss 0"], eager["norm 0"])
+    for ranks, stages in ((1, (3,)), (2, (0, 3)), (4, (2, 3))):
+        for stage, run in zip(stages, pool.run(ranks, compiled, data, 4, stages, options)[0], strict=True):
+            assert_equal(run, wanted, f"stage {stage} on {ranks} ranks")
+
+
+def test_inductor_compiles_with_slices_what_rounds_alike_in_pieces_of_any_size() -> None:
+    graph = prepare(new_step("conv", 4, {}), *batches("conv", 1, 1024)[0], ranks=4).graph.graph
+    whole, exact = (
+        [node.target for piece in cutter(graph) if isinstance(piece, Piece) for node in piece.nodes]
+        for cutter in (cut, cut_exactly)
+    )
+    sums, updates = {torch.ops.aten.sum.dim_IntList}, {torch.ops.aten.addcdiv_.default, torch.ops.aten.sub.Tensor}
+    assert sums.issubset(whole)
+    assert updates.issubset(exact)
+    assert sums.isdisjoint(exact)
 
 
 @pytest.fixture
@@ -334,7 +367,7 @@ def test_a_sum_in_a_tree_adds_pairs() -> None:
         (1, {"wire": "int8"}, "wire"),
         (1, {"optimizer_state": "int8"}, "optimizer_state"),
         (1, {"memory_budget": "1GiB"}, "memory_budget without bucket_size"),
-        (1, {"backend": "inductor"}, "config.backend = 'eager'"),
+        (1, {"backend": "cudagraph"}, "config.backend = 'eager' or 'inductor'"),
         (2, {"context_parallel": 2}, "context_parallel"),
         (2, {"mode": "non_distributed", "clip_grad_norm": 1.0}, "has an owner"),
     ],
@@ -342,6 +375,12 @@ def test_a_sum_in_a_tree_adds_pairs() -> None:
 def test_what_would_depend_on_the_number_of_ranks_is_refused(ranks: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(zg.ConfigError, match=message):
         graph_of(ranks, **options)
+
+
+def test_a_compiler_that_contracts_products_and_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.enable_floating_point_contract_flag", "fast")
+    with pytest.raises(zg.ConfigError, match="lets the C\\+\\+ compiler contract"):
+        graph_of(2, backend="inductor")
 
 
 def with_threads(rows: list[int], threads: list[int]) -> None:

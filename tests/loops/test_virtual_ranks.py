@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fused AdamW": ("mlp", {"optimizer": fused}),
     "accumulation": ("mlp", {"accumulation": 2}),
     "small buckets": ("gpt_of_one_block", {"bucket_size": 2**12}),
+    "Inductor": ("conv", {"backend": "inductor"}),
 }
 
 
@@ -66,7 +67,7 @@ def prepared(
 ) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
     config = zg.Config(virtual_ranks=slices)
-    for name in options.keys() & {"amp_dtype", "bucket_size"}:
+    for name in options.keys() & {"amp_dtype", "backend", "bucket_size"}:
         setattr(config, name, options[name])
     model = options.get("model", MODELS[data][0])()
     samples = TensorDataset(*map(torch.cat, zip(*batches(data, 3, BATCH), strict=True)))
@@ -166,7 +167,7 @@ def with_slices_that_do_not_fit() -> None:
 
 
 def with_a_compiler() -> None:
-    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4, backend="inductor"))
+    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4, backend="cudagraph"))
 
 
 def with_rows_of_unequal_numbers() -> None:

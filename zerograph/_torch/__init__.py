@@ -163,6 +163,7 @@ from zerograph._torch.tracing import (
     functional_trace,
     graph_module,
     inductor,
+    inductor_rounds_each_operator,
     is_inherited,
     no_modes,
     node_of,

@@ -296,6 +296,13 @@ def inductor(
     return run
 
 
+def inductor_rounds_each_operator() -> bool:
+    """Return whether code that Inductor compiles for the CPU rounds each sum and product, as torch's default does."""
+    from torch._inductor import config
+
+    return config.cpp.enable_floating_point_contract_flag == "off" and not config.cpp.enable_unsafe_math_opt_flag
+
+
 def _with_strides(
     function: Callable[..., Sequence[Tensor]], strides: Sequence[tuple[int, ...]]
 ) -> Callable[..., list[Tensor]]:

@@ -386,7 +386,7 @@ class Compiler:
         """Return the name of the backend, and the function that it compiled the graph to."""
         name, backend = self._resolve_backend(members)
         try:
-            return name, backends.compile_graph(backend, graph)
+            return name, backends.compile_graph(backend, graph, exact=self.config.virtual_ranks is not None)
         except ZeroGraphError:
             raise
         except Exception as error:

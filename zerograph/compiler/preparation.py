@@ -235,7 +235,8 @@ class Preparation:
                 offload_activations=candidate.offload_activations,
             ),
             backend=BackendTraits(
-                node_by_node=self.backend is backends.eager,
+                # With slices a compiler fuses little.
+                node_by_node=self.backend is backends.eager or config.virtual_ranks is not None,
                 inputs_may_overlap=self.backend in backends.BACKENDS.values(),
                 exchanges=self.target.exchanges,
                 hosts=self.target.hosts,

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from zerograph import _torch
 from zerograph.config import Config
 from zerograph.errors import ConfigError
 from zerograph.ir.mesh import Mesh
@@ -66,13 +67,20 @@ def check_target(config: Config, backend: backends.Backend, device: torch.device
     """Check that a step of ``config.virtual_ranks`` runs where its numbers are known not to depend on the ranks.
 
     Raises:
-        ConfigError: it is compiled by another backend than the eager one, or computes on an accelerator.
+        ConfigError: it is compiled by a backend whose code may round otherwise for other sizes, or computes on an
+            accelerator.
     """
-    if backend is not backends.eager or device.type not in ("cpu", "meta"):
+    if backend not in (backends.eager, backends.inductor) or device.type not in ("cpu", "meta"):
         raise ConfigError(
             f"config.virtual_ranks = {config.virtual_ranks}: what a compiler makes of a part of the step, and kernels "
-            "of accelerators, may add in another order on another number of ranks\nUse config.backend = 'eager' and a "
-            "model on the CPU."
+            "of accelerators, may add in another order on another number of ranks\nUse config.backend = 'eager' or "
+            "'inductor' and a model on the CPU."
+        )
+    if backend is backends.inductor and not _torch.inductor_rounds_each_operator():
+        raise ConfigError(
+            f"config.virtual_ranks = {config.virtual_ranks}: torch._inductor.config.cpp lets the C++ compiler contract "
+            "or reorder sums and products, which it may do otherwise on another number of ranks\n"
+            "Leave enable_floating_point_contract_flag and enable_unsafe_math_opt_flag at their defaults."
         )
 
 
