@@ -7,6 +7,7 @@ A change is kept only if the true cost is lower, which also counts chains that m
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -235,7 +236,8 @@ def _output_cost(
 
 def _true_cost(problem: PlacementProblem, chain: Sequence[fx.Node]) -> float:
     tensors = {tensor for node in chain for tensor in (*problem.inputs(node), *problem.tensors_of(node))}
-    return sum(map(problem.tensor_cost, tensors)) + sum(signature_cost(problem.signature[node]) for node in chain)
+    # Ranks iterate over a set in other orders, in which a plain sum of large costs would round otherwise.
+    return math.fsum(map(problem.tensor_cost, tensors)) + sum(signature_cost(problem.signature[node]) for node in chain)
 
 
 def _apply(problem: PlacementProblem, chain: Sequence[fx.Node], signatures: list[Signature]) -> None:
