@@ -208,6 +208,12 @@ class Context:
         """Index of the mesh dimension that is time, or None."""
         return self.mesh.dims - 1 if self.has_time else None
 
+    @property
+    def mesh_of_rows(self) -> Mesh:
+        """The mesh with ``config.virtual_ranks`` if ranks do not divide it, for tensors that have rows of the batch."""
+        ranks, slices = self.mesh.shape[0], self.batch.slices
+        return self.mesh if slices is None or not slices % ranks else replace(self.mesh, slices=slices)
+
     def along_slices(self) -> Context:
         """Return the context as if one rank computed all slices of ``config.virtual_ranks``, if there are any.
 

@@ -339,10 +339,10 @@ class _Body:
         assert dim is None or isinstance(dim, int)
         part = self._copies[source]
         if (partial := self.partial.get(buffer)) is not None:
-            first, slices = along(0, self.context.batch.micro_batches), self.context.batch.slices
-            number = first.at(self.context.mesh.position)
-            add = (buffer, partial, part, self.micro_batch, slices, number)
-            meta(emit(self.graph, accumulate_in_tree, add, origin(node)))["rank_arguments"] = {5: first}
+            rank, slices = along(0, 1), self.context.batch.slices
+            position = self._ranks, rank.at(self.context.mesh.position)
+            add = (buffer, partial, part, self.micro_batch, slices, *position)
+            meta(emit(self.graph, accumulate_in_tree, add, origin(node)))["rank_arguments"] = {6: rank}
         elif dim is None:
             emit(self.graph, accumulate, (buffer, part, self.micro_batch), origin(node))
         else:

@@ -80,7 +80,10 @@ def route_with_time(
     """
     before, after = source[-1], target[-1]
     ranks = Mesh(mesh.shape[:-1], mesh.position[:-1], mesh.groups[:-1])
-    between_ranks = route(source[:-1], target[:-1], shape, itemsize, ranks, first)
+    if mesh.slices is None:
+        between_ranks = route(source[:-1], target[:-1], shape, itemsize, ranks, first)
+    else:
+        between_ranks = (target[:-1],) if source[:-1] != target[:-1] else ()
     inside_loop = before == after or (after == broadcast and ranks_first)
     if inside_loop and not _cuts_finer(source, target, mesh):
         inside = tuple((*step, before) for step in between_ranks)

@@ -40,7 +40,8 @@ def add_in_tree(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         for start in module.graph.find_nodes(op="call_function", target=target):
             (wait,), (source,) = start.users, start.all_input_nodes
             held = _held(source, slices, context.ranks)
-            wait.replace_all_uses_with(_sum(start, wait, held, slices if len(held) > 1 else context.ranks))
+            of_slices = len(held) > 1 or (slices % context.ranks and any(map(loop_of, _above(source))))
+            wait.replace_all_uses_with(_sum(start, wait, held, slices if of_slices else context.ranks))
             module.graph.erase_node(wait)
             module.graph.erase_node(start)
     return module
@@ -53,7 +54,7 @@ def _held(source: fx.Node, slices: int, ranks: int) -> list[fx.Node]:
     """
     if (count := nodes_per_rank(slices, ranks)) == 1:
         return [source]
-    above = closure([source], lambda node: () if node.target is WAIT or _is_first(node) else node.all_input_nodes)
+    above = _above(source)
     others: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count - 1)]
     for node in [node for node in source.graph.nodes if node in above]:
         for number, copies in enumerate(others, 1):
@@ -63,6 +64,11 @@ def _held(source: fx.Node, slices: int, ranks: int) -> list[fx.Node]:
                 if _is_first(node):
                     copies[node].update_arg(2, number)
     return [source, *(copies[source] for copies in others)] if source in others[0] else [source]
+
+
+def _above(source: fx.Node) -> set[fx.Node]:
+    """Return ``source`` and what it is computed from, up to results of collectives and of loops."""
+    return closure([source], lambda node: () if node.target is WAIT or _is_first(node) else node.all_input_nodes)
 
 
 def _is_first(node: fx.Node) -> bool:

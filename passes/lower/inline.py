@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.evaluate import evaluate
+from zerograph.ir.mesh import start_of_slices
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rank_numbers import RankNumber, along
 from zerograph.ir.region import region_of
@@ -71,13 +72,15 @@ def _draw_per_rank(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Nod
     assert isinstance(seed, fx.Node)
     assert isinstance(size, (list, tuple))
     # Rows are ordered by rank, then by micro-batch.
-    mesh = context.mesh
+    mesh, slices = context.mesh_of_rows, context.batch.slices
     row_number = RankNumber(tuple(math.prod(mesh.shape[dim + 1 :]) for dim in range(mesh.dims - context.has_time)))
+    if mesh.slices is not None:
+        row_number = start_of_slices(mesh.slices, mesh.slices, mesh.shape[0])
     start = [row_number.at(context.mesh.position), *[0] * len(size)]
     row = emit(
         graph,
         uniform,
-        (copies[seed], number, [1, *size], start, [context.mesh.size, *size], dtype, device),
+        (copies[seed], number, [1, *size], start, [slices or mesh.size, *size], dtype, device),
         origin(inner),
         local=True,
     )

@@ -12,11 +12,11 @@ from zerograph import errors
 from zerograph.ir.dims import Size
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.memory import computed_bytes
-from zerograph.ir.mesh import index_along, local_shape, local_start, local_start_numbers
-from zerograph.ir.metadata import Boxing, meta, origin
+from zerograph.ir.mesh import Mesh, has_slices, index_along, local_shape, local_start, local_start_numbers
+from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.region import local, region_of
 from zerograph.ir.rewrite import drop_unused, emit_like, fake
-from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
+from zerograph.ir.sbp import Broadcast, NdSbp, PartialSum, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS
@@ -30,7 +30,7 @@ from zerograph.passes.context import Context
 from zerograph.passes.lower.coded import lower_coded
 from zerograph.passes.lower.dispatch import lower_dispatch
 from zerograph.passes.lower.inline import inline_region
-from zerograph.passes.lower.lowering import Lowering, lower_unequal, split_dim
+from zerograph.passes.lower.lowering import Lowering, lower_slices, lower_unequal, split_dim
 from zerograph.passes.lower.ring import is_ring, lower_ring
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
@@ -71,16 +71,23 @@ def _localize_input(node: fx.Node, context: Context, unchanged: set[fx.Node]) ->
     value = node.meta["val"]
     meta(node)["global"] = tuple(value.shape)
     if any(isinstance(sbp, Split) for sbp in meta(node)["sbp"]):
-        shape = local_shape(value.shape, meta(node)["sbp"], context.mesh)
+        is_input = (node_role := role(node)) is not None and node_role.kind == "input"
+        mesh = context.mesh_of_rows if is_input else context.mesh
+        shape = local_shape(value.shape, meta(node)["sbp"], mesh)
         node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
     else:
         unchanged.add(node)
 
 
+def _mesh(sbp: NdSbp, context: Context) -> Mesh:
+    """Return the mesh that splits a tensor which an operator yields: with slices, rows are split along time too."""
+    return context.mesh_of_rows if isinstance(sbp[-1], Split) else context.mesh
+
+
 def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node]) -> None:
     outputs = rules.output_values(node)
     sbps = [meta(node)["sbp"]] if isinstance(node.meta["val"], Tensor) else list(meta(node).get("sbp", ()))
-    shapes = [local_shape(value.shape, sbp, context.mesh) for value, sbp in zip(outputs, sbps, strict=True)]
+    shapes = [local_shape(value.shape, sbp, _mesh(sbp, context)) for value, sbp in zip(outputs, sbps, strict=True)]
     if isinstance(node.meta["val"], Tensor):
         meta(node)["global"] = tuple(node.meta["val"].shape)
     if node.target in _SIZE_ARGUMENT and shapes[0] != tuple(outputs[0].shape):
@@ -231,17 +238,19 @@ def _bound_slice(node: fx.Node) -> None:
 
 def _localize_region(node: fx.Node, context: Context) -> None:
     node.meta["val"] = [
-        fake(node.graph, local_shape(output.shape, sbp, context.mesh), output.dtype, output.device)
+        fake(node.graph, local_shape(output.shape, sbp, _mesh(sbp, context)), output.dtype, output.device)
         for output, sbp in zip(region_of(node).outputs, meta(node)["sbp"], strict=True)
     ]
 
 
 def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], context: Context) -> None:
     """Draw this rank's part of the numbers that one device would draw."""
+    sbp = meta(node)["sbp"]
+    mesh = _mesh(sbp, context)
     node.update_arg(2, list(shape))
-    node.update_arg(3, list(local_start(whole, meta(node)["sbp"], context.mesh)))
-    meta(node)["rank_arguments"] = {3: local_start_numbers(whole, meta(node)["sbp"], context.mesh)}
-    time = meta(node)["sbp"][-1]
+    node.update_arg(3, list(local_start(whole, sbp, mesh)))
+    meta(node)["rank_arguments"] = {3: local_start_numbers(whole, sbp, mesh)}
+    time = sbp[-1]
     if context.has_time and isinstance(time, Split):
         size = whole[time.dim]
         # The start of rows is a symbol of each micro-batch.
@@ -263,7 +272,9 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         else:
             before, after = change.source[change.dim], change.target[change.dim]
             split = [sbp.dim for sbp in (before, after) if isinstance(sbp, Split)]
-            if change.format:
+            if _has_rows(node, source, change, context):
+                result = lower_slices(lowering, source, before, after)
+            elif change.format:
                 result = lower_coded(lowering, source, before, after)
             elif not all(map(lowering.is_equal, split)):
                 result = lower_unequal(lowering, source, before, after)
@@ -271,6 +282,21 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
                 result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _has_rows(node: fx.Node, source: fx.Node, change: Boxing, context: Context) -> bool:
+    """Return whether a change between ranks is of rows of the batch, of which ranks have parts of unequal slices.
+
+    Shards of parameters and gradients are equal. Rows enter loops, or have left one or none.
+    """
+    mesh, (before, after) = context.mesh_of_rows, (change.source[change.dim], change.target[change.dim])
+    if mesh.slices is None:
+        return False
+    if isinstance(before, Split):
+        whole, held = meta(node)["global"][before.dim], source.meta["val"].shape[before.dim]
+        return has_slices(whole, held, mesh)
+    entered = (boxing_of(user) for user in node.users)
+    return isinstance(after, Split) and any(one is not None and one.dim == context.time_dim for one in entered)
 
 
 def _lower_time(lower: Lowering, source: fx.Node, change: Boxing) -> fx.Node:

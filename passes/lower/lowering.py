@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from zerograph.ir.dims import Size
-from zerograph.ir.mesh import local_shape
+from zerograph.ir.mesh import local_shape, most_slices, own_slices, start_of_slices
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, RankNumber, along
 from zerograph.ir.rewrite import emit_like
@@ -123,6 +123,40 @@ class Lowering:
             # Products of a part that begins in the middle of a vector may round otherwise.
             return self.emit(aten.clone.default, part, memory_format=torch.contiguous_format)
         return self.contiguous(part)
+
+
+def lower_slices(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    """Return rows of the batch in the SBP ``after``, where ranks have unequal numbers of slices."""
+    slices = lower.context.batch.slices
+    assert slices is not None
+    whole = source
+    if not isinstance(before, Broadcast):
+        target = tuple(broadcast if dim == lower.change.dim else sbp for dim, sbp in enumerate(lower.change.target))
+        gather = replace(lower, change=replace(lower.change, target=target))
+        whole = (
+            _gather_slices(gather, source, before.dim, slices)
+            if isinstance(before, Split)
+            else gather.all_reduced(source)
+        )
+    if isinstance(after, Broadcast):
+        return whole
+    dim = split_dim(after)
+    size = whole.meta["val"].shape[dim]
+    start, held = start_of_slices(size, slices, lower.ranks), size // slices * most_slices(slices, lower.ranks)
+    return lower.cut(aten.narrow.default, whole, dim, start, held, rank_arguments={2: start})
+
+
+def _gather_slices(lower: Lowering, source: fx.Node, dim: int, slices: int) -> fx.Node:
+    """Gather the slices of all ranks, without those that a rank has besides its own."""
+    parts = lower.collective(c10d.all_gather_into_tensor.default, lower.contiguous(source), lower.ranks)
+    rows, held = lower.together[dim] // slices, source.meta["val"].shape[0]
+    own = []
+    for rank in range(lower.ranks):
+        first, end = own_slices(slices, lower.ranks, rank)
+        part = lower.emit(aten.slice.Tensor, parts, 0, rank * held, (rank + 1) * held)
+        begin = most_slices(slices, lower.ranks) - (end - first)
+        own.append(lower.emit(aten.narrow.default, part, dim, begin * rows, (end - first) * rows))
+    return lower.emit(aten.cat.default, own, dim)
 
 
 def lower_unequal(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:

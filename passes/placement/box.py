@@ -89,7 +89,7 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
 
 def _route(source: fx.Node, sbp: NdSbp, context: Context, *, ranks_first: bool) -> tuple[NdSbp, ...]:
     value: Tensor = source.meta["val"]
-    tensor = hints(value.shape), value.element_size(), context.mesh, context.policy.dims[0]
+    tensor = hints(value.shape), value.element_size(), context.mesh_of_rows, context.policy.dims[0]
     if context.has_time:
         return route_with_time(meta(source)["sbp"], sbp, *tensor, ranks_first=ranks_first)
     return route(meta(source)["sbp"], sbp, *tensor)

@@ -259,6 +259,9 @@ def _along_slices(node: fx.Node, problem: PlacementProblem) -> Signature | None:
     # Kernels on a part of a whole tensor would be others on another number of ranks.
     is_whole = all(problem.sbp_of(tensor) == broadcast for tensor in problem.inputs(node))
     is_pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+    if slices.ranks % problem.ranks and origin(node).phase != "update":
+        # Parts of equal size would be taken for rows of the batch, of which ranks have unequal numbers.
+        is_pointwise = False
     return rules.all_broadcast(node) if is_whole and not is_pointwise else None
 
 

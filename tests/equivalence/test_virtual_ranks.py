@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import deviation, joined, needs_compiler, plain_run, prepare, sliced
+from tests.harness import Predict, deviation, joined, needs_compiler, plain_run, prepare, sliced
 from tests.models import MODELS, TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
@@ -64,6 +64,14 @@ def loss_of_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(rows @ rows.T * 5, torch.arange(len(x)))
 
 
+def loss_both_ways(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Each sample is compared with those of all slices, along rows and along columns."""
+    rows = F.normalize(model(x), dim=1)
+    others = F.normalize(model(x.flip(1)), dim=1)
+    pairs, labels = rows @ others.T * 5, torch.arange(len(x))
+    return F.cross_entropy(pairs, labels) + F.cross_entropy(pairs.T, labels) + pairs.softmax(0).square().mean()
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -98,6 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout": ("mlp", {"model": dropout}),
     "weighted mean": ("mlp", {"loss": masked_loss}),
     "all pairs": ("mlp", {"loss": loss_of_pairs}),
+    "all pairs both ways": ("mlp", {"loss": loss_both_ways}),
     "recurrent": ("mlp", {"model": Recurrent}),
     "batch norm": ("conv", {}),
     "batch norm of each slice": ("conv", {"batch_norm": "local"}),
@@ -119,8 +128,14 @@ def new_step(data: str, slices: int, options: dict[str, Any]) -> Step:
     return step
 
 
+def own_rows(x: Tensor, step: zg.ZeroGraph) -> Tensor:
+    """Return the rows of this rank's slices."""
+    slices = torch.arange(step.config.virtual_ranks or zg.world_size()).tensor_split(zg.world_size())
+    return x.unflatten(0, (sum(map(len, slices)), -1))[slices[zg.rank()]].flatten(0, 1)
+
+
 def run_of(step: Step, data: str, first: int = 0, last: int = STEPS) -> Run:
-    results = [step(*map(part, batch)) for batch in batches(data, STEPS, SIZE)[first:last]]
+    results = [step(*(own_rows(x, step) for x in batch)) for batch in batches(data, STEPS, SIZE)[first:last]]
     run = {f"loss {n}": text_of(loss) for n, (loss, _) in enumerate(results)}
     return run | {f"norm {n}": text_of(norm) for n, (_, norm) in enumerate(results)} | step.fingerprint()
 
@@ -146,7 +161,7 @@ EVERYWHERE = {1: (3,), 2: STAGES, 4: STAGES}
 SOMEWHERE = ({2: STAGES, 4: (3,)}, {2: (0,)}, {4: (2,)}, {2: (3,)})
 
 
-OTHERS = ("GPT", "batch norm of each slice", "SGD", "fused AdamW", "recomputation")
+OTHERS = ("GPT", "all pairs both ways", "batch norm of each slice", "SGD", "fused AdamW", "recomputation")
 
 
 @sliced(
@@ -210,6 +225,30 @@ def test_inductor_compiles_with_slices_what_rounds_alike_in_pieces_of_any_size()
     assert sums.isdisjoint(exact)
 
 
+@sliced("name", ["batch norm"], CASES)
+def test_ranks_that_do_not_divide_the_slices_have_the_bits_of_one(pool: Pool, name: str) -> None:
+    """The first of 3 ranks has two of 4 slices. The others compute one more than their own, and do not add it."""
+    data, options = CASES[name]
+    (wanted,) = pool.run(1, trained, data, 4, (0,), options)[0]
+    stages = (2, 3) if name == "batch norm" else STAGES
+    for rank, runs in enumerate(pool.run(3, trained, data, 4, stages, options)):
+        for stage, run in zip(stages, runs, strict=True):
+            assert_equal(run, wanted, f"stage {stage}, rank {rank}")
+
+
+def predicted(slices: int) -> Tensor:
+    step = Predict(make("mlp"))
+    step.config.virtual_ranks = slices
+    return step(own_rows(batches("mlp", 1, 8)[0][0], step)).clone()
+
+
+def test_outputs_are_those_of_a_ranks_own_slices(pool: Pool) -> None:
+    (wanted,) = pool.run(1, predicted, 4)
+    parts = pool.run(3, predicted, 4)
+    assert list(map(len, parts)) == [4, 2, 2]
+    assert torch.equal(torch.cat(parts), wanted)
+
+
 @pytest.fixture
 def eight() -> Iterator[Pool]:
     pool = Pool(size=8)
@@ -235,6 +274,17 @@ def test_six_and_eight_ranks_have_the_same_24_slices(eight: Pool, name: str) -> 
     for ranks in (2, 3, 4, 6, 8):
         for run in eight.run(ranks, trained, data, 24, (2, 3), options)[0]:
             assert_equal(run, wanted, f"{ranks} ranks")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["GPT", "batch norm", "all pairs"])
+def test_three_five_and_six_ranks_have_the_same_8_slices_and_eight_the_same_12(eight: Pool, name: str) -> None:
+    data, options = CASES[name]
+    for slices, numbers in ((8, (3, 5, 6)), (12, (5, 8))):
+        (wanted,) = eight.run(1, trained, data, slices, (0,), options)[0]
+        for ranks in numbers:
+            for run in eight.run(ranks, trained, data, slices, (0, 2, 3), options)[0]:
+                assert_equal(run, wanted, f"{slices} slices on {ranks} ranks")
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv"])
@@ -302,11 +352,11 @@ def peaks(slices: int, stage: int) -> tuple[float, int]:
     step = TrainStep(model, adamw(model), stage, virtual_ranks=slices)
     x, y = torch.randn(48, 512), torch.randint(0, 3, (48,))
     for _ in range(2):
-        step(part(x), part(y))
-    return step.memory.peak, most_alive_bytes(step, part(x), part(y))
+        step(own_rows(x, step), own_rows(y, step))
+    return step.memory.peak, most_alive_bytes(step, own_rows(x, step), own_rows(y, step))
 
 
-@sliced("ranks, slices", [(1, 8), (2, 12)], [(2, 8), (4, 4)])
+@sliced("ranks, slices", [(1, 8), (2, 12)], [(2, 8), (4, 4), (3, 8)])
 def test_the_peak_of_memory_is_the_predicted_one(pool: Pool, ranks: int, slices: int) -> None:
     """With several slices a rank holds sums that wait for others, and with 6 of 12 two nodes of the tree."""
     for predicted, measured in pool.run(ranks, peaks, slices, 3):
@@ -361,7 +411,7 @@ def test_a_sum_in_a_tree_adds_pairs() -> None:
 @pytest.mark.parametrize(
     ("ranks", "options", "message"),
     [
-        (3, {}, "on 3 ranks: every rank must have .*\nRun on 1, 2 or 4 ranks, or set it to 12"),
+        (5, {}, "on 5 ranks: every rank must have a slice\nRun on at most 4 ranks"),
         (1, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
         (1, {"accumulation_outputs": "packed"}, "accumulation_outputs"),
         (1, {"wire": "int8"}, "wire"),
@@ -400,11 +450,12 @@ def with_threads(rows: list[int], threads: list[int]) -> None:
         ([4, 4], [1, 2], "number of threads"),
         ([3, 3], [1, 1], "virtual_ranks = 4 .* does not divide the number of rows"),
         ([4, 2], [1, 1], "unequal numbers of rows"),
+        ([4, 4, 4], [1, 1, 1], "ranks have 2, 1, 1 slices, not of equally many rows"),
     ],
 )
 def test_ranks_that_differ_are_refused(pool: Pool, rows: list[int], threads: list[int], message: str) -> None:
     with pytest.raises(RanksError, match=message):
-        pool.run(2, with_threads, rows, threads)
+        pool.run(len(rows), with_threads, rows, threads)
 
 
 def test_the_example_prints_one_hash(pool: Pool) -> None:

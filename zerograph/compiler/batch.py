@@ -52,6 +52,7 @@ class Batch:
         whole: for each tensor, True if it is a plain tensor that every rank holds whole: 0-d or replicated.
         micro_batches: number of micro-batches.
         cut_by: the option that says so, in messages.
+        slices: ``config.virtual_ranks``.
         marks: for each tensor the limits of its dimensions that the user marked as dynamic.
         sizes: the sizes of each dynamic dimension in this call: of rows for each part that mesh dimensions make, in
             row-major order, else one.
@@ -72,6 +73,7 @@ class Batch:
     whole: tuple[bool, ...] = ()
     micro_batches: int = 1
     cut_by: str = ""
+    slices: int | None = None
     marks: tuple[Marks, ...] = ()
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     variant: int = 0
@@ -204,6 +206,12 @@ def read_batch(
         if config.virtual_ranks is None
         else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
     )
+    if config.virtual_ranks is not None and config.virtual_ranks % mesh.size and meshes:
+        raise InputError(
+            f"inputs are global tensors, but {mesh.size} ranks do not divide config.virtual_ranks = "
+            f"{config.virtual_ranks}\nPass the rows of each rank's slices as a plain tensor, or use a number of ranks "
+            "that divides it."
+        )
     batch = Batch(
         tuple(local for local, _, _ in read),
         tuple(
@@ -221,6 +229,7 @@ def read_batch(
         tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
         micro_batches,
         cut_by,
+        config.virtual_ranks,
         tuple(_marks(leaf, name) for name, leaf in inputs),
         passed=() if length is None else tuple(leaf for _, leaf in inputs),
     )

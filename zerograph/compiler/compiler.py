@@ -437,7 +437,8 @@ class Compiler:
             artifact: has the captured graph, if it was loaded from a file.
         """
         micro_batches, places = self.micro_batches(mesh), key.request.differentiated
-        clip, parts = self.config.clip_grad_norm if self.optimizers else None, mesh.size * micro_batches
+        clip = self.config.clip_grad_norm if self.optimizers else None
+        parts = self.config.virtual_ranks or mesh.size * micro_batches
         groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
         options = (self._is_cut(mesh), self.config.amp_dtype, *self._flags(key.request), key.request.accumulated)
@@ -476,7 +477,8 @@ class Compiler:
             return replace(spec, device=torch.device("cpu")) if members.on_accelerator else spec
 
         config, micro_batches = self.config, self.micro_batches(mesh)
-        parts, (scaled, checked) = mesh.size * micro_batches, self._flags(request)
+        parts = config.virtual_ranks or mesh.size * micro_batches
+        scaled, checked = self._flags(request)
         capture = capturing.Capture(
             self.build,
             members.root,

@@ -21,7 +21,7 @@ from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
-from zerograph.ir.mesh import Mesh, global_shape
+from zerograph.ir.mesh import Mesh, global_shape, own_slices
 from zerograph.ir.sbp import Split, broadcast
 
 # Combinations of sizes that are remembered with what they select.
@@ -38,6 +38,14 @@ Shapes = Sequence[Sequence[int]]
 def local_sizes(batch: Batch) -> list[int]:
     """Return the sizes of this rank's plain inputs that the ranks tell each other, flat."""
     return [size for number in part_numbers(batch) for size in batch.tensors[number].shape]
+
+
+def sizes_on(mesh: Mesh, batch: Batch) -> list[list[int]]:
+    """Return :func:`local_sizes` of all ranks of a mesh that is seen from the one with this batch."""
+    slices = batch.slices or mesh.size
+    counts = [end - first for first, end in (own_slices(slices, mesh.size, rank) for rank in range(mesh.size))]
+    sizes = [(size, not dim) for number in part_numbers(batch) for dim, size in enumerate(batch.tensors[number].shape)]
+    return [[size * count // counts[mesh.rank] if is_rows else size for size, is_rows in sizes] for count in counts]
 
 
 def part_numbers(batch: Batch) -> list[int]:
@@ -336,12 +344,17 @@ def _sizes(batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: A
         shapes[number] = global_shape((sum(lengths), *_other_sizes(batch.names[number], each)), others, mesh)
         rows[number, 0] = lengths
     # Ranks hold unequal numbers of rows, or micro-batches do.
-    uneven = {
-        where
-        for where, each in rows.items()
-        if len(set(each)) > 1 or any(count % batch.micro_batches for count in each)
-    }
+    uneven = {where for where, each in rows.items() if not _are_even(each, batch)}
     return _Sizes(shapes, rows, parts, uneven)
+
+
+def _are_even(rows: Sequence[int], batch: Batch) -> bool:
+    """Return whether all ranks have equal micro-batches."""
+    if batch.slices is None or batch.slices % len(rows) == 0:
+        return len(set(rows)) == 1 and rows[0] % batch.micro_batches == 0
+    size, rest = divmod(sum(rows), batch.slices)
+    parts = (own_slices(batch.slices, len(rows), rank) for rank in range(len(rows)))
+    return not rest and all(count == size * (end - first) for count, (first, end) in zip(rows, parts, strict=True))
 
 
 def _check_limits(limits: tuple[int, int | None], name: str, dim: int, each: Sequence[int]) -> None:
@@ -418,6 +431,9 @@ def _unequal(batch: Batch, call: _Sizes, reason: str) -> str:
         if len(set(counts)) > 1
         else f"{batch.cut_by} does not divide the number of rows"
     )
+    if batch.slices is not None and batch.slices % len(counts):
+        parts = [own_slices(batch.slices, len(counts), rank) for rank in range(len(counts))]
+        problem = f"ranks have {', '.join(str(end - first) for first, end in parts)} slices, not of equally many rows"
     shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
     return (
         f"{problem}, and {reason}: {batch.names[first]} has {shown}\n"

@@ -15,7 +15,7 @@ from zerograph.compiler.batch import Batch, read_batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dependencies import Dependencies
-from zerograph.compiler.dimensions import Dimensions, Kind, SizeChange, local_sizes
+from zerograph.compiler.dimensions import Dimensions, Kind, SizeChange, local_sizes, sizes_on
 from zerograph.compiler.dynamic_memory import keeps_budget
 from zerograph.compiler.members import (
     Members,
@@ -159,7 +159,7 @@ class Steps:
         # Sizes of calls leave no trace here: only marked dimensions are dynamic, or all.
         facts = {**self._facts(members, request), "the device": members.meta}
         key = StepKey(tuple(facts.items()), config.key(), request, None, batch.pattern(), config.dynamic_shapes)
-        sizes = [local_sizes(batch)] * mesh.size
+        sizes = sizes_on(mesh, batch)
         return members, Dimensions().resolve(batch, key.kind, sizes, mesh, grid, lambda: model_sizes(members)), key
 
     def dependencies(self, members: Members, key: StepKey | None = None) -> Dependencies:

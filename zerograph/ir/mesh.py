@@ -24,12 +24,16 @@ class Mesh:
         groups: name of the process group along each dimension: the ranks that differ from this one there only.
         rows: number of rows of each rank of a line, where they differ. A dimension can then be split if the number of
             all rows divides it, and each rank has as large a part of it as of the rows. None: parts are equal.
+        slices: number of slices of the batch (``config.virtual_ranks``), if the ranks of a line do not divide it. Each
+            rank then has a part of as many slices as the first one has. That of a rank with fewer begins with one that
+            it computes, but does not add: in rows of the whole batch that before its own, in inputs its first again.
     """
 
     shape: tuple[int, ...]
     position: tuple[int, ...]
     groups: tuple[str, ...]
     rows: tuple[int, ...] | None = None
+    slices: int | None = None
 
     @property
     def size(self) -> int:
@@ -117,7 +121,35 @@ def _local_size(size: int, ranks: int, mesh_dim: int, mesh: Mesh) -> int:
     """Return the size of a shard along a dimension of size ``size``, which may be symbolic."""
     if not isinstance(size, int):
         return sizes_of(size).part(size, ranks, mesh_dim)
+    if mesh.slices is not None and not mesh_dim:
+        return size // mesh.slices * most_slices(mesh.slices, ranks)
     return size // ranks if mesh.rows is None else mesh.parts(size, mesh_dim)[mesh.position[mesh_dim]]
+
+
+def has_slices(size: int, held: int, mesh: Mesh) -> bool:
+    """Return whether ``held`` of a dimension of this size are a rank's slices; see :attr:`Mesh.slices`. Or equal parts.
+
+    The two differ where slices do not fit the ranks.
+    """
+    return mesh.slices is not None and size % mesh.slices == 0 and held == _local_size(size, mesh.shape[0], 0, mesh)
+
+
+def most_slices(slices: int, ranks: int) -> int:
+    """Return the number of slices of the batch that the first rank has."""
+    return -(-slices // ranks)
+
+
+def own_slices(slices: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the first slice of a rank, and the first one after it: the first ranks may have one more than the last."""
+    share, rest = divmod(slices, ranks)
+    first = rank * share + min(rank, rest)
+    return first, first + share + (rank < rest)
+
+
+def start_of_slices(size: int, slices: int, ranks: int) -> RankNumber:
+    """Return where a rank's part begins in a dimension of this size; see :attr:`Mesh.slices`."""
+    (share, rest), rows = divmod(slices, ranks), size // slices
+    return RankNumber((share * rows,), (rest - 1) * rows, most=RankNumber(((share + 1) * rows,)))
 
 
 def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]:
@@ -133,6 +165,8 @@ def local_start(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[int, ...]
             size[dim_sbp.dim] = _local_size(whole, ranks, mesh_dim, mesh)
             if mesh.rows is not None:
                 start[dim_sbp.dim] += sum(mesh.parts(whole, mesh_dim)[:position])
+            elif mesh.slices is not None and not mesh_dim:
+                start[dim_sbp.dim] += start_of_slices(whole, mesh.slices, ranks).at(mesh.position)
             elif isinstance(whole, int):
                 start[dim_sbp.dim] += position * size[dim_sbp.dim]
             elif sizes_of(whole).is_rows(whole) or mesh.groups[mesh_dim] != TIME:
@@ -145,6 +179,11 @@ def local_start_numbers(shape: Sequence[int], sbp: NdSbp, mesh: Mesh) -> tuple[R
     if mesh.rows is not None:
         # They are no multiples of the position.
         return (None,) * len(shape)
+    if mesh.slices is not None:
+        return tuple(
+            start_of_slices(size, mesh.slices, mesh.shape[0]) if Split(dim) == sbp[0] else RankNumber(())
+            for dim, size in enumerate(shape)
+        )
     at_zero = local_start(shape, sbp, replace(mesh, position=(0,) * mesh.dims))
     units = [tuple(int(one == dim) for one in range(mesh.dims)) for dim in range(mesh.dims)]
     at_units = [local_start(shape, sbp, replace(mesh, position=unit)) for unit in units]

@@ -14,15 +14,18 @@ class RankNumber:
         steps: what each position along a mesh dimension adds; dimensions after the last entry add nothing.
         start: the number at position 0.
         limit: a number that is not in ``range(limit)`` is replaced by -1; None for no limit.
+        most: a smaller number replaces this one; None for none.
     """
 
     steps: tuple[int, ...]
     start: int = 0
     limit: int | None = None
+    most: RankNumber | None = None
 
     def at(self, position: Sequence[int]) -> int:
         """Return the number at a position on the mesh."""
         number = self.start + sum(step * index for step, index in zip(self.steps, position, strict=False))
+        number = number if self.most is None else min(number, self.most.at(position))
         return number if self.limit is None or 0 <= number < self.limit else -1
 
 

@@ -14,17 +14,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerograph.ir.mesh import most_slices, own_slices
+
 _library = torch.library.Library("zerograph", "FRAGMENT")
 _library.define("sum_in_tree(Tensor[] parts, int slices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 # The sum of all ranks' nodes. ``parts[n][r]`` is node n of rank r, if that rank has so many.
 sum_in_tree = torch.ops.zerograph.sum_in_tree.default
 _library.define(
-    "accumulate_in_tree(Tensor(a!) sum, Tensor(b!) partial, Tensor part, Tensor micro_batch, int slices, int first)"
-    " -> ()",
+    "accumulate_in_tree(Tensor(a!) sum, Tensor(b!) partial, Tensor part, Tensor micro_batch, int slices, int ranks, "
+    "int rank) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# Add a micro-batch's part, that of slice ``first`` + ``micro_batch``. After the last one ``sum`` is the rank's node, or
+# Add a micro-batch's part, that of a slice of the rank. After the last one ``sum`` is the rank's node, or
 # [n, *part.shape] has its nodes. Sums that wait for others are in ``sum`` and ``partial``, [levels, *part.shape].
+# On a rank that has fewer slices than others, the first micro-batch is none of its own. What it adds is overwritten.
 accumulate_in_tree = torch.ops.zerograph.accumulate_in_tree.default
 
 
@@ -42,16 +45,13 @@ def nodes(first: int, end: int, slices: int) -> tuple[tuple[int, int], ...]:
 
 def nodes_per_rank(slices: int, ranks: int) -> int:
     """Return the largest number of nodes that a rank holds after its last slice."""
-    share = slices // ranks
-    return max(len(nodes(first, first + share, slices)) for first in range(0, slices, share))
+    return max(len(nodes(*own_slices(slices, ranks, rank), slices)) for rank in range(ranks))
 
 
 def levels(slices: int, ranks: int) -> int:
     """Return how many sums wait for others at most, besides those that a rank holds after its last slice."""
-    share = slices // ranks
-    waiting = max(
-        len(nodes(first, end + 1, slices)) for first in range(0, slices, share) for end in range(first, first + share)
-    )
+    parts = [own_slices(slices, ranks, rank) for rank in range(ranks)]
+    waiting = max(len(nodes(first, number + 1, slices)) for first, end in parts for number in range(first, end))
     return waiting - nodes_per_rank(slices, ranks)
 
 
@@ -61,24 +61,25 @@ def _is_node(first: int, end: int, slices: int) -> bool:
 
 
 def _sum_in_tree(parts: Sequence[Tensor], slices: int) -> Tensor:
-    share = slices // len(parts[0])
     sums: list[tuple[int, Tensor]] = []
     for rank in range(len(parts[0])):
-        for part, (begin, end) in zip(parts, nodes(rank * share, (rank + 1) * share, slices), strict=False):
-            total, own, first = part[rank], False, begin
+        own = own_slices(slices, len(parts[0]), rank)
+        for part, (begin, end) in zip(parts, nodes(*own, slices), strict=False):
+            total, is_new, first = part[rank], False, begin
             while sums and _is_node(sums[-1][0], end, slices):
                 # A sum of two parts has memory of its own, which the next sums are written to.
                 first, left = sums.pop()
-                total, own = torch.add(left, total, out=total if own else torch.empty_like(total)), True
+                total, is_new = torch.add(left, total, out=total if is_new else torch.empty_like(total)), True
             sums.append((first, total))
     ((_, total),) = sums
-    return total if own else total.clone()
+    return total if is_new else total.clone()
 
 
 def _accumulate_in_tree(
-    sum: Tensor, partial: Tensor, part: Tensor, micro_batch: Tensor, slices: int, first: int
+    sum: Tensor, partial: Tensor, part: Tensor, micro_batch: Tensor, slices: int, ranks: int, rank: int
 ) -> None:
-    number = first + int(micro_batch)
+    first, end = own_slices(slices, ranks, rank)
+    number = max(first, end - most_slices(slices, ranks) + int(micro_batch))
     sums = [*(sum.unbind() if sum.dim() > part.dim() else [sum]), *partial.unbind()]
     top = len(nodes(first, number, slices))
     complete = top + 1 - len(nodes(first, number + 1, slices))
