@@ -183,7 +183,7 @@ def with_rows_of_unequal_numbers() -> None:
         (with_few_rows, "size 6 cannot be split into config.virtual_ranks = 4"),
         (with_partial_sums, "partial sums of ranks depend on the number of ranks"),
         (with_another_number, "this loop has config.virtual_ranks = 4"),
-        (with_slices_that_do_not_fit, "every rank must have equally many slices"),
+        (with_slices_that_do_not_fit, "every rank of a loop must have equally many slices"),
         (with_a_compiler, "config.backend = 'eager'"),
         (with_rows_of_unequal_numbers, "ranks pass 3, 5 rows"),
     ],
