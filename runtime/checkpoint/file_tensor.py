@@ -315,6 +315,8 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     Raises:
         CheckpointError: there are no such files, or one is damaged.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"{path!r:.60} is not a path of safetensors files")
     tensors: dict[str, Tensor] = {}
     for file in map(OpenFile, _files(Path(path))):
         tensors |= {name: file.tensor(name) for name in file.names()}

@@ -88,6 +88,7 @@ def test_a_step_of_a_loop_is_inspected_and_planned_as_the_graph_of_the_same_line
         (["inspect", SCRIPT.replace("example", "exampel")], "did you mean 'example'"),
         (["inspect", f"{models.__file__}:nothing"], "has no 'nothing'; it has example"),
         (["inspect", SCRIPT, "--rank", "2"], "there is no rank 2 of 2"),
+        (["inspect", SCRIPT, "--world-size", "99999999999"], "more than the 1,048,576"),
         (["inspect", SCRIPT.replace(":example", ":Step")], "is the class Step"),
         (["inspect", SCRIPT, "--beside-stage", "3"], "give --report PAGE.html too"),
         (["diff", SCRIPT], "two dumps, or a script and --stages"),

@@ -306,6 +306,8 @@ def damaged_and_permuted(kind: str) -> tuple[str, list[list[float]]]:
     """Read with a sample that one rank cannot read, or batches in another order on rank 1; then go on."""
     if kind == "damaged":
         source: Any = DataLoader(Damaged(), 8)
+    elif kind == "shorter":
+        source = [torch.zeros(8, 1)] * (3 - zg.rank())
     else:
         source = [torch.arange(8.0).roll(4 * zg.rank() * (number == 1))[:, None] for number in range(3)]
     iterator, said, read = iter(loaders.SplitLoader(source, zg.Config())), "", []
@@ -327,5 +329,12 @@ def test_what_one_rank_cannot_read_is_an_error_on_all_and_the_pass_goes_on(pool:
 
 def test_batches_in_another_order_on_one_rank_are_an_error(pool: Pool) -> None:
     for said, read in pool.run(2, damaged_and_permuted, "permuted"):
-        assert "ranks differ before batch 2 of a prepared loader, first in shapes and values" in said
+        assert "ranks differ before batch 2 of a prepared loader, first in the batch" in said
+        assert len(read) == 2
+
+
+def test_a_pass_that_ends_earlier_on_one_rank_is_an_error(pool: Pool) -> None:
+    for said, read in pool.run(2, damaged_and_permuted, "shorter"):
+        assert "ranks differ before batch 3 of a prepared loader, first in the batch" in said
+        assert "rank 1: none: the loader has ended" in said
         assert len(read) == 2

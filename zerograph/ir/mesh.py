@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from zerograph.errors import ConfigError
 from zerograph.ir.rank_numbers import RankNumber
 from zerograph.ir.sbp import NdSbp, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 
 # Name of the process group in the mesh dimension of time, which has no group.
 TIME = "time"
+_MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Mesh:
     groups: tuple[str, ...]
     rows: tuple[int, ...] | None = None
     slices: int | None = None
+
+    def __post_init__(self) -> None:
+        # The compiler lists them.
+        if self.size > _MOST_RANKS:
+            raise ConfigError(f"{self.size:,} ranks are more than the {_MOST_RANKS:,} that a graph may have")
 
     @property
     def size(self) -> int:

@@ -245,6 +245,8 @@ class _Batches:
             try:
                 batch = next(self._batches)
             except StopIteration:
+                # Another rank may have a batch, and wait.
+                agree_on_batch(self._job, self._number, "none:", "the loader has ended")
                 raise
             except BaseException as error:
                 # The other ranks have read theirs, and wait.
@@ -441,7 +443,9 @@ def agree_on_batch(
 ) -> bool:
     """Raise unless the facts about a batch are equal on all ranks, and none has a problem; return if a flag is set."""
     doing = f"batch {number + 1} of a prepared loader"
-    flags = agree(job, doing, digest(facts), lambda: {what: f"{facts}"[:200]}, problem, (int(flag),))
+    flags = agree(
+        job, doing, digest((what, facts)), lambda: {"the batch": f"{what} {facts}"[:200]}, problem, (int(flag),)
+    )
     return any(one for (one,) in flags)
 
 

@@ -298,7 +298,8 @@ def step_of(prepared: nn.Module | torch.optim.Optimizer, *others: torch.optim.Op
         loop = loop_of(prepared)
         graph = None if loop is None else loop.calls.latest.get(prepared)
     else:
-        loop = next((getattr(one, "_zerograph_loop", None) for one in parameters_of(prepared)), None)
+        parameters = parameters_of(prepared) if isinstance(prepared, torch.optim.Optimizer) else ()
+        loop = next((getattr(one, "_zerograph_loop", None) for one in parameters), None)
         graph = None if loop is None else loop.graph(prepared, *others)
     if graph is None:
         raise ConfigError(
