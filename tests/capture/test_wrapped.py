@@ -194,3 +194,37 @@ def test_moving_a_split_model_to_where_it_is_changes_nothing(pool: Pool) -> None
     wanted = [step(X).item() for _ in range(2)]
     for losses in pool.run(2, torn_down):
         assert losses == pytest.approx(wanted, rel=1e-6)
+
+
+def doubling(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``nn.Module.__call__`` as profilers do, with an effect that shows."""
+
+    def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = call(module, *args, **kwargs)
+        return result * 2 if isinstance(module, nn.Linear) else result
+
+    return wrapped
+
+
+def losses(way: str) -> list[float]:
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if way == "graph":
+        step = Step(model, optimizer)
+        return [step(X).item() for _ in range(3)]
+    if way == "loop":
+        model, optimizer = zg.prepare(model, optimizer)
+    values = []
+    for _ in range(3):
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+@pytest.mark.parametrize("way", ["graph", "loop"])
+def test_a_replaced_call_of_modules_counts(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "__call__", doubling(nn.Module.__call__))
+    assert losses(way) == pytest.approx(losses("plain"))

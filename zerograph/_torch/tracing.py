@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import _symbolic_trace
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -118,8 +119,20 @@ def trace(
         # Our own mode rejects item() in build() with the user's line; the optimizer's lr may use it.
         _error_on_data_dependent_ops=False,
     )
-    with _use_lazy_graph_module(True):
+    with _use_lazy_graph_module(True), _own_module_methods():
         return tracer(*arguments)
+
+
+@contextlib.contextmanager
+def _own_module_methods() -> Iterator[None]:
+    """Let fx call methods of ``nn.Module`` that a user has replaced, not those of when it was imported."""
+    now: dict[str, Any] = {"_orig_module_call": nn.Module.__call__, "_orig_module_getattr": nn.Module.__getattr__}
+    # Inside of another trace the methods are fx's.
+    own = {name: one for name, one in now.items() if getattr(one, "__globals__", None) is not vars(_symbolic_trace)}
+    with contextlib.ExitStack() as stack:
+        for name, method in own.items():
+            stack.enter_context(patch.object(_symbolic_trace, name, method))
+        yield
 
 
 def node_of(tensor: Tensor) -> fx.Node | None:
