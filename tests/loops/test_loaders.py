@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -338,3 +339,79 @@ def test_a_pass_that_ends_earlier_on_one_rank_is_an_error(pool: Pool) -> None:
         assert "ranks differ before batch 3 of a prepared loader, first in the batch" in said
         assert "rank 1: none: the loader has ended" in said
         assert len(read) == 2
+
+
+class Windows:
+    """Batches of sequences whose length is an attribute."""
+
+    length = 2
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(24.0).view(2, 3, 4)[:, :, : self.length])
+
+
+class Doubled(DataLoader[Any]):
+    """A loader that changes the batches it has read."""
+
+    def __iter__(self) -> Any:
+        return ((2 * x,) for (x,) in super().__iter__())
+
+
+class Endless:
+    """A batch sampler that never ends, as YOLO and timm keep their workers with."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from iter(self.sampler)
+
+
+class Kept(DataLoader[Any]):
+    """A loader that counts the batches of a pass itself."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Any:
+        return (next(self.iterator) for _ in range(len(self)))
+
+
+def read_in_unusual_ways(prepare: Prepare) -> list[Any]:
+    dataset, whole = TensorDataset(torch.arange(10.0)), torch.arange(12.0).view(3, 4)
+    _, growing, *others = prepare(nn.Linear(1, 1), Windows(), Doubled(dataset, 4), Kept(dataset, 4))
+    _, plain, stream, batches = prepare(nn.Linear(1, 1), DataLoader(dataset, 4), (one for one in whole), list(whole))
+    read = [*growing]
+    growing.length = 4
+    read += [*growing, *(x for loader in others for _ in range(2) for (x,) in loader)]
+    plain.collate_fn = lambda samples: torch.stack([x for (x,) in samples]) + 1
+    read += [*plain, next(stream), *stream, batches[-1], batches[0], *batches[1:]]
+    return [one.tolist() for one in read]
+
+
+def read_prepared() -> list[Any]:
+    return read_in_unusual_ways(functools.partial(zg.prepare, stage=2))
+
+
+def test_loaders_are_changed_and_read_as_those_of_the_script(pool: Pool) -> None:
+    expected = read_in_unusual_ways(unprepared)
+    assert pool.run(2, read_prepared) == [expected, expected]
+
+
+def read_ahead() -> str:
+    _, loader = zg.prepare(nn.Linear(1, 1), [torch.ones(2, 1)])
+    with ThreadPoolExecutor(1) as pool, pytest.raises(zg.InputError) as refused:
+        pool.submit(next, iter(loader)).result()
+    return str(refused.value)
+
+
+def test_a_thread_of_its_own_that_reads_batches_is_an_error(pool: Pool) -> None:
+    # Its exchanges and those of the loop would come in another order on each rank.
+    for message in pool.run(2, read_ahead):
+        assert "Read it in the loop's thread" in message

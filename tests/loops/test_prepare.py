@@ -291,8 +291,11 @@ def test_training_goes_on_from_state_dicts() -> None:
     assert train(plain, plain_optimizer, 2) == pytest.approx(wanted, rel=1e-12)
     again, other = ready(stage=3)
     train(again, other, 1)
+    torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
     again.load_state_dict(states[0])
     other.load_state_dict(states[1])
+    # Else the next scheduler would start from the rate of the last one.
+    assert "initial_lr" not in other.param_groups[0]
     assert train(again, other, 2) == pytest.approx(wanted, rel=1e-12)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class SplitLoader:
         self._loader, self._config = loader, config
         # Reads this rank's part of each batch. It is kept if its workers are.
         self._reading: tuple[DataLoader[Any], _Samples, Reader] | None = None
-        self._passes, self._taken = 0, 0
+        self._passes, self._taken, self._thread = 0, 0, threading.get_ident()
         # The states of the random generators at the start of the running pass; the next pass is the rest of it.
         self._at_start: Sequence[torch.Tensor] | None = None
         self._resumed = False
@@ -114,6 +115,9 @@ class SplitLoader:
         loader = self._loader
         if job.size == 1 or not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return False
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            # It may change the batches, or end a pass by itself.
+            return False
         return loader.batch_sampler is not None and not self._is_of_rank()
 
     def _is_of_rank(self) -> bool:
@@ -122,6 +126,20 @@ class SplitLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Such as the length of sequences in the next epoch.
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._loader, name, value)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return this rank's part of one batch of a list, or a loader of several."""
+        batches: Any = self._loader
+        if isinstance(index, slice):
+            return type(self)(batches[index], self._config)
+        return next(iter(type(self)([batches[index]], self._config)))
 
     def _job(self) -> Job:
         return join(self._config.timeout, self._config.placement, ranks_of_row(self._config))
@@ -205,6 +223,12 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
+        if self._owner._thread != threading.get_ident() and self._owner._job().size > 1:
+            raise InputError(
+                "a thread reads a prepared loader that was prepared in another one: what ranks exchange for each batch "
+                "would mix with what the loop exchanges\nRead it in the loop's thread. DataLoader(num_workers=1) reads "
+                "ahead in a process."
+            )
         try:
             batch = next(self._batches)
         except StopIteration:

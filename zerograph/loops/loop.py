@@ -189,7 +189,7 @@ class Loop:
         """Return a loader of global tensors."""
         self._use_slices(self.config)
         self.has_loader, world().rows_of_ranks = True, False
-        return GlobalLoader(loader, self.config)
+        return (GlobalIterator if isinstance(loader, Iterator) else GlobalLoader)(loader, self.config)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Make the update of an optimizer by ``parameter.grad``. A collective.
@@ -496,6 +496,20 @@ class GlobalLoader(SplitLoader):
     def __iter__(self) -> Any:
         """Iterate over the batches. After an error of the loader the pass goes on, if the loader's does."""
         return map(_as_global, super().__iter__())
+
+
+class GlobalIterator(GlobalLoader):
+    """A loader of an iterator, such as a generator: one itself, of which ``next()`` is the next batch."""
+
+    _running: Iterator[Any] | None = None
+
+    def __iter__(self) -> Any:
+        """Go on with the batches."""
+        self._running = super().__iter__()
+        return self._running
+
+    def __next__(self) -> Any:
+        return next(self._running or iter(self))
 
 
 def _as_global(batch: Any) -> Any:

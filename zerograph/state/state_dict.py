@@ -201,6 +201,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     groups, converted = convert_state(optimizer, state["param_groups"], saved)
     entries = {id(parameter): converted.get(parameter, {}) for parameter in parameters}
     _update_groups(optimizer, groups)
+    for own, loaded in zip(optimizer.param_groups, groups, strict=True):
+        # As torch does: "initial_lr" of a scheduler since would be the rate that the next one starts from.
+        for name in own.keys() - loaded.keys() - optimizer.defaults.keys() - {"params"}:
+            del own[name]
     # A provisional store has no optimizer state: the optimizer keeps it.
     for store in stores_of(parameters):
         if store.is_provisional:
