@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable
@@ -35,9 +36,9 @@ def changed(change: Callable[[Tensor], object]) -> Callable[[Tensor], Tensor]:
     """Return a function that returns a copy of its argument after a change in place."""
 
     def run(x: Tensor) -> Tensor:
-        copy = x.clone()
-        change(copy)
-        return copy
+        result = x.clone()
+        change(result)
+        return result
 
     return run
 
@@ -137,6 +138,16 @@ OPERATORS: dict[str, Callable[[Tensor], Any]] = {
     "into an empty tensor": lambda x: torch.max(x, 1, out=(torch.empty(0, dtype=x.dtype), torch.empty(0).long())),
     "a mask is set": changed(lambda x: x.__setitem__(x > 0, 5.0)),
     "a shape in place": changed(lambda x: x.unsqueeze_(1).squeeze_(1).t_().mul_(2).t_()),
+    "a detached row follows its base": changed(lambda x: [v := x[6], x.mul_(2), v.detach().add_(1), v.data.mul_(3)]),
+    "a detached row": lambda x: [y := x.clone(), v := y[6], y.mul_(2), v.detach() * 1, copy.copy(v), copy.deepcopy(v)],
+    "a row is zeroed after another": changed(lambda x: [v := x[6], x[1].copy_(v), v.zero_()]),
+    "sparse rows": lambda x: torch.sparse.mm(x.to_sparse(), torch.ones(16, 3, dtype=x.dtype)),
+    "a sparse matrix": lambda x: torch.sparse.mm(torch.eye(8, dtype=x.dtype).to_sparse() * 2, x),
+    "sparse coordinates": lambda x: [
+        (z := torch.sparse_coo_tensor(columns(x)[:, :2].t(), x[:, 0], (16, 16)).coalesce()).to_dense(),
+        torch.sparse.mm(z, x.t()),
+    ],
+    "integers of a list": lambda x: torch.LongTensor([*columns(x)[:, 0]]),
     "parts are swapped": changed(lambda x: x.copy_(torch.cat(x.clone().chunk(2)[::-1]))),
 }
 

@@ -272,7 +272,7 @@ def _describe(
             key.append(len(value))
             is_split |= _describe(value, key, tensors, now, kind, with_numbers=with_numbers)
         elif isinstance(value, Tensor):
-            key.append(now.whole_spec(value))
+            key.append(now.whole_spec(value) if value.layout is torch.strided else value.layout)
             tensors.append(value)
         else:
             key.append(value)
@@ -359,29 +359,24 @@ def whole_of(x: GlobalTensor) -> Tensor:
     return whole
 
 
-def _with_equal_rows(kind: type[GlobalTensor], tensors: Sequence[Any]) -> bool:
-    """Return whether the ranks' parts of all split tensors are cut alike."""
-    rows = {one.spec.rows for one in tensors if type(one) is kind and any(isinstance(s, Split) for s in one.spec.sbp)}
-    return len(rows) <= 1
-
-
 def _compiled(
     kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, tensors: Sequence[Any], now: World
 ) -> Program | None:
     """Return the program of an operator; None if it runs on whole tensors."""
-    specs: list[Spec] = [one.spec if type(one) is kind else now.whole_spec(one) for one in tensors]
-    if not _with_equal_rows(kind, tensors):
-        # Rows of two batches, of which the ranks have other parts.
+    operator = known.operator
+    # A copy does not read what it writes to, such as memory that nobody has written yet.
+    read = tensors[1:] if operator is aten.copy_.default else tensors
+    _check_alike(operator, [one for one in read if type(one) is not kind and not isinstance(one, nn.Parameter)], now)
+    rows = {one.spec.rows for one in tensors if type(one) is kind and any(isinstance(s, Split) for s in one.spec.sbp)}
+    # Of two batches the ranks may have other parts.
+    if len(rows) > 1 or operator in _GATHERED or any(one.layout is not torch.strided for one in tensors):
         return None
+    specs: list[Spec] = [one.spec if type(one) is kind else now.whole_spec(one) for one in tensors]
 
     def function(*fakes: Tensor) -> Any:
         positional, named = _filled((args, kwargs), iter(fakes))
         return known.operator(*positional, **named)
 
-    operator = known.operator
-    # A copy does not read what it writes to, such as memory that nobody has written yet.
-    read = tensors[1:] if operator is aten.copy_.default else tensors
-    _check_alike(operator, [one for one in read if type(one) is not kind and not isinstance(one, nn.Parameter)], now)
     try:
         program = now.compilation.compile(function, specs, operator=operator)
         is_flat = not any(isinstance(one, (list, tuple)) and any(isinstance(t, Tensor) for t in one) for one in args)
@@ -392,7 +387,7 @@ def _compiled(
         return program
     except Exception:
         # An error of the user's is raised again where the operator runs on whole tensors.
-        if rule_of(operator) is not None or operator in _GATHERED:
+        if rule_of(operator) is not None:
             return None
         now.warn(
             f"no rule says how {operator} may be split: it runs on whole tensors, which are gathered\n"
@@ -409,7 +404,7 @@ def _check_alike(operator: OpOverload, plain: Sequence[Tensor], now: World) -> N
     """
     if not plain or now.job.size == 1:
         return
-    number = digest([int(hash_bits(one.detach().contiguous())) for one in plain])
+    number = digest([int(hash_bits(one.detach().to_dense().contiguous())) for one in plain])
     shapes = ", ".join(str(tuple(one.shape)) for one in plain)
     advice = f"with the digest {number}: make this rank's part global by zg.global_tensor(part, sbp)"
     facts = {f"a plain tensor beside a global one, of shape {shapes},": advice}
@@ -418,20 +413,20 @@ def _check_alike(operator: OpOverload, plain: Sequence[Tensor], now: World) -> N
 
 def _run_whole(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, now: World) -> Any:
     """Run an operator on tensors that every rank has."""
-    positional, named = pytree.tree_map_only(kind, _local, (args, kwargs))
+    positional, named = pytree.tree_map_only(kind, lambda x: x.local, (args, kwargs))
     result = known.operator(*positional, **named)
     if known.returned is not None:
         return _written(kind, args[known.returned])
-    if isinstance(result, Tensor):
-        value = kind(result, now.whole_spec(result))
-    else:
-        value = pytree.tree_map_only(Tensor, lambda one: kind(one, now.whole_spec(one)), result)
+    value = _as_global(kind, result, now)
     is_copied = known.views and type(args[0]) is kind and args[0].viewed is not None
     return _noted_views(kind, value, known, args, kwargs) if is_copied else value
 
 
-def _local(x: GlobalTensor) -> Any:
-    return x.local
+def _as_global(kind: type[GlobalTensor], result: Any, now: World) -> Any:
+    """Return results that every rank has as global tensors. Sparse ones stay plain."""
+    if not isinstance(result, Tensor):
+        return pytree.tree_map_only(Tensor, lambda one: _as_global(kind, one, now), result)
+    return kind(result, now.whole_spec(result)) if result.layout is torch.strided else result
 
 
 def _run_gathered(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any, now: World) -> Any:
@@ -447,7 +442,7 @@ def _run_gathered(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: 
                 write_whole(one, values[id(one)])
     if known.returned is not None:
         return _written(kind, args[known.returned])
-    wrapped = pytree.tree_map_only(Tensor, lambda one: kind(one, now.whole_spec(one)), result)
+    wrapped = _as_global(kind, result, now)
     return _noted_views(kind, wrapped, known, args, kwargs) if known.views else wrapped
 
 
@@ -470,15 +465,8 @@ def _draw(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str
     now.check_generator(kwargs.get("generator"), x.device)
     by_shape = known.operator.overloadpacket in _BY_SHAPE and len(tensors) == 1
 
-    def whole(one: Any) -> Tensor:
-        spec = one.spec
-        return (
-            torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=x.device)
-            if by_shape
-            else whole_of(one)
-        )
-
-    positional, named = pytree.tree_map_only(kind, whole, (args, kwargs))
+    values = (args, kwargs)
+    positional, named = pytree.tree_map_only(kind, lambda x: x.spec.fake() if by_shape else whole_of(x), values)
     result = known.operator(*positional, **named)
     for index in known.written:
         if type(args[index]) is kind:
@@ -511,7 +499,12 @@ _BY_SHAPE = {
 
 
 def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
-    return kind(x.local, x.spec)
+    if x.viewed is None:
+        return kind(x.local, x.spec)
+    refresh(x)
+    result = kind(x.local, x.spec)
+    result.viewed = replace(x.viewed)
+    return result
 
 
 def _collective(*_: Any, **__: Any) -> NoReturn:
@@ -538,19 +531,12 @@ def _into_out(operator: OpOverload, names: Sequence[str], kind: type[GlobalTenso
     return out if len(out) > 1 else out[0]
 
 
-def _read(kind: type[GlobalTensor], x: GlobalTensor) -> Any:
-    return whole_of(x).item()
-
-
-def _is_equal(kind: type[GlobalTensor], x: Any, y: Any) -> bool:
-    values = [whole_of(one) if type(one) is kind else one for one in (x, y)]
-    return torch.equal(*values)
-
-
 def _fill(kind: type[GlobalTensor], x: Any, value: Any = 0) -> Any:
     number = whole_of(value) if type(value) is kind else value
     if type(x) is not kind:
         return x.fill_(number)
+    if x.viewed is not None:
+        refresh(x)
     if any(isinstance(one, PartialSum) for one in x.spec.sbp):
         write_whole(x, torch.full(x.shape, 0, dtype=x.dtype, device=x.device).fill_(number))
     else:
@@ -600,19 +586,22 @@ _SPECIAL: dict[OpOverload, Callable[..., Any]] = {
         if name != "dimname"
     },
     aten.detach.default: _detach,
-    aten._local_scalar_dense.default: _read,
-    aten.equal.default: _is_equal,
+    aten._local_scalar_dense.default: lambda _, x: whole_of(x).item(),
+    aten.equal.default: lambda kind, *xs: torch.equal(*[whole_of(x) if type(x) is kind else x for x in xs]),
     aten.is_same_size.default: lambda _, x, y: x.shape == y.shape,
     aten._pack_padded_sequence.default: _packed,
 }
 
-# Their results have as many elements as the values say, so no graph has them; or they judge sums of gradients.
+# Their results are sparse or have as many elements as the values say, so no graph has them; or they judge sums of
+# gradients.
 _GATHERED = frozenset(
     {
+        aten._sparse_coo_tensor_with_dims_and_tensors.default,
+        aten._to_sparse.default,
+        aten._to_sparse.sparse_dim,
         aten._amp_foreach_non_finite_check_and_unscale_.default,
         aten.nonzero.default,
         aten.masked_select.default,
-        aten.index.Tensor,
         aten._unique2.default,
         aten.unique_dim.default,
         aten.unique_consecutive.default,

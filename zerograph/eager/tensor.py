@@ -29,7 +29,7 @@ _OF_ALL_RANKS = (
     "prepared model are its own rows\nIf every rank passes the same tensor, pass an iterable of the loop to "
     "zg.prepare() too, such as range(steps): plain tensors are then whole."
 )
-_NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__}
+_NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.__float__, Tensor.__complex__}
 
 _WARN_OF_SIZES = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 
@@ -228,10 +228,13 @@ class GlobalTensor(Tensor):
         value = dispatch.whole_of(self)
         return format(value, spec) if spec or not value.dim() else repr(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GlobalTensor:
+    def __copy__(self) -> Tensor:
+        return self.detach().requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             raise RuntimeError("only tensors that the user created can be copied deeply: use x.detach()")
-        copy = GlobalTensor(self.local.clone(), self.spec)
+        copy = self.detach().clone()
         memo[id(self)] = copy
         copy.requires_grad_(self.requires_grad)
         return copy
