@@ -197,7 +197,16 @@ def other_seeds() -> None:
         torch.rand_like(distributed(whole(), (4, 4)))
 
 
+def batch_of_gradients() -> None:
+    x, eye = distributed(whole(), (4, 4)).requires_grad_(), torch.eye(16, dtype=torch.float64)
+    with pytest.raises(zg.errors.InputError, match=r"torch.func.vjp"):
+        torch.autograd.grad(x.square().sum(0), x, eye, is_grads_batched=True)
+    (rows,) = torch.vmap(torch.func.vjp(lambda x: x.square().sum(0), x)[1])(eye)
+    torch.testing.assert_close(rows.full_tensor()[3, :, 3], 2 * whole()[:, 3])
+
+
 ERRORS = [pickling, changed_shape, kernel, collective, wrong_sbp, other_parts, wrong_shapes, plain_parts, other_seeds]
+ERRORS += [batch_of_gradients]
 
 
 @pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)

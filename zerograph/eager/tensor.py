@@ -84,6 +84,8 @@ class GlobalTensor(Tensor):
             return func(value)
         if func is Tensor.backward:
             world().note_loss(args[0])
+        if kwargs.get("is_grads_batched"):
+            raise InputError("is_grads_batched=True of a zg.GlobalTensor: use torch.func.vjp and torch.vmap, or a loop")
         with _torch.without_torch_function():
             try:
                 if func not in _WARN_OF_SIZES:
