@@ -113,7 +113,7 @@ class Noted(Tensor):
 def test_no_fused_kernel_is_chosen_for_dropout(dropout: Any, fused: bool) -> None:
     x = torch.randn(1, 2, 4, 8).as_subclass(Noted)
     rest, options = (dropout, {}) if isinstance(dropout, tuple) else ((), dropout)
-    with FunctionMode():
+    with FunctionMode([]):
         F.scaled_dot_product_attention(x, x, x, *rest, **options)
     assert Noted.enabled == (fused,) * 3
 

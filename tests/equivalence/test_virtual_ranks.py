@@ -466,7 +466,7 @@ def test_ranks_that_differ_are_refused(pool: Pool, rows: list[int], threads: lis
 
 def test_the_example_prints_one_hash(pool: Pool) -> None:
     script = Path(__file__).parents[2] / "examples" / "same_bits.py"
-    printed = {ranks: run_script(pool, ranks, script)[0][0] for ranks in (1, 2, 4)}
+    printed = {ranks: run_script(pool, ranks, script)[0][0] for ranks in (1, 2, 3, 4)}
     hashes = {re.findall(r"hash (\w+)", text)[0] for text in printed.values()}
     assert len(hashes) == 1
     assert "4 rank(s)" in printed[4]
