@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.pool import Pool
 from zerograph.loops.prepare import loop_of
 
@@ -28,18 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.layers(x) * self.scale).square().mean()
-
-
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x)
-        loss.backward()
-        return loss
 
 
 def prepared_loop() -> list[Any]:
@@ -76,7 +65,7 @@ def loop_of_two_results() -> list[Any]:
 def graph() -> list[Any]:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    step = Step(model, optimizer)
+    step = LossStep(model, optimizer)
     step(torch.ones(4, 4))
     step.state_dict()
     return [model, optimizer, step, step._compiled().captured.graph, step._compiled().executor]

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 
@@ -76,16 +77,9 @@ def resumed_by_zerograph() -> tuple[dict[str, Any], list[list[float]]]:
     return resumed(lambda *objects: zg.prepare(*objects, stage=3))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
+def squared(model: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean()
+    return loss
 
 
 def trained_by_a_graph(flatten: bool) -> None:
@@ -94,7 +88,7 @@ def trained_by_a_graph(flatten: bool) -> None:
     plain, new = pair(unprepared), pair(unprepared)
     train(*plain, 2, rows=lambda x: x)
     state = copy.deepcopy(get_optimizer_state_dict(*plain, options=options))
-    step = Step(*new)
+    step = LossStep(*new, loss=squared)
     step(torch.ones(2, 8).double())
     set_optimizer_state_dict(*new, state, options=options)
     step.load_state_dict({"modules": {"model": plain[0].state_dict()}})

@@ -100,6 +100,17 @@ def kept_on_error(
         raise
 
 
+def load_schedulers(
+    schedulers: Sequence[LRScheduler | None], scaler: GradScaler | None, state: Mapping[str, Any]
+) -> None:
+    """Load the states of schedulers and of the loss scale; one that is None, or not in ``state``, stays as it is."""
+    for scheduler, saved in zip(schedulers, state.get("lr_schedulers", ()), strict="lr_schedulers" in state):
+        if scheduler is not None and saved is not None:
+            scheduler.load_state_dict(saved)
+    if scaler is not None and state.get("grad_scaler") is not None:
+        scaler.load_state_dict(state["grad_scaler"])
+
+
 def with_extra_state(members: Members) -> dict[str, nn.Module]:
     """Return the modules whose ``state_dict()`` has extra state, by each of their qualified names."""
     plain, named = nn.Module.get_extra_state, members.root.named_modules(remove_duplicate=False)

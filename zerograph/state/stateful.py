@@ -169,11 +169,7 @@ class Stateful:
                 whole = state_dict.read_modules(self._adopted(), state["modules"])
             if self._join().size > 1:
                 facts |= loaded_facts(state)
-            for scheduler, saved in zip(self._schedulers, state.get("lr_schedulers", ()), strict=False):
-                if scheduler is not None and saved is not None:
-                    scheduler.load_state_dict(saved)
-            if scaler is not None and state.get("grad_scaler") is not None:
-                scaler.load_state_dict(state["grad_scaler"])
+            state_dict.load_schedulers(self._schedulers, scaler, state)
         if whole:
             state_dict.load_modules(self._adopted(), whole)
         for optimizer, saved in zip(self._optimizers, state.get("optimizers", ()), strict=False):

@@ -29,7 +29,7 @@ from zerograph.state.checkpoint.pretrained import configurations
 from zerograph.state.checkpoint.residuals import pieces_of_residuals, read_residuals
 from zerograph.state.checkpoint.written import Call, Counts, Written, written
 from zerograph.state.checks import check_state
-from zerograph.state.state_dict import kept_on_error, load_groups, numbered_groups, with_extra_state
+from zerograph.state.state_dict import kept_on_error, load_groups, load_schedulers, numbered_groups, with_extra_state
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,11 +131,7 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
         for name, module in with_extra_state(parts.members).items():
             if name in saved.extra_state:
                 module.set_extra_state(saved.extra_state[name])
-        for scheduler, state in zip(parts.schedulers, saved.state["lr_schedulers"], strict=True):
-            if scheduler is not None and state is not None:
-                scheduler.load_state_dict(state)
-        if parts.scaler is not None and saved.state["grad_scaler"] is not None:
-            parts.scaler.load_state_dict(saved.state["grad_scaler"])
+        load_schedulers(parts.schedulers, parts.scaler, saved.state)
     load(job, reader, parts.members, parts.optimizers, groups, generators)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
