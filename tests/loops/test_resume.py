@@ -161,3 +161,28 @@ def test_a_loop_goes_on_with_the_same_masks_from_plain_state(
     expected, _ = pool.run(2, from_state_dicts, folder, stage, reads)
     for rest in pool.run(2, from_state_dicts, folder, stage, reads, 3):
         assert rest == pytest.approx(expected[3:], rel=1e-5)
+
+
+def with_slopes(evaluates: bool) -> list[float]:
+    """Return the losses of six steps of a model that draws slopes, evaluated between them or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.RReLU(), nn.Linear(16, 4))
+    model, optimizer, loader = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), LOADERS["a list"]())
+    losses = []
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if evaluates:
+            model.eval()
+            model(x).sum().item()
+            model.train()
+    return losses
+
+
+# In evaluation its operator is the same, and draws nothing.
+def test_an_evaluation_does_not_move_the_slopes_of_a_randomized_relu(pool: Pool) -> None:
+    (plain, _), (evaluated, _) = pool.run(2, with_slopes, False), pool.run(2, with_slopes, True)
+    assert evaluated == plain

@@ -26,14 +26,18 @@ class Draws:
     Attributes:
         seed: the graph's input with the seed of the step; None before the trace.
         count: number of operators that have drawn, and the number of the next one.
+        draw_seed: gives the seed at the first draw, where none is set: what draws nothing takes no seed.
     """
 
     seed: Tensor | None = None
     count: int = 0
+    draw_seed: Callable[[], Tensor] | None = None
 
     def uniform(self, size: Sequence[int], device: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         """Draw numbers in [0, 1), a tensor of shape ``size``."""
-        assert self.seed is not None
+        if self.seed is None:
+            assert self.draw_seed is not None
+            self.seed = self.draw_seed()
         number, self.count = self.count, self.count + 1
         size, device = list(size), torch.device(device) if device is not None else torch.get_default_device()
         drawn: Tensor = uniform(self.seed, number, size, [0] * len(size), size, dtype, device)

@@ -19,31 +19,31 @@ class CountedDraws(TorchDispatchMode):
     """Draw by a number of torch's generator and the count of the operator, as a graph does.
 
     So a loop that resumes draws the same numbers, though its first calls run operator by operator again.
-
-    Attributes:
-        has_drawn: an operator of the last call has drawn.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._draws = random_operators.Draws()
+        self._draws = random_operators.Draws(draw_seed=self._draw_seed)
         self._all = random_operators.table(self._draws)
         self._table: Mapping[Any, Callable[..., Any]] = {}
-        self.has_drawn = False
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether an operator of the last call has drawn a number that the mode has counted."""
+        return self._draws.seed is not None
+
+    def _draw_seed(self) -> torch.Tensor:
+        # It compares the states of the ranks' generators, which is no save of the call's.
+        table, seed = self._table, world().seed()
+        self._table = table
+        return torch.tensor(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
         kwargs = kwargs or {}
         draw = self._table.get(func)
-        if draw is None:
+        if draw is None or any(isinstance(one, torch.Generator) for one in pytree.tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        self.has_drawn = True
-        if any(isinstance(one, torch.Generator) for one in pytree.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        if self._draws.seed is None:
-            # It compares the states of the ranks' generators, which is no save of the call's.
-            table, seed = self._table, world().seed()
-            self._table, self._draws.seed = table, torch.tensor(seed)
         try:
             return draw(*args, **kwargs)
         except CaptureError:
@@ -64,7 +64,7 @@ class CountedDraws(TorchDispatchMode):
 
             return call
 
-        self._table, self._draws.seed, self._draws.count, self.has_drawn = self._all, None, 0, False
+        self._table, self._draws.seed, self._draws.count = self._all, None, 0
         get, restore, seed = (
             uncounted(torch.get_rng_state),
             uncounted(torch.set_rng_state),
