@@ -30,7 +30,10 @@ def _zerograph(
     """
 
 
-app.command()(plan.plan)
+# Other names of options work, and would make the table of --help too wide for a terminal.
+_PRESENT = {"sequence-parallel": "context-parallel", "recompute": "activation-checkpointing"}
+
+app.command(context_settings={"token_normalize_func": lambda name: _PRESENT.get(name, name)})(plan.plan)
 app.command()(inspect.inspect)
 app.command()(diff.diff)
 app.command()(compare.compare)

@@ -172,6 +172,11 @@ def test_env_says_what_a_bug_report_needs() -> None:
     assert "gloo" in about["torch"]["distributed backends"]
 
 
+@pytest.mark.parametrize("command", [command.callback.__name__ for command in app.registered_commands])
+def test_help_fits_a_terminal(command: str) -> None:
+    assert "…" not in CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+
+
 @pytest.mark.parametrize("command", ["inspect", "diff", "export", "env"])
 def test_help_has_an_example(command: str) -> None:
     found = run(command, "--help")

@@ -233,6 +233,8 @@ def test_a_script_whose_loop_ran_says_so(pool: Pool, tmp_path: Path) -> None:
         ["--params", "-1"],
         ["--params", "nan"],
         ["--params", "inf"],
+        ["--params", "1e9", "--recompute", "blocks"],
+        ["--params", "1e9", "--micro-batches", "4", "--offload"],
         ["nowhere.py:planned"],
     ],
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerograph.planner.plan import Plan
 
 _PRECISION = f"{PRECISION}; with --params: mixed, the default, or fp32"
+_OF_CLOSED_FORM = ("params", "world_size", "precision", "fit", "as_json")
 _FIT = "memory of a rank's device, such as 80GB, instead of that of --device"
 _HEADROOM = (
     "part of it that stays free for context, NCCL and fragmentation, such as 4GiB  [default: 8 %, >= 2 GiB; CPU: 0]"
@@ -44,6 +45,7 @@ Draw = Callable[[Sequence["Plan"]], "Figure"]
 
 
 def plan(
+    context: typer.Context,
     step: Annotated[
         str | None,
         typer.Argument(metavar="SCRIPT:STEP", help="a function that returns (ZeroGraph, inputs), or a ZeroGraph"),
@@ -67,11 +69,7 @@ def plan(
     ] = None,
     context_parallel: Annotated[
         int | None,
-        typer.Option(
-            "--context-parallel",
-            "--sequence-parallel",
-            help="ranks that split each sequence; the step's inputs are then those of so many ranks",
-        ),
+        typer.Option(help="ranks that split each sequence; the step's inputs are then those of so many ranks"),
     ] = None,
     length: Annotated[
         str | None, typer.Option(help="positions of the sequences, instead of the inputs' own: 8192, or 4096,8192")
@@ -79,11 +77,11 @@ def plan(
     longest: Annotated[bool, typer.Option("--longest", help="plan the longest sequences that fit")] = False,
     activation_checkpointing: Annotated[
         str | None,
-        typer.Option(
-            "--activation-checkpointing", "--recompute", help="none, blocks or auto: what backward recomputes"
-        ),
+        typer.Option(help="none, blocks or auto: what backward recomputes"),
     ] = None,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="micro-batches that the inputs make")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, metavar="<int>", help="micro-batches that the inputs make")
+    ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="optimizer state in the CPU's memory")] = False,
     compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
     plot: Annotated[
@@ -122,12 +120,10 @@ def plan(
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
-        if plot or memory or timeline:
-            raise typer.BadParameter("pictures need a script's step: --params has no memory over time and no timeline")
-        if inputs is not None or headroom is not None:
-            raise typer.BadParameter("--inputs and --headroom are for a script's step, not for --params")
-        if lengths != [None] or context_parallel is not None:
-            raise typer.BadParameter("--length, --longest and --context-parallel are for a script's step")
+        others = [name for name in context.params if name not in _OF_CLOSED_FORM]
+        if given := [name for name in others if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise typer.BadParameter(f"{named}: needs a script's step; --params is all that the closed form knows")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
         with reported():
