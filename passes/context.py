@@ -13,7 +13,7 @@ from zerograph._torch import OpOverload
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.hosts import HostLayout
-from zerograph.ir.mesh import TIME, Mesh
+from zerograph.ir.mesh import TIME, Mesh, with_slices
 from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ir.update_program import UpdateProgram
@@ -211,8 +211,7 @@ class Context:
     @property
     def mesh_of_rows(self) -> Mesh:
         """The mesh with ``config.virtual_ranks`` if ranks do not divide it, for tensors that have rows of the batch."""
-        ranks, slices = self.mesh.shape[0], self.batch.slices
-        return self.mesh if slices is None or not slices % ranks else replace(self.mesh, slices=slices)
+        return with_slices(self.mesh, self.batch.slices)
 
     def along_slices(self) -> Context:
         """Return the context as if one rank computed all slices of ``config.virtual_ranks``, if there are any.

@@ -26,7 +26,7 @@ from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.preparation import Target
 from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.steps import Steps
-from zerograph.compiler.virtual_ranks import of_own_slices, with_all_slices
+from zerograph.compiler.virtual_ranks import inputs_with_all_slices, outputs_of_own_slices
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
 from zerograph.inspection import Prepared, logs
@@ -206,7 +206,7 @@ class ZeroGraph(Inspected):
         seed = self._seed_of_step() if executor.draws else 0
         tensors = batch.tensors
         if self.config.virtual_ranks is not None:
-            tensors = tuple(map(from_whole_vector, with_all_slices(tensors, batch, step.context)))
+            tensors = tuple(map(from_whole_vector, inputs_with_all_slices(tensors, batch, step.context)))
         return tensors, step.number_values(), seed, self._doing(), step.size_values(batch)
 
     def _finish(self, step: CompiledStep, batch: Batch, inputs: tuple[Any, ...], values: list[Tensor]) -> Any:
@@ -232,7 +232,7 @@ class ZeroGraph(Inspected):
         sbps = [sbp for sbp, _ in step.outputs]
         shapes = [shape for _, shape in step.outputs]
         if self.config.virtual_ranks is not None:
-            values = of_own_slices(values, step.outputs, step.context)
+            values = outputs_of_own_slices(values, step.outputs, step.context)
         captured, grid = step.captured, self._join().grid
         return arrange_outputs(values, sbps, shapes, step.returned(batch), captured.output_spec, batch.mesh, grid)
 

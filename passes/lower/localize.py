@@ -81,7 +81,7 @@ def _localize_input(node: fx.Node, context: Context, unchanged: set[fx.Node]) ->
 
 def _mesh(sbp: NdSbp, context: Context) -> Mesh:
     """Return the mesh that splits a tensor which an operator yields: with slices, rows are split along time too."""
-    return context.mesh_of_rows if isinstance(sbp[-1], Split) else context.mesh
+    return context.mesh_of_rows if context.has_time and isinstance(sbp[-1], Split) else context.mesh
 
 
 def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node]) -> None:
@@ -287,7 +287,8 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
 def _has_rows(node: fx.Node, source: fx.Node, change: Boxing, context: Context) -> bool:
     """Return whether a change between ranks is of rows of the batch, of which ranks have parts of unequal slices.
 
-    Shards of parameters and gradients are equal. Rows enter loops, or have left one or none.
+    Shards of parameters and gradients are equal. Rows enter loops, or have left one or none. On a mesh with slices
+    all that is split is rows.
     """
     mesh, (before, after) = context.mesh_of_rows, (change.source[change.dim], change.target[change.dim])
     if mesh.slices is None:
@@ -295,6 +296,8 @@ def _has_rows(node: fx.Node, source: fx.Node, change: Boxing, context: Context) 
     if isinstance(before, Split):
         whole, held = meta(node)["global"][before.dim], source.meta["val"].shape[before.dim]
         return has_slices(whole, held, mesh)
+    if context.mesh.slices is not None:
+        return isinstance(after, Split)
     entered = (boxing_of(user) for user in node.users)
     return isinstance(after, Split) and any(one is not None and one.dim == context.time_dim for one in entered)
 

@@ -127,7 +127,7 @@ class Lowering:
 
 def lower_slices(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
     """Return rows of the batch in the SBP ``after``, where ranks have unequal numbers of slices."""
-    slices = lower.context.batch.slices
+    slices = lower.context.mesh_of_rows.slices
     assert slices is not None
     whole = source
     if not isinstance(before, Broadcast):

@@ -10,6 +10,7 @@ from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.sbp import NdSbp, Split, broadcast, wire_bytes
 
 
+@functools.lru_cache(maxsize=4096)
 def route(
     source: NdSbp, target: NdSbp, shape: tuple[int, ...], itemsize: int, mesh: Mesh, first: int
 ) -> tuple[NdSbp, ...]:
@@ -22,22 +23,10 @@ def route(
         first: the mesh dimension that changes first among routes that are equal. Sums in the order of ZeRO's
             reduce-scatters have the same bits at every stage.
     """
-    return _route(source, target, shape, itemsize, mesh.shape, mesh.rows, first) if source != target else ()
-
-
-@functools.lru_cache(maxsize=4096)
-def _route(
-    source: NdSbp,
-    target: NdSbp,
-    shape: tuple[int, ...],
-    itemsize: int,
-    mesh_shape: tuple[int, ...],
-    rows: tuple[int, ...] | None,
-    first: int,
-) -> tuple[NdSbp, ...]:
     import networkx as nx
 
-    mesh = Mesh(mesh_shape, (0,) * len(mesh_shape), ("",) * len(mesh_shape), rows=rows)
+    if source == target:
+        return ()
     graph = nx.DiGraph()
     choices = [dict.fromkeys((a, b, broadcast)) for a, b in zip(source, target, strict=True)]
     for before in itertools.product(*choices):

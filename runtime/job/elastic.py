@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,18 +84,18 @@ class Worker:
             target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True
         ).start()
 
-    def next_generation(self, sizes: Collection[int] | None) -> Generation | None:
+    def next_generation(self, most: int | None) -> Generation | None:
         """Ask for the next generation and wait for it; return None if the others have finished meanwhile.
 
         Args:
-            sizes: the numbers of ranks that the graph runs on; None: all.
+            most: the most ranks that the graph runs on; None: any number.
 
         Raises:
             JobLostError: the launcher is gone, or has given the job up.
         """
         after = self.generation.number
         try:
-            self.store.set(f"want/{self.number}", json.dumps([after, None if sizes is None else sorted(sizes)]))
+            self.store.set(f"want/{self.number}", json.dumps([after, most]))
             while True:
                 if self.store.check(["done"]):
                     return None

@@ -78,9 +78,9 @@ def check_same(outcome: Outcome, expected: Outcome, *, bitwise: bool = True) -> 
 @sliced(
     "fault, options, restarts, sizes",
     [
-        (Fault(0, "step", 5), Options(), 0, [4, 2]),
-        (Fault(2, "snapshot", 2, 0.001), Options(pace=0.1, late=0.0), 1, [4, 2, 4]),
-        (Fault(1, "comparison", 60), Options(loop=True), 0, [4, 2]),
+        (Fault(0, "step", 5), Options(), 0, [4, 3]),
+        (Fault(2, "snapshot", 2, 0.001), Options(pace=0.1, late=0.0), 1, [4, 3, 4]),
+        (Fault(1, "comparison", 60), Options(loop=True), 0, [4, 3]),
     ],
     [(Fault(3, "save", 2, 0.002), Options(virtual=None, save_every=2, checkpoints=True), 0, [4, 3])],
 )

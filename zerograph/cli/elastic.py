@@ -138,15 +138,15 @@ class Supervisor:
             self.restarts -= 1
             self._start()
 
-    def _waiting(self) -> dict[int, list[int] | None]:
-        """Return the living workers that wait for the next generation, each with the numbers of ranks it can run on."""
+    def _waiting(self) -> dict[int, int | None]:
+        """Return the living workers that wait for the next generation, each with the most ranks that it can run on."""
         generation, workers, _ = self._generation
         waiting = {}
         for number in self._processes:
             if self._store.check([f"want/{number}"]):
-                after, sizes = json.loads(self._store.get(f"want/{number}"))
+                after, most = json.loads(self._store.get(f"want/{number}"))
                 if number not in workers or after == generation:
-                    waiting[number] = sizes
+                    waiting[number] = most
         return waiting
 
     def _form(self) -> None:
@@ -169,12 +169,12 @@ class Supervisor:
             self._store.set("generation", json.dumps(self._generation))
         elif not starting:
             message = f"{len(order)} process(es) are left, which are too few for {self.least} to {self.most} ranks"
-            sizes = next(iter(waiting.values()), None)
-            message += "" if sizes is None else f" and config.virtual_ranks, which runs on {sizes}"
+            most = next(iter(waiting.values()), None)
+            message += "" if most is None else f" and config.virtual_ranks = {most}"
             self._store.set("job is over", f"the job cannot go on: {message}")
             typer.echo(f"zerograph: {message}", err=True)
 
-    def _ranks(self, available: int, waiting: dict[int, list[int] | None]) -> int:
+    def _ranks(self, available: int, waiting: dict[int, int | None]) -> int:
         """Return the most ranks that as many processes allow, or 0."""
-        sizes = next(iter(waiting.values()), None) or range(1, available + 1)
-        return max((size for size in sizes if self.least <= size <= min(available, self.most)), default=0)
+        ranks = min(available, self.most, next(iter(waiting.values()), None) or available)
+        return ranks if ranks >= self.least else 0

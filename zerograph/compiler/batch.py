@@ -206,9 +206,13 @@ def read_batch(
         if config.virtual_ranks is None
         else f"config.virtual_ranks = {config.virtual_ranks} ({micro_batches} on each rank)"
     )
-    if config.virtual_ranks is not None and config.virtual_ranks % mesh.size and meshes:
+    are_split = any(
+        is_dtensor(leaf) and any(isinstance(one, Split) for one in sbp)
+        for (_, leaf), (_, _, sbp) in zip(inputs, read, strict=True)
+    )
+    if config.virtual_ranks is not None and config.virtual_ranks % mesh.size and are_split:
         raise InputError(
-            f"inputs are global tensors, but {mesh.size} ranks do not divide config.virtual_ranks = "
+            f"inputs are split global tensors, but {mesh.size} ranks do not divide config.virtual_ranks = "
             f"{config.virtual_ranks}\nPass the rows of each rank's slices as a plain tensor, or use a number of ranks "
             "that divides it."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,23 +11,21 @@ from zerograph import _torch
 from zerograph.compiler.batch import Batch
 from zerograph.config import Config
 from zerograph.errors import ConfigError
-from zerograph.ir.mesh import Mesh, has_slices, most_slices, own_slices
+from zerograph.ir.mesh import Mesh, has_slices, most_slices, of_own_slices, with_all_slices
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.passes.context import Context
 from zerograph.runtime.backends import backends
 
 
-def slices_per_rank(config: Config, mesh: Mesh, *, equal: bool = False) -> int:
+def slices_per_rank(config: Config, mesh: Mesh) -> int:
     """Return the number of slices of ``config.virtual_ranks`` that each rank computes; the last ranks may add one less.
 
     Args:
         config: the options.
         mesh: the ranks.
-        equal: all ranks must have equally many.
 
     Raises:
-        ConfigError: not every rank has slices, or equally many where it must, or another option makes numbers depend on
-            the number of ranks.
+        ConfigError: not every rank has slices, or another option makes numbers depend on the number of ranks.
     """
     slices = config.virtual_ranks
     assert slices is not None
@@ -66,14 +63,6 @@ def slices_per_rank(config: Config, mesh: Mesh, *, equal: bool = False) -> int:
             f"config.virtual_ranks = {slices} on {mesh.size} ranks: every rank must have a slice\n"
             f"Run on at most {slices} ranks, or set it to {mesh.size} or more in all runs that are compared."
         )
-    if equal and slices % mesh.size:
-        *possible, last = possible_ranks(slices)
-        raise ConfigError(
-            f"config.virtual_ranks = {slices} on {mesh.size} ranks: every rank of a loop must have equally many "
-            "slices\n"
-            f"Run on {', '.join(map(str, possible))} or {last} ranks, or set it to {math.lcm(slices, mesh.size)} "
-            "in all runs that are compared."
-        )
     return most_slices(slices, mesh.size)
 
 
@@ -98,37 +87,20 @@ def check_target(config: Config, backend: backends.Backend, device: torch.device
         )
 
 
-def possible_ranks(slices: int) -> list[int]:
-    """Return the numbers of ranks that have equally many slices of ``config.virtual_ranks``."""
-    return [ranks for ranks in range(1, slices + 1) if slices % ranks == 0]
-
-
-def with_all_slices(tensors: Sequence[Tensor], batch: Batch, context: Context) -> Sequence[Tensor]:
+def inputs_with_all_slices(tensors: Sequence[Tensor], batch: Batch, context: Context) -> Sequence[Tensor]:
     """Return the inputs of a step; a rank with fewer slices than the first one computes its first slice twice."""
-    slices, ranks = context.mesh_of_rows.slices, context.ranks
-    if slices is None:
-        return tensors
-    first, end = own_slices(slices, ranks, context.mesh.rank)
-    more = most_slices(slices, ranks) - (end - first)
-    return [
-        torch.cat([x[: more * (len(x) // (end - first))], x]) if is_cut and more else x
-        for x, is_cut in zip(tensors, batch.cut, strict=True)
-    ]
+    mesh = context.mesh_of_rows
+    return [with_all_slices(x, 0, mesh) if is_cut else x for x, is_cut in zip(tensors, batch.cut, strict=True)]
 
 
-def of_own_slices(
+def outputs_of_own_slices(
     values: Sequence[Tensor], outputs: Sequence[tuple[NdSbp, tuple[int, ...]]], context: Context
 ) -> list[Tensor]:
     """Return the outputs of a step without rows of slices that other ranks have."""
     mesh = context.mesh_of_rows
-    if mesh.slices is None:
-        return list(values)
-    first, end = own_slices(mesh.slices, context.ranks, mesh.rank)
     return [
-        value.narrow(sbp[0].dim, value.shape[sbp[0].dim] - rows, rows)
-        if isinstance(sbp[0], Split)
-        and has_slices(shape[sbp[0].dim], value.shape[sbp[0].dim], mesh)
-        and (rows := shape[sbp[0].dim] // mesh.slices * (end - first))
+        of_own_slices(value, sbp[0].dim, mesh)
+        if isinstance(sbp[0], Split) and has_slices(shape[sbp[0].dim], value.shape[sbp[0].dim], mesh)
         else value
         for value, (sbp, shape) in zip(values, outputs, strict=True)
     ]

@@ -448,7 +448,7 @@ def _run_gathered(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: 
 
 def write_whole(x: GlobalTensor, value: Tensor) -> None:
     """Write the value of the whole tensor, which every rank has, to this rank's part. Nothing is sent."""
-    mesh = world().job.mesh
+    mesh = world().mesh
     splits = tuple(broadcast if isinstance(one, PartialSum) else one for one in x.spec.sbp)
     holds = all(not at for one, at in zip(x.spec.sbp, mesh.position, strict=True) if isinstance(one, PartialSum))
     if holds:

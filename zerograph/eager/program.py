@@ -22,6 +22,7 @@ from zerograph.capture import decompositions
 from zerograph.errors import PlacementError
 from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.functionalize import without_mutation
+from zerograph.ir.mesh import most_slices, with_slices
 from zerograph.ir.metadata import Role, boxing_of, meta
 from zerograph.ir.rewrite import first_computed
 from zerograph.ir.sbp import NdSbp, PartialSum, Split, broadcast, show
@@ -152,9 +153,9 @@ class Compilation:
         rows = next((spec.rows for spec in inputs if spec.rows is not None), rows)
         # A view computes nothing. Its placement must be that along slices all the same.
         is_cut = self.slices is not None and operator is not None and not operator.is_view
-        micro_batches = self.slices // self.job.mesh.size if is_cut and self.slices is not None else 1
+        micro_batches = most_slices(self.slices, self.job.size) if is_cut and self.slices is not None else 1
         context = Context(
-            mesh=replace(self.job.mesh, rows=rows),
+            mesh=replace(with_slices(self.job.mesh, None if is_cut else self.slices), rows=rows),
             policy=OFF,
             buckets=(),
             updates={},
@@ -170,7 +171,7 @@ class Compilation:
         )
         placing = context
         if self.slices is not None and not is_cut:
-            placing = replace(context, mesh=replace(context.mesh, shape=(self.slices,)))
+            placing = replace(context, mesh=replace(self.job.mesh, shape=(self.slices,)))
         with _torch.raw_sizes():
             for entry in _PLACING:
                 module = apply_pass(entry, module, placing)

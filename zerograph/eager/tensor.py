@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,7 @@ from zerograph.eager.dispatch import View
 from zerograph.eager.program import Spec, check_slices
 from zerograph.eager.world import world
 from zerograph.errors import InputError, PlacementError, RankMismatchError, ZeroGraphError
-from zerograph.ir.mesh import global_shape
+from zerograph.ir.mesh import Mesh, global_shape, of_own_slices, own_slices, with_all_slices
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
@@ -161,7 +161,8 @@ class GlobalTensor(Tensor):
         Raises:
             PlacementError: ranks have unequal parts.
         """
-        if self.spec.rows is not None:
+        has_slices = world().mesh.slices is not None and self.sbp != world().whole
+        if self.spec.rows is not None or has_slices:
             raise PlacementError("ranks have unequal parts, which no DTensor has: call full_tensor()")
         job, kind = world().job, self.device.type
         grid = mesh(kind) if job.mesh.dims == 1 else mesh_of(kind, torch.tensor(job.grid, device="cpu"))
@@ -176,6 +177,8 @@ class GlobalTensor(Tensor):
         now, sbp = world(), from_dtensor(x.placements)
         check_slices(x.shape, sbp, now.slices)
         part = x.to_local().detach()
+        if now.mesh.slices is not None:
+            return GlobalTensor.of_part(part, sbp)
         return GlobalTensor(part, now.spec(tuple(x.shape), x.stride(), x.dtype, part.device, sbp))
 
     @staticmethod
@@ -188,19 +191,24 @@ class GlobalTensor(Tensor):
             rows: the size of each rank's part in the dimension that is split, on a line of ranks. None: equal ones.
                 Where one is 0, every rank gets the whole.
         """
-        now = world()
-        if rows is not None and now.slices is not None and sum(rows) % now.slices == 0 and len(set(rows)) > 1:
-            raise InputError(
-                f"ranks pass {', '.join(map(str, rows))} rows: with config.virtual_ranks = {now.slices} each needs "
-                "equally many\nPass each rank as many rows, or the loader to zg.prepare()."
-            )
+        now, dim = world(), _split_dim(sbp)
+        if rows is None and dim is not None and now.mesh.slices is not None:
+            rows = [part.shape[dim]] * now.job.size
+        if rows is not None and now.slices is not None and sum(rows) % now.slices == 0:
+            unit = sum(rows) // now.slices
+            bounds = [own_slices(now.slices, now.job.size, rank) for rank in range(now.job.size)]
+            if list(rows) != (needed := [(end - first) * unit for first, end in bounds]):
+                raise InputError(
+                    f"ranks pass {', '.join(map(str, rows))} rows: with config.virtual_ranks = {now.slices} each needs "
+                    f"whole slices: {', '.join(map(str, needed))}\nPass these, or the loader to zg.prepare()."
+                )
         if rows is not None and (0 in rows or (now.slices is not None and sum(rows) % now.slices)):
-            whole: GlobalTensor = _Gathered.apply(part, next(one.dim for one in sbp if isinstance(one, Split)), rows)
+            whole: GlobalTensor = _Gathered.apply(part, dim, rows)
             return whole
         shape, unequal = list(global_shape(part.shape, sbp, now.job.mesh)), None
-        if rows is not None and len(set(rows)) > 1:
-            shape[next(one.dim for one in sbp if isinstance(one, Split))] = sum(rows)
-            unequal = tuple(rows)
+        if rows is not None and dim is not None and len(set(rows)) > 1:
+            shape[dim] = sum(rows)
+            unequal = tuple(rows) if now.slices is None else None
         check_slices(shape, sbp, now.slices)
         stride = torch.empty(shape, device="meta").stride()
         spec = now.spec(tuple(shape), stride, part.dtype, part.device, sbp, unequal)
@@ -255,6 +263,16 @@ class GlobalTensor(Tensor):
         )
 
 
+def _split_dim(sbp: NdSbp) -> int | None:
+    return next((one.dim for one in sbp if isinstance(one, Split)), None)
+
+
+def _of_slices(function: Callable[[Tensor, int, Mesh], Tensor], part: Tensor, sbp: NdSbp) -> Tensor:
+    """Change the number of slices of a rank's part, where ranks do not divide ``config.virtual_ranks``."""
+    dim = _split_dim(sbp)
+    return part if dim is None else function(part, dim, world().mesh)
+
+
 class _Boxing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: GlobalTensor, sbp: NdSbp) -> GlobalTensor:
@@ -273,18 +291,19 @@ class _ToLocal(torch.autograd.Function):
         if x.viewed is not None:
             dispatch.refresh(x)
         ctx.spec = x.spec
-        return x.local.view_as(x.local)
+        own = _of_slices(of_own_slices, x.local, x.spec.sbp)
+        return own.view_as(own)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return GlobalTensor(gradient.contiguous(), ctx.spec)
+        return GlobalTensor(_of_slices(with_all_slices, gradient.contiguous(), ctx.spec.sbp), ctx.spec)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, spec: Spec) -> GlobalTensor:
         ctx.sbp = spec.sbp
-        return GlobalTensor(part.detach(), spec)
+        return GlobalTensor(_of_slices(with_all_slices, part.detach(), spec.sbp), spec)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -292,7 +311,7 @@ class _FromLocal(torch.autograd.Function):
         sbp = tuple(one if isinstance(one, Split) else broadcast for one in ctx.sbp)
         if not isinstance(gradient, GlobalTensor):
             gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
-        return dispatch.boxed(GlobalTensor, gradient, sbp).local, None
+        return _of_slices(of_own_slices, dispatch.boxed(GlobalTensor, gradient, sbp).local, sbp), None
 
 
 class _Gathered(torch.autograd.Function):

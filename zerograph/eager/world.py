@@ -14,6 +14,7 @@ from zerograph import _torch
 from zerograph.base.source import warn_user
 from zerograph.config import Config
 from zerograph.eager.program import Compilation, Program, Spec
+from zerograph.ir.mesh import with_slices
 from zerograph.ir.sbp import NdSbp, Split, all_broadcast, partial_sum
 from zerograph.runtime.job.channel import MAX_RANKS
 from zerograph.runtime.job.process_group import Job, agree, digest, join
@@ -37,10 +38,11 @@ class World:
         rows_of_ranks: a loop passes rows that its ranks have cut, so their order in the batch is that of the ranks.
         joins_rows: operators have joined global rows since a loop has passed such rows.
         slices: ``config.virtual_ranks`` of the loops.
+        mesh: the ranks, with slices if they do not divide them; see :class:`zerograph.ir.mesh.Mesh`.
     """
 
     def __init__(self, job: Job, slices: int | None = None) -> None:
-        self.job, self.slices = job, slices
+        self.job, self.slices, self.mesh = job, slices, with_slices(job.mesh, slices)
         self.whole: NdSbp = all_broadcast(job.mesh.dims)
         self._specs: dict[tuple[Any, ...], Spec] = {}
         self.operators: dict[int, Any] = {}

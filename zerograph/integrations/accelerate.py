@@ -29,7 +29,6 @@ from zerograph.loops.calls import PURE_HOOKS
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
-from zerograph.runtime.job.process_group import join
 
 try:
     import accelerate
@@ -177,8 +176,7 @@ class Accelerator(accelerate.Accelerator):
             if not any(data_loader is one for one in self._dataloaders):
                 self._dataloaders.append(data_loader)
             return data_loader
-        job = join(self.zero_config.timeout, self.zero_config.placement)
-        rows = global_loader(data_loader, job, split=self.split_batches)
+        rows = global_loader(data_loader, self.zero_config, split=self.split_batches)
         place = self.device_placement if device_placement is None else device_placement
         rows.collate_fn = RowsOfRank(rows.collate_fn, send_to_device if place else None)
         self._has_loader = True

@@ -20,7 +20,6 @@ from zerograph.integrations.state import whole_state
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
-from zerograph.runtime.job.process_group import join
 
 try:
     from lightning.fabric.utilities import move_data_to_device
@@ -78,8 +77,7 @@ class ZeroStrategy(DDPStrategy):
         """Return a loader of this rank's rows of batches of ``batch_size`` times the number of ranks samples."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        job = join(self.zero_config.timeout, self.zero_config.placement)
-        loader = global_loader(dataloader, job)
+        loader = global_loader(dataloader, self.zero_config)
         loader.collate_fn = RowsOfRank(loader.collate_fn, move_data_to_device)
         return loader
 

@@ -12,11 +12,12 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from zerograph.config import Config
 from zerograph.errors import InputError
 from zerograph.loops import noise
 from zerograph.loops.loaders import agree_on_batch, reading_options
-from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks
-from zerograph.runtime.job.process_group import Job
+from zerograph.loops.rows import RowsOf, Share, Stacked, only_stacks
+from zerograph.runtime.job.process_group import Job, join
 
 
 class WholeBatches(BatchSampler):
@@ -26,10 +27,10 @@ class WholeBatches(BatchSampler):
         batches: the batch sampler.
         ranks: how many of its batches make a whole one.
         job: the ranks. They must draw the same samples.
-        own: yield this rank's samples only.
+        own: yield this share of the samples only.
     """
 
-    def __init__(self, batches: Any, ranks: int, job: Job, *, own: bool) -> None:
+    def __init__(self, batches: Any, ranks: int, job: Job, own: Share | None) -> None:
         self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
         self.sampler = getattr(batches, "sampler", batches)
         self.batch_size = (getattr(batches, "batch_size", None) or 1) * ranks
@@ -44,24 +45,25 @@ class WholeBatches(BatchSampler):
                 return
             samples = [one for part in parts for one in part]
             agree_on_batch(self._job, number, "samples", samples)
-            yield samples[bounds(len(samples), self._job.rank, self._job.size)] if self._own else samples
+            yield samples if self._own is None else samples[self._own.rows(len(samples))]
 
     def __len__(self) -> int:
         whole, more = divmod(len(self.batch_sampler), self._ranks)
         return whole + (more > 0 and not self.drop_last)
 
 
-def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> DataLoader[Any]:
+def global_loader(loader: DataLoader[Any], config: Config, *, split: bool = False) -> DataLoader[Any]:
     """Return a loader of this rank's rows of whole batches.
 
     Args:
         loader: a loader whose batches are those of one rank.
-        job: the ranks.
+        config: the options of the loop.
         split: the loader's batches are whole already.
     """
-    ranks = 1 if split else job.size
+    job = join(config.timeout, config.placement)
+    ranks, share = 1 if split else job.size, Share(job.rank, job.size, config.virtual_ranks)
     arguments = {**reading_options(loader), "in_order": loader.in_order}
-    collate = RowsOf(loader.collate_fn, job.rank, job.size)
+    collate = RowsOf(loader.collate_fn, share)
     if isinstance(loader.dataset, IterableDataset):
         size = None if loader.batch_size is None else loader.batch_size * ranks
         return DataLoader(loader.dataset, size, collate_fn=collate, drop_last=loader.drop_last, **arguments)
@@ -78,7 +80,7 @@ def global_loader(loader: DataLoader[Any], job: Job, *, split: bool = False) -> 
         batches = BatchSampler(batches.sampler, batches.batch_size, batches.drop_last)
     return DataLoader(
         loader.dataset,
-        batch_sampler=WholeBatches(batches, ranks, job, own=own),
+        batch_sampler=WholeBatches(batches, ranks, job, share if own else None),
         collate_fn=Stacked(loader.collate_fn) if own else collate,
         **arguments,
     )

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import Tensor
+
 from zerograph.errors import ConfigError
 from zerograph.ir.rank_numbers import RankNumber
 from zerograph.ir.sbp import NdSbp, Sbp, Split
@@ -54,6 +57,8 @@ class Mesh:
 
     def divisor(self, dim: int) -> int:
         """Return what must divide the size of a dimension that is split along a mesh dimension."""
+        if self.slices is not None and not dim:
+            return self.slices
         return self.shape[dim] if self.rows is None else sum(self.rows)
 
     def parts(self, size: int, dim: int) -> list[int]:
@@ -69,6 +74,11 @@ class Mesh:
         for size, position in zip(self.shape, self.position, strict=True):
             index = index * size + position
         return index
+
+
+def with_slices(mesh: Mesh, slices: int | None) -> Mesh:
+    """Return the mesh with slices of the batch if its ranks do not divide them, for tensors that have rows of it."""
+    return mesh if slices is None or not slices % mesh.shape[0] else replace(mesh, slices=slices)
 
 
 def line(ranks: int, rank: int, group: str) -> Mesh:
@@ -151,6 +161,24 @@ def own_slices(slices: int, ranks: int, rank: int) -> tuple[int, int]:
     share, rest = divmod(slices, ranks)
     first = rank * share + min(rank, rest)
     return first, first + share + (rank < rest)
+
+
+def with_all_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """Return a rank's rows with as many slices as the first rank has: its first ones come again before them."""
+    if mesh.slices is None:
+        return x
+    first, end = own_slices(mesh.slices, mesh.size, mesh.rank)
+    again = (most_slices(mesh.slices, mesh.size) - (end - first)) * (x.shape[dim] // (end - first))
+    return torch.cat([x.narrow(dim, 0, again), x], dim) if again else x
+
+
+def of_own_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
+    """Return a rank's rows without those that it has before its own, see :attr:`Mesh.slices`."""
+    if mesh.slices is None:
+        return x
+    first, end = own_slices(mesh.slices, mesh.size, mesh.rank)
+    rows = x.shape[dim] // most_slices(mesh.slices, mesh.size) * (end - first)
+    return x.narrow(dim, x.shape[dim] - rows, rows)
 
 
 def start_of_slices(size: int, slices: int, ranks: int) -> RankNumber:

@@ -25,6 +25,7 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, InputError, PlacementError
 from zerograph.ir.buckets import from_whole_vector
+from zerograph.ir.mesh import of_own_slices
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
@@ -461,7 +462,8 @@ class Begun:
         values = [value.detach().contiguous() for value in values]
         if world().is_alone:
             return values
-        sbps = [sbp for sbp, _ in self.step.outputs[first : first + len(values)]]
+        now, outputs = world(), self.step.outputs[first : first + len(values)]
+        sbps = [sbp for sbp, _ in outputs]
         rows: list[tuple[int, ...] | None] = [None] * len(values)
         if any(isinstance(one, GlobalTensor) and one.spec.rows is not None for one in self.tensors):
             dims = [next((one.dim for one in sbp if isinstance(one, Split)), None) for sbp in sbps]
@@ -469,7 +471,14 @@ class Begun:
             sizes = zip(*agree(world().job, self.graph._doing(), 0, dict, None, own), strict=True)
             rows = [None if dim is None or len({*row}) == 1 else row for dim, row in zip(dims, sizes, strict=True)]
         self._rows |= dict(enumerate(rows, first))
-        return [GlobalTensor.of_part(*one) for one in zip(values, sbps, rows, strict=True)]
+        if now.mesh.slices is None:
+            return [GlobalTensor.of_part(*one) for one in zip(values, sbps, rows, strict=True)]
+        # A part of the graph's has what a global tensor's has besides its own slices.
+        strides = [torch.empty(shape, device="meta").stride() for _, shape in outputs]
+        return [
+            GlobalTensor(value, now.spec(tuple(shape), stride, value.dtype, value.device, sbp))
+            for value, (sbp, shape), stride in zip(values, outputs, strides, strict=True)
+        ]
 
 
 def _versions(stores: Sequence[Store]) -> tuple[int, ...]:
@@ -521,4 +530,4 @@ def _input(tensor: Tensor) -> Tensor:
     of_rows = is_rows(x.spec.sbp)
     placed = dispatch.boxed(GlobalTensor, x, x.spec.sbp if of_rows else world().whole)
     plain: Tensor = placed.local if of_rows or not placed.dim() else placed.to_dtensor()
-    return plain
+    return of_own_slices(plain, 0, world().mesh) if of_rows else plain

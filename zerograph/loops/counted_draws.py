@@ -29,7 +29,7 @@ class CountedDraws(TorchDispatchMode):
 
     @property
     def has_drawn(self) -> bool:
-        """Whether an operator of the last call has drawn a number that the mode has counted."""
+        """True if an operator of the last call has drawn a number that the mode has counted."""
         return self._draws.seed is not None
 
     def _draw_seed(self) -> torch.Tensor:

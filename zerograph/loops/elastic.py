@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zerograph.compiler.virtual_ranks import possible_ranks
 from zerograph.data import batches, is_stateful
 from zerograph.errors import CommunicationError, ConfigError, RankMismatchError
 from zerograph.graph import ZeroGraph
@@ -241,7 +240,7 @@ class _Loop:
         worker, virtual = self.worker, self.step.config.virtual_ranks
         assert worker is not None
         while True:
-            generation = worker.next_generation(None if virtual is None else possible_ranks(virtual))
+            generation = worker.next_generation(virtual)
             if generation is None:
                 if worker.number not in worker.generation.workers[: worker.generation.ranks]:
                     # Spare, or started in place of a lost rank, and not needed any more.

@@ -16,7 +16,7 @@ from zerograph.errors import RankMismatchError
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.sbp import split
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
-from zerograph.loops.rows import Texts, WholeBatch, bounds
+from zerograph.loops.rows import Share, Texts, WholeBatch
 from zerograph.runtime.job.differences import DOING
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.tensor_hash import hash_bits
@@ -139,18 +139,18 @@ def split_rows(values: Any) -> Any:
     They stay whole where they need a gradient, and where they have other numbers of rows than each other, or fewer than
     there are ranks.
     """
-    job, tensors = world().job, [one for one in found_in(values, Tensor) if one.dim()]
+    now, tensors = world(), [one for one in found_in(values, Tensor) if one.dim()]
     counts = {len(one) for one in tensors}
-    if world().is_alone or len(counts) != 1 or min(counts) < job.size:
+    if now.is_alone or len(counts) != 1 or min(counts) < now.job.size:
         return values
     if any(one.requires_grad or isinstance(one, (GlobalTensor, nn.Parameter)) for one in tensors):
         return values
     (count,) = counts
-    rows = [bounds(count, rank, job.size) for rank in range(job.size)]
+    rows = [Share(rank, now.job.size, now.slices).rows(count) for rank in range(now.job.size)]
     sizes = [part.stop - part.start for part in rows]
 
     def own(tensor: Tensor) -> Tensor:
-        return GlobalTensor.of_part(tensor[rows[job.rank]], (split(0),), sizes) if tensor.dim() else tensor
+        return GlobalTensor.of_part(tensor[rows[now.job.rank]], (split(0),), sizes) if tensor.dim() else tensor
 
     return map_tensors(values, own)
 

@@ -19,7 +19,7 @@ from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.mesh import local_start, piece_count
 from zerograph.loops import noise
-from zerograph.loops.rows import RowsOf, Stacked, bounds, only_stacks, rows_of, tensors_of
+from zerograph.loops.rows import RowsOf, Share, Stacked, only_stacks, rows_of, tensors_of
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
@@ -144,20 +144,21 @@ class SplitLoader:
     def _job(self) -> Job:
         return join(self._config.timeout, self._config.placement, ranks_of_row(self._config))
 
-    def _parts(self, job: Job) -> tuple[int, int]:
-        """Return which part of each batch is this rank's, and the number of parts."""
+    def _share(self, job: Job) -> Share:
+        """Return which part of each batch is this rank's."""
         sbp = rows_on(self._config, job.mesh)
         parts = piece_count(sbp, job.mesh)
-        return local_start((parts,), sbp, job.mesh)[0], parts
+        return Share(local_start((parts,), sbp, job.mesh)[0], parts, self._config.virtual_ranks)
 
     def _check_sampler(self, sampler: DistributedSampler[Any], job: Job) -> None:
-        part, parts = self._parts(job)
-        if parts < job.size and (sampler.rank, sampler.num_replicas) != (part, parts):
+        share = self._share(job)
+        if share.parts < job.size and (sampler.rank, sampler.num_replicas) != (share.part, share.parts):
             raise InputError(
                 f"the DistributedSampler of a prepared loader has num_replicas={sampler.num_replicas}, "
-                f"rank={sampler.rank}, but the {job.size} ranks hold {parts} part(s) of each batch, and this rank part "
-                f"{part}: ranks that split a sequence must read the same rows\nGive it num_replicas={parts}, "
-                f"rank={part}, or leave the sampler out: a prepared loader splits the batches itself."
+                f"rank={sampler.rank}, but the {job.size} ranks hold {share.parts} part(s) of each batch, and this "
+                f"rank part {share.part}: ranks that split a sequence must read the same rows\n"
+                f"Give it num_replicas={share.parts}, rank={share.part}, or leave the sampler out: a prepared loader "
+                "splits the batches itself."
             )
 
     def _of_samples(self, loader: DataLoader[Any], first: int) -> Iterator[Any]:
@@ -165,7 +166,7 @@ class SplitLoader:
         job = self._job()
         if self._reading is None or not loader.persistent_workers:
             samples: Any = _Samples(loader.batch_sampler)  # type: ignore[arg-type]
-            reader = Reader(loader, *self._parts(job))
+            reader = Reader(loader, self._share(job))
             options: Any = {**reading_options(loader), "worker_init_fn": _WorkerOf(loader.worker_init_fn)}
             options |= {"batch_sampler": samples, "collate_fn": _as_read}
             self._reading = DataLoader(reader, **options), samples, reader
@@ -192,11 +193,11 @@ class SplitLoader:
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
-        part, parts = self._parts(job)
+        share = self._share(job)
 
         def part_of(number: int, batch: Any) -> Any:
             agree_on_batch(job, number, "shapes and values", [_facts(one) for one in tensors_of(batch)])
-            return rows_of(batch, part, parts)
+            return rows_of(batch, share)
 
         return _Batches(job, iter(loader), part_of)
 
@@ -347,15 +348,14 @@ class Reader(Dataset[Any]):
 
     Args:
         loader: has the dataset and the collator.
-        part: the part.
-        parts: number of parts.
+        share: the part.
     """
 
-    def __init__(self, loader: DataLoader[Any], part: int, parts: int) -> None:
-        self.dataset, self._part, self._parts = loader.dataset, part, parts
+    def __init__(self, loader: DataLoader[Any], share: Share) -> None:
+        self.dataset, self._share = loader.dataset, share
         self._only_stacks = only_stacks(loader.collate_fn)
-        self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, part, parts)
-        self._reads_all = parts == 1 or not self._only_stacks
+        self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, share)
+        self._reads_all = share.parts == 1 or not self._only_stacks
         # A TensorDataset draws nothing.
         self._is_watching = type(loader.dataset) is not TensorDataset
         self._generators: noise.Generators | None = None
@@ -407,7 +407,7 @@ class Reader(Dataset[Any]):
     def _read(self, samples: list[Any]) -> Any:
         if not self._only_stacks:
             return self._collate(self._fetched(samples))
-        mine = bounds(len(samples), self._part, self._parts)
+        mine = self._share.rows(len(samples))
         if self._reads_all:
             found = self._fetched(samples)
             own = found[mine] or found[:1]
@@ -415,7 +415,7 @@ class Reader(Dataset[Any]):
             own = self._fetched(samples[mine] or samples[:1])
         batch = self._collate(own)
         # A part without rows is like another one.
-        return batch if samples[mine] else rows_of(batch, 1, 2)
+        return batch if samples[mine] else rows_of(batch, Share(1, 2))
 
     def _fetched(self, samples: list[Any]) -> Any:
         dataset: Any = self.dataset

@@ -153,7 +153,7 @@ class Loop:
             # Ranks are known when a loader or a call asks for them.
             return
         if config.virtual_ranks is not None:
-            slices_per_rank(config, world().job.mesh, equal=True)
+            slices_per_rank(config, world().job.mesh)
         use_options(config)
 
     def leave_job(self) -> None:

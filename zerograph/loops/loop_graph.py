@@ -18,6 +18,7 @@ from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.graph import ZeroGraph
+from zerograph.ir.mesh import local_part
 from zerograph.ir.sbp import PartialSum, partial_sum
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
@@ -192,12 +193,15 @@ def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:
     parts = [None if value is None else _summand(value) for value in values]
     flat = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     load_part(store.job, replace(layout, sbp=now.whole), flat, parts)
-    # What every rank has is cut, not added: a sum with zeros would lose the sign of a zero.
-    summed = now.slices is None and now.job.size > 1
-    held = (partial_sum,) * now.job.mesh.dims if summed else now.whole
-    spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, held)
-    whole = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp)
-    own = whole.local.to(layout.storage_device)
+    if now.slices is None and now.job.size > 1:
+        held = (partial_sum,) * now.job.mesh.dims
+        spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, held)
+        part = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp).local
+    else:
+        # What every rank has is cut, not added: a sum with zeros would lose the sign of a zero.
+        part = flat[local_part(flat.shape, layout.gradient_sbp, store.job.mesh)]
+        part = part if part.shape == flat.shape else part.clone()
+    own = part.to(layout.storage_device)
     store.accumulated = own if store.accumulated is None else store.accumulated + own
 
 

@@ -11,7 +11,28 @@ import numpy
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from zerograph.ir.mesh import own_slices
 from zerograph.loops.containers import INSIDE, PLAIN, found_in, has_parts, mapped
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of each batch that one of several ranks has.
+
+    Attributes:
+        part, parts: which part it is, and the number of parts.
+        slices: ``config.virtual_ranks``: where it divides a batch, a part is whole slices.
+    """
+
+    part: int
+    parts: int
+    slices: int | None = None
+
+    def rows(self, count: int) -> slice:
+        """Return this part's rows of ``count``: contiguous, and as many slices or rows as any other's, or one more."""
+        unit = 1 if self.slices is None or count % self.slices else count // self.slices
+        first, end = own_slices(count // unit, self.parts, self.part) if unit else (0, 0)
+        return slice(first * unit, end * unit)
 
 
 @dataclass(frozen=True)
@@ -57,21 +78,19 @@ class RowsOf:
 
     Args:
         collate: the collator of whole batches.
-        part: the part to keep.
-        parts: number of parts.
+        share: the part to keep.
     """
 
     collate: Callable[[Any], Any]
-    part: int
-    parts: int
+    share: Share
 
     def __call__(self, samples: Any) -> Any:
         """Return this part of the batch of these samples."""
-        if self.parts == 1:
+        if self.share.parts == 1:
             return self.collate(samples)
         samples = list(samples) if isinstance(samples, Iterable) else samples
         count = len(samples) if isinstance(samples, list) else 0
-        return rows_of(self.collate(samples), self.part, self.parts, count)
+        return rows_of(self.collate(samples), self.share, count)
 
 
 def only_stacks(collate: Any) -> bool:
@@ -83,20 +102,13 @@ def only_stacks(collate: Any) -> bool:
     )
 
 
-def bounds(count: int, part: int, parts: int) -> slice:
-    """Return the rows of a part: contiguous, and as many as of any other, or one more."""
-    least, more = divmod(count, parts)
-    start = part * least + min(part, more)
-    return slice(start, start + least + (part < more))
-
-
 def tensors_of(batch: Any) -> list[Tensor | numpy.ndarray[Any, Any]]:
     """Return the tensors and arrays of a batch, in containers that ``rows_of`` takes."""
     return found_in(batch, (Tensor, numpy.ndarray))
 
 
-def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
-    """Return the rows of a batch that belong to one part; a :class:`WholeBatch` if its rows are not known.
+def rows_of(batch: Any, share: Share, samples: int = 0) -> Any:
+    """Return the rows of a batch that belong to a share; a :class:`WholeBatch` if its rows are not known.
 
     They are not if tensors differ in their first dimension, or a value is of a type without parts.
 
@@ -104,8 +116,7 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
 
     Args:
         batch: tensors, arrays and plain values in containers, see :func:`zerograph.loops.containers.mapped`.
-        part: the part.
-        parts: number of parts.
+        share: the part.
         samples: number of samples of the batch. A tensor may have several rows for each, as pairs of texts have.
     """
     sizes = {len(tensor) for tensor in found_in(batch, Tensor) if tensor.ndim}
@@ -113,7 +124,7 @@ def rows_of(batch: Any, part: int, parts: int, samples: int = 0) -> Any:
     if len(sizes) > 1 and not several:
         return WholeBatch(batch, "its tensors have different numbers of rows")
     count = samples if several else next(iter(sizes), 0)
-    rows, unknown = bounds(count, part, parts), list[str]()
+    rows, unknown = share.rows(count), list[str]()
 
     def rows_of_tensor(tensor: Tensor) -> Tensor:
         times = len(tensor) // count if count else 1
