@@ -16,12 +16,12 @@ from tests.integrations import trainers
 from tests.integrations.frameworks import fp16_on_cpu, on_ranks
 
 
-def run(name: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> Any:
+def run(name: str, folder: Path, ranks: int, zero: Any, options: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     return on_ranks(run_here, name, folder, ranks, zero, options)
 
 
-def run_here(name: str, folder: Path, ranks: int, zero: int | None, options: dict[str, Any]) -> Any:
+def run_here(name: str, folder: Path, ranks: int, zero: Any, options: dict[str, Any]) -> Any:
     return getattr(trainers, name)(folder, ranks, zero, **options)
 
 
@@ -55,6 +55,13 @@ def test_two_ranks_log_what_one_process_does(
     expected = run(name, tmp_path / "plain", 1, None, options)
     for logs in pool.run(2, run, name, tmp_path / "zero", 2, stage, options):
         assert_equal(logs, expected)
+
+
+def test_with_virtual_ranks_three_ranks_log_the_bits_of_one(pool: Pool, tmp_path: Path) -> None:
+    zero = {"stage": 3, "virtual_ranks": 4}
+    expected = run("language_model", tmp_path / "one", 1, zero, {"per_device_train_batch_size": 12})
+    for logs in pool.run(3, run, "language_model", tmp_path / "3", 3, zero, {"per_device_train_batch_size": 4}):
+        assert_equal(logs, expected, within=0)
 
 
 @pytest.mark.parametrize(("stage", "optim"), [(2, "adamw_torch"), (3, "adamw_torch_fused")])

@@ -91,14 +91,13 @@ def arguments(folder: Path, ranks: int, kind: str = "TrainingArguments", **optio
 
     return getattr(transformers, kind)(
         output_dir=str(folder),
-        per_device_train_batch_size=8 // ranks,
         per_device_eval_batch_size=8 // ranks,
         learning_rate=5e-3,
         logging_steps=1,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"save_strategy": "no", "num_train_epochs": 2} | options,
+        **{"per_device_train_batch_size": 8 // ranks, "save_strategy": "no", "num_train_epochs": 2} | options,
     )
 
 

@@ -117,6 +117,11 @@ class ZeroTrainerMixin(_Mixed):
         with self._batch_of_all_ranks():
             return super().evaluation_loop(*args, **kwargs)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        # Every rank has the loss of all: the mean of equal numbers may round.
+        with patch("transformers.trainer.nested_gather", lambda loss, _: loss):
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def store_flos(self) -> None:
         """Add up the estimated operations; batches are whole on every rank."""
         self.current_flos /= self.accelerator.num_processes
