@@ -140,6 +140,45 @@ def rows(data: Tensor) -> zg.GlobalTensor:
     return zg.global_tensor(part(data), zg.sbp.split(0))
 
 
+def compare_rows_of_unequal_slices() -> None:
+    """Compare results of operators on rows with those on whole tensors, where ranks have unequal numbers of slices."""
+    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4))
+    whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    own = [whole[:4], whole[4:6], whole[6:]][zg.rank()].clone().requires_grad_()
+    x = zg.global_tensor(own, zg.sbp.split(0))
+    again = x.to_global(zg.sbp.broadcast).to_global(zg.sbp.split(0))
+    tripled = zg.global_tensor(again.to_local() * 3, zg.sbp.split(0))
+    (x * tripled * torch.arange(8.0)[:, None]).sum().backward()
+    assert own.grad is not None
+    plain = whole.clone().requires_grad_()
+    (plain * plain * 3 * torch.arange(8.0)[:, None]).sum().backward()
+    assert plain.grad is not None
+    written = x.detach().clone()
+    written[3:6] *= 2
+    doubled = whole.clone()
+    doubled[3:6] *= 2
+    pairs = [
+        (x.to_local(), own),
+        (again.to_local(), own),
+        (own.grad, [plain.grad[:4], plain.grad[4:6], plain.grad[6:]][zg.rank()]),
+        (x[2:5], whole[2:5]),
+        (x.sort(0).values, whole.sort(0).values),
+        (torch.cat([x, x.flip(0)]), torch.cat([whole, whole.flip(0)])),
+        (x.T @ x, whole.T @ whole),
+        (x.reshape(4, 12)[:, 3], whole.reshape(4, 12)[:, 3]),
+        (x.softmax(0).cumsum(0), whole.softmax(0).cumsum(0)),
+        (written, doubled),
+    ]
+    with pytest.raises(zg.PlacementError, match="no DTensor has"):
+        x.to_dtensor()
+    for one, expected in pairs:
+        torch.testing.assert_close(one.full_tensor() if isinstance(one, zg.GlobalTensor) else one, expected)
+
+
+def test_operators_on_rows_of_unequal_slices_are_those_of_the_whole_batch(pool: Pool) -> None:
+    pool.run(3, compare_rows_of_unequal_slices)
+
+
 def with_plain_labels() -> None:
     model = nn.Linear(7, 3)
     model, _ = zg.prepare(model, adamw(model), config=zg.Config(virtual_ranks=4))

@@ -136,13 +136,14 @@ class GlobalTensor(Tensor):
         Raises:
             PlacementError: the SBP does not fit the tensor.
         """
-        target = _checked(sbp, self.dim())
-        for one, ranks in zip(target, world().job.mesh.shape, strict=True):
-            if isinstance(one, Split) and self.shape[one.dim] % ranks:
-                raise PlacementError(
-                    f"a dimension of size {self.shape[one.dim]} cannot be split over {ranks} ranks in equal parts"
-                )
+        target, ranks = _checked(sbp, self.dim()), world().mesh
         check_slices(self.shape, target, world().slices)
+        for dim, one in enumerate(target):
+            if isinstance(one, Split) and self.shape[one.dim] % ranks.divisor(dim):
+                raise PlacementError(
+                    f"a dimension of size {self.shape[one.dim]} cannot be split over {ranks.shape[dim]} ranks in equal "
+                    "parts"
+                )
         result: GlobalTensor = _Boxing.apply(self, target)
         return result
 
