@@ -272,9 +272,9 @@ class ZeroGraph(Inspected):
 
         step, batch = self._ready(args, kwargs, check)
         # named() may refuse the backend's function; the backend, and so the error, is the same on all ranks.
-        named = tracing.named(step.executor.function, step.emitted)
+        named = tracing.named(step.executor.function, step.prepared.emitted)
         executor = replace(step.executor, function=named, low_overhead=None)
-        return tracing.measure(steps, lambda: self._run(step, executor, batch), step, check())
+        return tracing.measure(steps, lambda: self._run(step, executor, batch), step.prepared, check())
 
     @one_thread("prepare()", collective=False)
     def prepare(
@@ -321,7 +321,7 @@ class ZeroGraph(Inspected):
             ConfigError: nothing is compiled yet.
             ArtifactError: a part of the step cannot be written to a file, or the file cannot be written.
         """
-        step = self._compiled() if prepared is None else prepared.step
+        step = self._inspected() if prepared is None else prepared.step
         members = self._members()
         if prepared is not None:
             members = replace(members, meta=prepared.device)
@@ -398,7 +398,7 @@ class ZeroGraph(Inspected):
 
     def _on_compiled(self, step: CompiledStep, job: Job) -> None:
         """Log a step that was just compiled."""
-        logs.tell(step, type(self).__name__, job.rank if job.size > 1 else None)
+        logs.tell(step.prepared, type(self).__name__, job.rank if job.size > 1 else None)
 
     def _refuse_where_nothing_runs(self) -> None:
         """Raise inside ``build()`` and inside ``sharded_init()``, before anything reads a tensor's value."""

@@ -113,7 +113,7 @@ def lines_of(step: zg.ZeroGraph) -> list[str]:
     """Return the graphs of a step as text."""
     compiled = step._compiled()
     constants = [str(value) for value in compiled.captured.graph.buffers()]
-    return [*graph_lines(compiled.captured.graph.graph), *graph_lines(compiled.emitted), *constants]
+    return [*graph_lines(compiled.captured.graph.graph), *graph_lines(compiled.prepared.emitted), *constants]
 
 
 def fresh_lines(step: zg.ZeroGraph) -> list[str]:

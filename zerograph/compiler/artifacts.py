@@ -26,7 +26,7 @@ from zerograph.base.collection import collection_paused
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
 from zerograph.config import Config
@@ -100,7 +100,7 @@ def _without_index(text: str, meta: str) -> str:
     return re.sub(r"device\(type='(\w+)', index=\d+\)", r"device(type='\1')", text)
 
 
-def artifact_content(step: RewrittenStep, code: Mapping[str, str]) -> bytes:
+def artifact_content(step: PreparedStep, code: Mapping[str, str]) -> bytes:
     """Return the content of the file of a step.
 
     Args:
@@ -138,7 +138,7 @@ def artifact_content(step: RewrittenStep, code: Mapping[str, str]) -> bytes:
     return content
 
 
-def _check_readable(step: RewrittenStep, content: bytes) -> None:
+def _check_readable(step: PreparedStep, content: bytes) -> None:
     """Check that another process can read all parts of a file.
 
     Raises:

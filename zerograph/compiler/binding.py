@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
 
 from zerograph.base.collection import collection_paused
-from zerograph.compiler.compiled import CompiledStep, PreparedStep, RewrittenStep
+from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.members import Members
 from zerograph.config import Config
 from zerograph.ir.grad_scaler import GradScaler
@@ -57,7 +56,7 @@ def bind_step(
     returned = zip(output["needs"], output_nodes(graph.graph), output["roles"], strict=True)
     outputs = tuple((sbp, meta(node)["global"]) for sbp, node, role in returned if role.kind == "output")
     return CompiledStep(
-        **{field.name: getattr(prepared, field.name) for field in fields(RewrittenStep)},
+        prepared=prepared,
         backend=backend,
         executor=executor,
         stores=stores,

@@ -1,4 +1,4 @@
-"""The compiler's results: a step after all passes, a prepared step, and a step bound to its state."""
+"""The compiler's results: a prepared step, and a step bound to its state."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RewrittenStep:
-    """A step after all passes, before or after the backend.
+class PreparedStep:
+    """A step after all passes and before the backend, without state and without process group.
 
     Attributes:
         captured: the graph that ``build()`` was traced to.
@@ -44,6 +44,8 @@ class RewrittenStep:
         candidate: the bucket size and the recomputation that the memory search found.
         requirements: what must be equal to use the captured graph again, besides code and versions, as text by name.
         batch: the inputs, without tensors.
+        layout: the buckets, in order of first use.
+        update_seconds: seconds that tracing the optimizers' updates took; 0 if all updates were cached.
     """
 
     captured: Captured
@@ -54,24 +56,13 @@ class RewrittenStep:
     candidate: Candidate
     requirements: Mapping[str, str]
     batch: Batch
+    layout: tuple[PlannedBucket, ...]
+    update_seconds: float
 
     @property
     def emitted(self) -> fx.Graph:
         """The graph that a rank runs, with zerograph's metadata in ``node.meta``."""
         return self.passes[-1].graph.graph
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PreparedStep(RewrittenStep):
-    """A step before the backend, without state and without process group.
-
-    Attributes:
-        layout: the buckets, in order of first use.
-        update_seconds: seconds that tracing the optimizers' updates took; 0 if all updates were cached.
-    """
-
-    layout: tuple[PlannedBucket, ...]
-    update_seconds: float
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -80,13 +71,14 @@ class PreparedStep(RewrittenStep):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CompiledStep(RewrittenStep):
+class CompiledStep:
     """A step bound to the state that it updates.
 
     Attributes:
+        prepared: the step before the backend.
         backend: name of the backend that compiled the last graph.
         executor: runs the compiled graph.
-        stores: the state of each bucket of ``context.buckets``, by bucket name.
+        stores: the state of each bucket of ``prepared.context.buckets``, by bucket name.
         numbers: the optimizer group, and the path in it, of each hyperparameter that is an input; by input name.
         outputs: SBP and global shape of each output tensor.
         lookups: return the tensors that are in no store; called at each run.
@@ -94,6 +86,7 @@ class CompiledStep(RewrittenStep):
         fitting_calls: sizes of calls that exceed one of these, and for which it keeps the budget nevertheless.
     """
 
+    prepared: PreparedStep
     backend: str
     executor: Executor
     stores: Mapping[str, Store]
@@ -102,6 +95,16 @@ class CompiledStep(RewrittenStep):
     lookups: Mapping[Role, Lookup]
     dims: dict[str, Dim] = field(default_factory=dict)
     fitting_calls: set[tuple[tuple[str, tuple[int, ...]], ...]] = field(default_factory=set)
+
+    @property
+    def captured(self) -> Captured:
+        """The graph that ``build()`` was traced to."""
+        return self.prepared.captured
+
+    @property
+    def context(self) -> Context:
+        """What the passes got besides the graph."""
+        return self.prepared.context
 
     @functools.cached_property
     def flags(self) -> tuple[str, ...]:
@@ -112,7 +115,7 @@ class CompiledStep(RewrittenStep):
     @functools.cached_property
     def gradient_places(self) -> tuple[int, ...]:
         """Places of the outputs whose gradients the graph gets at its pause."""
-        pause = pause_of(self.emitted)
+        pause = pause_of(self.prepared.emitted)
         assert pause is not None
         places: Any = pause.args[2]
         return tuple(places)

@@ -25,7 +25,7 @@ from zerograph.capture.some_results import of_results
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.binding import bind_step
-from zerograph.compiler.compiled import CompiledStep, PreparedStep, RewrittenStep
+from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
@@ -239,7 +239,7 @@ class Compiler:
         """Return what must be equal where the captured graph is used again, besides code and inputs."""
         return {**requirements(members, facts, self.config), **request.texts()}
 
-    def recording_of(self, step: RewrittenStep, members: Members, request: StepRequest) -> Recording:
+    def recording_of(self, step: PreparedStep, members: Members, request: StepRequest) -> Recording:
         """Return what the trace of a step ran; ``build()`` is traced once more if that was not recorded.
 
         Raises:

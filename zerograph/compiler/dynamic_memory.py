@@ -73,4 +73,4 @@ def _of_call(dims: Sequence[Dim], batch: Batch) -> list[Dim]:
 
 def _peak(step: CompiledStep, sizes: Sizes, dims: Sequence[Dim]) -> int:
     sizes.predict_for(dims)
-    return profile(step.emitted).peak
+    return profile(step.prepared.emitted).peak

@@ -111,7 +111,7 @@ class Preparation:
         micro_batches: number of micro-batches.
         request: what the caller asks for.
         warn: shows a message to the user.
-        requirements: see :class:`zerograph.compiler.compiled.RewrittenStep`.
+        requirements: see :class:`zerograph.compiler.compiled.PreparedStep`.
     """
 
     layouts: Layouts

@@ -31,7 +31,7 @@ from zerograph.base.sizes import in_bytes
 from zerograph.base.source import warn_user
 from zerograph.compiler.artifacts import Artifact, artifact_content, read_artifact
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.dependencies import OF_LOOP, Dependencies
 from zerograph.compiler.members import Members
 from zerograph.errors import ArtifactError, CommunicationError, ConfigError
@@ -198,7 +198,7 @@ class StepSource:
             if trace is None or self._doubts or (self._waits and self.dependencies.texts(now=True) != self._before):
                 self._answer(b"")
 
-    def send(self, step: RewrittenStep) -> None:
+    def send(self, step: PreparedStep) -> None:
         """Send the traced and rewritten step of rank 0 to the ranks that wait for it."""
         if self.job.rank == 0 and self._waits:
             # Why it cannot be sent is logged when it cannot be written either.
@@ -244,7 +244,7 @@ class StepSource:
         _tell(self.job, f"{self._file.name} is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
         return None
 
-    def _content_of(self, step: RewrittenStep) -> bytes:
+    def _content_of(self, step: PreparedStep) -> bytes:
         """Return the content of a step's file.
 
         Raises:
@@ -256,7 +256,7 @@ class StepSource:
             raise ArtifactError("; ".join(self._doubts[:3]))
         return artifact_content(step, self.dependencies.code(trace))
 
-    def keep(self, step: RewrittenStep) -> None:
+    def keep(self, step: PreparedStep) -> None:
         """Write a step that rank 0 has traced to the cache. Log why not."""
         trace = step.captured.recording
         if trace is None or not self.records:
@@ -268,7 +268,7 @@ class StepSource:
             # The step runs without it.
             _tell(self.job, f"the step is not kept: {error}")
 
-    def _write(self, step: RewrittenStep, trace: Recording) -> None:
+    def _write(self, step: PreparedStep, trace: Recording) -> None:
         if self._doubts is None:
             self._doubts = self.dependencies.doubts(trace)
         self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -282,7 +282,7 @@ class StepSource:
         _remove_oldest(self._file.parent, limit())
         _tell(self.job, f"{self._file.name} is written")
 
-    def code(self, step: RewrittenStep | None) -> dict[str, str]:
+    def code(self, step: PreparedStep | None) -> dict[str, str]:
         """Return digests of what the trace of a step ran, by name, for messages about ranks that differ."""
         if self.artifact is not None:
             names: Mapping[str, str] = self.artifact.document["code"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import written_arguments
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.lifetime import Event, Life, TensorKind
 from zerograph.inspection.names import is_wait, within
@@ -29,7 +29,7 @@ from zerograph.ops.offload import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 aten = torch.ops.aten
 
 
-def explain(step: RewrittenStep, asked: str) -> Life:
+def explain(step: PreparedStep, asked: str) -> Life:
     """Return the lifetime of the tensor of that name; see :meth:`zerograph.inspection.step.Views.explain`."""
     name = step.aliases.get(asked, asked)
     finder = _Finder(step, asked)
@@ -51,7 +51,7 @@ def explain(step: RewrittenStep, asked: str) -> Life:
 class _Finder:
     """Looks one name up in the emitted graph and collects the events of its lifetime."""
 
-    def __init__(self, step: RewrittenStep, asked: str) -> None:
+    def __init__(self, step: PreparedStep, asked: str) -> None:
         self.step, self.asked = step, asked
         self.graph = step.emitted
         self.table = NodeTable(self.graph)
@@ -388,7 +388,7 @@ def _is_form(node: fx.Node) -> bool:
     return boxing_of(node) is not None or is_wait(node) or is_view_or_copy(node)
 
 
-def _slots(step: RewrittenStep, flat: fx.Node) -> Sequence[Slot]:
+def _slots(step: PreparedStep, flat: fx.Node) -> Sequence[Slot]:
     return next(bucket.slots for bucket in step.context.buckets if bucket.name == meta(flat)["role"].name)
 
 

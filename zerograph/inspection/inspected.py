@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import fx, nn
 
 from zerograph import inspection
-from zerograph.compiler.compiled import CompiledStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.ir.sbp import NdSbp, Sbp
 from zerograph.state.stateful import Stateful
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class Inspected(Stateful, inspection.Views):
     """The read-only part of :class:`zerograph.ZeroGraph`."""
 
-    def _inspected(self) -> CompiledStep:
-        return self._compiled()
+    def _inspected(self) -> PreparedStep:
+        return self._compiled().prepared
 
     def __repr__(self) -> str:
         """Show the step on one screen: traced graph, placements, collectives, memory, warnings."""
         return "\n".join(
-            [*self._heading(), *([] if self._latest is None else [inspection.Inspection(self._latest).page()])]
+            [*self._heading(), *([] if self._latest is None else [inspection.Inspection(self._latest.prepared).page()])]
         )
 
     def describe(self) -> str:
@@ -34,7 +34,7 @@ class Inspected(Stateful, inspection.Views):
         Raises:
             ConfigError: nothing is compiled yet.
         """
-        return "\n".join([*self._heading(), inspection.Inspection(self._compiled()).describe()])
+        return "\n".join([*self._heading(), inspection.Inspection(self._inspected()).describe()])
 
     def _heading(self) -> list[str]:
         zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name
@@ -63,7 +63,7 @@ class Inspected(Stateful, inspection.Views):
         Raises:
             ConfigError: nothing is compiled yet, or there is no such pass.
         """
-        return inspection.Inspection(self._compiled()).graph_after(name)
+        return inspection.Inspection(self._inspected()).graph_after(name)
 
     def report(
         self,
@@ -91,7 +91,7 @@ class Inspected(Stateful, inspection.Views):
         from zerograph.inspection import report
 
         other = None if beside is None else inspection.Inspection(beside._inspected())
-        own = inspection.Inspection(self._compiled())
+        own = inspection.Inspection(self._inspected())
         report.write(own, path, title=type(self).__name__, machine=machine, beside=other)
 
     def placements(self) -> dict[str, Sbp | NdSbp]:

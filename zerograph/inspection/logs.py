@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterator
 
 from zerograph.base.sizes import show_bytes
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.diff import compare
 from zerograph.inspection.names import labels
@@ -112,7 +112,7 @@ class _Format(logging.Formatter):
 _handler = _Standard()
 
 
-def tell(step: RewrittenStep, name: str, rank: int | None = None) -> None:
+def tell(step: PreparedStep, name: str, rank: int | None = None) -> None:
     """Log a step to the enabled loggers.
 
     Args:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Hashable, Iterable, Sequence
 
 from zerograph.base.sizes import show_bytes
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.inspection.collectives import collectives, short
 from zerograph.inspection.summary import Placed, Sent, Summary, summary
 from zerograph.inspection.text import show_shape
@@ -143,7 +143,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def description(step: RewrittenStep) -> str:
+def description(step: PreparedStep) -> str:
     """Show a step section by section: every input, output, parameter, collective and pass, one per line."""
     numbers = summary(step)
     kinds = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in numbers.at_rest.items())
@@ -164,7 +164,7 @@ def _section(title: str, lines: Sequence[str]) -> str:
     return "\n".join([f"  {title}:", *(f"    {line}" for line in lines or ["none"])])
 
 
-def _parameter_lines(step: RewrittenStep, numbers: Summary) -> list[str]:
+def _parameter_lines(step: PreparedStep, numbers: Summary) -> list[str]:
     lines = []
     for bucket, placed in zip(step.context.buckets, numbers.buckets, strict=True):
         lines.append(_bucket_line(bucket, placed))
@@ -193,7 +193,7 @@ def _split(bucket: Bucket, slot: Slot) -> str:
     return f" {show(bucket.sbp_of(slot))}" if slot.split else ""
 
 
-def _collective_lines(step: RewrittenStep, numbers: Summary) -> list[str]:
+def _collective_lines(step: PreparedStep, numbers: Summary) -> list[str]:
     lines = [
         f"{collective}{f', {times} times' if times > 1 else ''}"
         for collective, times in collectives(step.emitted, step.context)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from zerograph.capture.captured import Captured
-from zerograph.compiler.compiled import PreparedStep, RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.layout import PlannedBucket
 from zerograph.errors import ConfigError, did_you_mean
 from zerograph.inspection.collectives import Collective, collectives
@@ -37,7 +37,7 @@ class Views:
     """
 
     # Returns the step to look at, or raises ConfigError: nothing is compiled yet.
-    _inspected: Callable[[], RewrittenStep]
+    _inspected: Callable[[], PreparedStep]
 
     @property
     def passes(self) -> tuple[PassRecord, ...]:
@@ -118,10 +118,10 @@ class Views:
 class Inspection(Views):
     """Views of one step."""
 
-    def __init__(self, step: RewrittenStep) -> None:
+    def __init__(self, step: PreparedStep) -> None:
         self.step = step
 
-    def _inspected(self) -> RewrittenStep:
+    def _inspected(self) -> PreparedStep:
         return self.step
 
     @property
@@ -186,8 +186,6 @@ class Prepared(Inspection):
         device: the device that tensors on the meta device stand for.
     """
 
-    step: PreparedStep
-
     def __init__(self, step: PreparedStep, device: torch.device | None = None) -> None:
         super().__init__(step)
         self.device = device
@@ -212,7 +210,7 @@ class Prepared(Inspection):
         return planned_placements(self.layout, self.context.mesh.dims)
 
 
-def texts(step: RewrittenStep, *names: str, module: str | None = None) -> list[list[str]]:
+def texts(step: PreparedStep, *names: str, module: str | None = None) -> list[list[str]]:
     """Return the lines of a step's text after each of several passes; the pipeline runs once for all of them.
 
     Raises:
@@ -222,12 +220,12 @@ def texts(step: RewrittenStep, *names: str, module: str | None = None) -> list[l
     return [show_text(after, module).splitlines() for after in shown]
 
 
-def _graph_after(step: RewrittenStep, name: str | None) -> fx.GraphModule:
+def _graph_after(step: PreparedStep, name: str | None) -> fx.GraphModule:
     checked = _pass(step, name)
     return next(record for record in step.passes if record.name == checked).graph
 
 
-def _pass(step: RewrittenStep, name: str | None) -> str:
+def _pass(step: PreparedStep, name: str | None) -> str:
     """Check the name of a pass; None means the last pass."""
     names = [record.name for record in step.passes]
     if name is None:
@@ -237,7 +235,7 @@ def _pass(step: RewrittenStep, name: str | None) -> str:
     return name
 
 
-def _lines_after(step: RewrittenStep, *names: str) -> list[list[Line]]:
+def _lines_after(step: PreparedStep, *names: str) -> list[list[Line]]:
     """Return the lines after each of the passes; run the pipeline at most once."""
     last = step.passes[-1].name
     shown = {last: lines(step.emitted, step.context)} if last in names else {}

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.inspection.collectives import collectives
 from zerograph.inspection.text import dtype_name, show_shape
 from zerograph.ir.buckets import Bucket
@@ -136,7 +136,7 @@ class Summary:
         return asdict(self)
 
 
-def summary(step: RewrittenStep) -> Summary:
+def summary(step: PreparedStep) -> Summary:
     """Compute the numbers of a step from its graphs."""
     context, emitted = step.context, step.emitted
     whole = profile(emitted)
@@ -181,7 +181,7 @@ def _by_phase(entry: tuple[tuple[str, str], list[int]]) -> tuple[int, str]:
     return ("forward", "backward", "update").index(phase), kind
 
 
-def inputs(step: RewrittenStep) -> tuple[Value, ...]:
+def inputs(step: PreparedStep) -> tuple[Value, ...]:
     """Return the tensors of the batch."""
     # Only the captured graph has global shapes.
     nodes = placeholders(step.captured.graph.graph, "input")
@@ -203,7 +203,7 @@ def outputs(emitted: fx.Graph) -> tuple[Value, ...]:
     )
 
 
-def _placed(bucket: Bucket, step: RewrittenStep) -> Placed:
+def _placed(bucket: Bucket, step: PreparedStep) -> Placed:
     update = step.context.updates.get(bucket.name)
     target: NdSbp = bucket.split_sbp if bucket.one_by_one else bucket.sbp
     state = {} if update is None else {name: show(layout.sbp) for name, layout in update.layouts.items()}

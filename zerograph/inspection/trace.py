@@ -17,7 +17,7 @@ from torch import fx
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from zerograph.compiler.compiled import RewrittenStep
+from zerograph.compiler.compiled import PreparedStep
 from zerograph.errors import ConfigError
 from zerograph.inspection.collectives import Collective, collectives
 from zerograph.inspection.names import is_wait, labels
@@ -105,7 +105,7 @@ def named(function: Function, graph: fx.Graph) -> Function:
     return _Interpreter(module, graph).run
 
 
-def measure(steps: int, run: Callable[[], object], measured: RewrittenStep, path: Path) -> Trace:
+def measure(steps: int, run: Callable[[], object], measured: PreparedStep, path: Path) -> Trace:
     """Run ``run()`` ``steps`` times under ``torch.profiler``, and write the trace."""
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -181,7 +181,7 @@ class _Interpreter(fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
-def _read(trace: dict[str, Any], measured: RewrittenStep) -> tuple[tuple[float, ...], tuple[Flight, ...]]:
+def _read(trace: dict[str, Any], measured: PreparedStep) -> tuple[tuple[float, ...], tuple[Flight, ...]]:
     """Return step seconds and collectives of a trace; add an event per collective from its start to its end."""
     events = trace["traceEvents"]
     spans: dict[str, list[dict[str, Any]]] = defaultdict(list)
