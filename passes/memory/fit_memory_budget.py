@@ -21,9 +21,8 @@ from torch import Tensor, fx
 
 from zerograph.errors import VerificationError
 from zerograph.ir.alias import WAIT, is_view
-from zerograph.ir.memory import Memory, MemoryKind, Profile, Storage, profile, show_bytes
-from zerograph.ir.memory_budget import Shortage
-from zerograph.ir.metadata import boxing_of, meta
+from zerograph.ir.memory import Profile, Storage, profile
+from zerograph.ir.metadata import boxing_of
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import sent_forms, stored_form
 from zerograph.ops.offload import FETCH, TRANSFER
@@ -37,7 +36,7 @@ _MAX_GATHERS = 3
 def fit_memory_budget(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Keep the memory budget, and use what it leaves to avoid and to hide collectives.
 
-    If the budget cannot be kept, the step uses as little memory as it can, and the output node has a ``shortage``.
+    If the budget cannot be kept, the step uses as little memory as it can.
     """
     budget = context.memory.budget
     if budget is None:
@@ -50,9 +49,6 @@ def fit_memory_budget(module: fx.GraphModule, context: Context) -> fx.GraphModul
             body.nodes[0].graph, budget - outside + sum(storage.bytes for storage in body.storages if storage.is_input)
         )
     _fit(module.graph, budget)
-    memory = profile(module.graph).memory()
-    if memory.peak > budget:
-        meta(module.graph.output_node())["shortage"] = _shortage(memory, budget, context)
     return module
 
 
@@ -275,54 +271,3 @@ def _join_views(graph: fx.Graph, source: fx.Node) -> None:
             graph.erase_node(user)
     for first_view in views.values():
         _join_views(graph, first_view)
-
-
-def _shortage(memory: Memory, budget: int, context: Context) -> Shortage:
-    node_origin, kinds = memory.where, memory.kinds
-    place = f"{memory.node} ({node_origin.phase}{f', {node_origin.module}' if node_origin.module else ''})"
-    shown = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in kinds.items())
-    return Shortage(
-        peak=memory.peak,
-        budget=budget,
-        activations=kinds.get("activations", 0),
-        in_buckets=kinds.get("gathered", 0) + kinds.get("gradients", 0),
-        explanation=(
-            f"  most is held at {place}: {shown}\n"
-            f"  {node_origin.source}   {node_origin.code}\n"
-            f"{f'  for {memory.validity}{chr(10)}' if memory.sizes else ''}"
-            f"What would help: {'; '.join(remedies(memory, context))}."
-        ),
-    )
-
-
-def remedies(least: Memory, context: Context) -> list[str]:
-    """Return what would reduce each kind of memory at the peak, the largest kind first."""
-    policy = context.policy
-
-    def count(*kinds: MemoryKind) -> int:
-        return sum(least.kinds.get(kind, 0) for kind in kinds)
-
-    advice = [
-        (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
-        (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
-    ]
-    if context.memory.recompute != "auto" and context.updates:
-        advice.append(
-            (count("activations"), "activations", "config.activation_checkpointing = 'auto', which computes them again")
-        )
-    stored = count("parameters", "optimizer state"), "parameters and optimizer state"
-    if any(bucket.storage.state is None for bucket in context.buckets):
-        in_files = "config.offload_optimizer('nvme', ...), which stores it in files"
-        advice.append((count("optimizer state"), "optimizer state", in_files))
-    if policy.split:
-        advice.append((*stored, "more ranks, which share them"))
-        if not policy.reshard_after_forward:
-            advice.append((count("gathered"), "gathered parameters", "ZeRO stage 3, which gathers them layer by layer"))
-        if not policy.reduce_early:
-            advice.append((count("gradients"), "gradients", "ZeRO stage 2, which reduces them bucket by bucket"))
-        elif any(len(bucket.slots) > 1 for bucket in context.buckets):
-            in_use = count("gathered", "gradients") if policy.reshard_after_forward else count("gradients")
-            advice.append((in_use, "buckets at work", "a smaller config.bucket_size"))
-    elif context.updates:
-        advice.append((*stored, "ZeRO stage 3 over several ranks, which splits them"))
-    return [f"{remedy} ({kind}: {show_bytes(size)})" for size, kind, remedy in sorted(advice, reverse=True) if size]

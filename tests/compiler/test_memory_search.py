@@ -10,7 +10,7 @@ from torch import fx
 
 import zerograph as zg
 from zerograph.compiler.memory_search import Candidate, search_memory
-from zerograph.ir.memory_budget import Shortage
+from zerograph.errors import MemoryBudgetError
 
 MIB = 2**20
 
@@ -40,12 +40,15 @@ class Steps:
     peak: Callable[[Candidate], tuple[int, int, int]]
     candidates: list[Candidate] = field(default_factory=list)
 
-    def prepare(self, candidate: Candidate) -> Step | Shortage:
+    def prepare(self, candidate: Candidate) -> Step | MemoryBudgetError:
         self.candidates.append(candidate)
         peak, activations, in_buckets = self.peak(candidate)
         if peak <= self.budget:
             return Step(candidate)
-        return Shortage(peak, self.budget, activations, in_buckets, "What would help: less.")
+        missing = peak - self.budget
+        return MemoryBudgetError(
+            f"{missing} bytes are missing\nWhat would help: less.", missing, activations, in_buckets
+        )
 
     def search(
         self, *, recomputed: int = 0, default: int | None = None, may_recompute: bool = False, may_offload: bool = False

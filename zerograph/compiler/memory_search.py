@@ -14,9 +14,10 @@ from typing import Protocol, TypeVar
 from torch import fx
 
 from zerograph.errors import MemoryBudgetError
-from zerograph.ir.memory_budget import Shortage
+from zerograph.ir.memory import Memory, MemoryKind, profile, show_bytes
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import collective_runs
+from zerograph.passes.context import Context
 
 # Smaller buckets cost latency and save little memory.
 _MIN_BUCKET_BYTES = 2**20
@@ -50,7 +51,7 @@ class Emitted(Protocol):
 
 
 Step = TypeVar("Step", bound=Emitted)
-Prepare = Callable[[Candidate], Step | Shortage]
+Prepare = Callable[[Candidate], Step | MemoryBudgetError]
 
 
 def search_memory(
@@ -68,7 +69,7 @@ def search_memory(
     a round recomputes at least a sixteenth of the activations more, and doubles this as long as the peak does not fall.
 
     Args:
-        prepare: runs the passes; returns the step, or the shortage of a step that does not keep the budget.
+        prepare: runs the passes; returns the step, or the error of a step that does not keep the budget.
         start: the first candidate.
         default_bucket_bytes: size of the buckets without a budget, which the search varies. None: keep that of
             ``start``.
@@ -84,7 +85,7 @@ def search_memory(
             result = prepare(candidate)
         else:
             result = _with_largest_buckets(prepare, candidate, default_bucket_bytes)
-        if not isinstance(result, Shortage):
+        if not isinstance(result, MemoryBudgetError):
             return result
         if may_offload and not candidate.offload_activations:
             candidate = replace(candidate, offload_activations=True)
@@ -94,15 +95,15 @@ def search_memory(
         # With all activations recomputed and the smallest buckets, no more is freed than both take.
         out_of_reach = missing > result.activations + result.in_buckets
         if not may_recompute or recomputed >= activations or out_of_reach:
-            raise MemoryBudgetError(str(result), missing, result.activations, result.in_buckets)
+            raise result
         shares = 2 * shares if missing >= least_missing else 1
         least_missing = min(least_missing, missing)
         more = max(missing, shares * -(-activations // _MIN_SHARE)) if recomputed else missing
         candidate = replace(candidate, min_recompute_bytes=recomputed + more)
 
 
-def _with_largest_buckets(prepare: Prepare[Step], candidate: Candidate, default: int) -> Step | Shortage:
-    """Return the candidate's step with the largest buckets that keep the budget, or the shortage with the smallest.
+def _with_largest_buckets(prepare: Prepare[Step], candidate: Candidate, default: int) -> Step | MemoryBudgetError:
+    """Return the candidate's step with the largest buckets that keep the budget, or the error with the smallest.
 
     Larger buckets need fewer collectives, and so cost less latency. Buckets exceed the default size only where that
     sends no more bytes.
@@ -114,23 +115,23 @@ def _with_largest_buckets(prepare: Prepare[Step], candidate: Candidate, default:
     while sizes[0] // 2 >= _MIN_BUCKET_BYTES:
         sizes.insert(0, sizes[0] // 2)
     too_large = len(sizes)
-    # A candidate recomputes because the smallest buckets left a shortage: the default size most likely still does.
+    # A candidate recomputes because the smallest buckets were too large: the default size most likely still does.
     if candidate.min_recompute_bytes == 0:
         result = prepare(replace(candidate, bucket_size=default))
-        if not isinstance(result, Shortage):
+        if not isinstance(result, MemoryBudgetError):
             return _with_larger_buckets(prepare, candidate, default, result)
         # Smaller buckets free no more than the buckets take.
         if len(sizes) == 1 or result.missing > result.in_buckets:
             return result
         too_large -= 1
     best = prepare(replace(candidate, bucket_size=sizes[0]))
-    if isinstance(best, Shortage):
+    if isinstance(best, MemoryBudgetError):
         return best
     fits = 0
     while too_large - fits > 1:
         middle = (fits + too_large) // 2
         result = prepare(replace(candidate, bucket_size=sizes[middle]))
-        if isinstance(result, Shortage):
+        if isinstance(result, MemoryBudgetError):
             too_large = middle
         else:
             best, fits = result, middle
@@ -148,7 +149,7 @@ def _with_larger_buckets(prepare: Prepare[Step], candidate: Candidate, default: 
     while size < _MAX_BUCKET_GROWTH * default:
         size *= 2
         larger = prepare(replace(candidate, bucket_size=size))
-        if isinstance(larger, Shortage):
+        if isinstance(larger, MemoryBudgetError):
             break
         (count, sent), (best_count, best_sent) = traffic(larger), traffic(best)
         if count >= best_count or sent > best_sent:
@@ -161,3 +162,57 @@ def traffic(step: Emitted) -> tuple[int, float]:
     """Return the number of collectives in one run of a step, and the bytes that each rank sends in them."""
     runs = collective_runs(step.emitted)
     return sum(times for _, times in runs), sum(meta(node)["boxing"].sent * times for node, times in runs)
+
+
+def budget_error(emitted: fx.Graph, context: Context) -> MemoryBudgetError | None:
+    """Return the error of a graph that exceeds the memory budget; None if it keeps it, or has none."""
+    budget = context.memory.budget
+    if budget is None or (memory := profile(emitted).memory()).peak <= budget:
+        return None
+    origin, kinds, missing = memory.where, memory.kinds, memory.peak - budget
+    place = f"{memory.node} ({origin.phase}{f', {origin.module}' if origin.module else ''})"
+    shown = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in kinds.items())
+    return MemoryBudgetError(
+        f"the step needs {show_bytes(memory.peak)} on this rank, and config.memory_budget is "
+        f"{show_bytes(budget)}: {missing:,} bytes are missing\n"
+        f"  most is held at {place}: {shown}\n"
+        f"  {origin.source}   {origin.code}\n"
+        f"{f'  for {memory.validity}{chr(10)}' if memory.sizes else ''}"
+        f"What would help: {'; '.join(remedies(memory, context))}.",
+        missing,
+        kinds.get("activations", 0),
+        kinds.get("gathered", 0) + kinds.get("gradients", 0),
+    )
+
+
+def remedies(least: Memory, context: Context) -> list[str]:
+    """Return what would reduce each kind of memory at the peak, the largest kind first."""
+    policy = context.policy
+
+    def count(*kinds: MemoryKind) -> int:
+        return sum(least.kinds.get(kind, 0) for kind in kinds)
+
+    advice = [
+        (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
+        (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
+    ]
+    if context.memory.recompute != "auto" and context.updates:
+        advice.append(
+            (count("activations"), "activations", "config.activation_checkpointing = 'auto', which computes them again")
+        )
+    stored = count("parameters", "optimizer state"), "parameters and optimizer state"
+    if any(bucket.storage.state is None for bucket in context.buckets):
+        in_files = "config.offload_optimizer('nvme', ...), which stores it in files"
+        advice.append((count("optimizer state"), "optimizer state", in_files))
+    if policy.split:
+        advice.append((*stored, "more ranks, which share them"))
+        if not policy.reshard_after_forward:
+            advice.append((count("gathered"), "gathered parameters", "ZeRO stage 3, which gathers them layer by layer"))
+        if not policy.reduce_early:
+            advice.append((count("gradients"), "gradients", "ZeRO stage 2, which reduces them bucket by bucket"))
+        elif any(len(bucket.slots) > 1 for bucket in context.buckets):
+            in_use = count("gathered", "gradients") if policy.reshard_after_forward else count("gradients")
+            advice.append((in_use, "buckets at work", "a smaller config.bucket_size"))
+    elif context.updates:
+        advice.append((*stored, "ZeRO stage 3 over several ranks, which splits them"))
+    return [f"{remedy} ({kind}: {show_bytes(size)})" for size, kind, remedy in sorted(advice, reverse=True) if size]

@@ -16,16 +16,14 @@ from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.layout import Layouts, PlannedBucket
-from zerograph.compiler.memory_search import Candidate
+from zerograph.compiler.memory_search import Candidate, budget_error
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.step_key import StepRequest
 from zerograph.compiler.storage import assign_storage, keep_gather_buffers
-from zerograph.errors import ArtifactError, PlacementError
+from zerograph.errors import ArtifactError, MemoryBudgetError, PlacementError
 from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.hosts import HostLayout
-from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import output_with_role
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import (
@@ -126,23 +124,23 @@ class Preparation:
     request: StepRequest
     warn: Callable[[str], None]
     requirements: Mapping[str, str]
-    # Several bucket sizes may give the same layout. The graphs of a step with a shortage are not kept.
-    _results: dict[tuple[Any, ...], PreparedStep | Shortage] = field(default_factory=dict)
+    # Several bucket sizes may give the same layout. The graphs of a step that exceeds the budget are not kept.
+    _results: dict[tuple[Any, ...], PreparedStep | MemoryBudgetError] = field(default_factory=dict)
 
     @property
     def captured(self) -> Captured:
         """The captured graph."""
         return self.layouts.captured
 
-    def prepare(self, candidate: Candidate) -> PreparedStep | Shortage:
-        """Return the candidate's step, or its shortage if it does not keep the memory budget."""
+    def prepare(self, candidate: Candidate) -> PreparedStep | MemoryBudgetError:
+        """Return the candidate's step, or the error if it does not keep the memory budget."""
         captured, layout = self.captured, self._lay_out(candidate)
         buckets = tuple(planned.bucket for planned in layout)
         sizes = () if captured.sizes is None else tuple(captured.sizes.largest_sizes().items())
         key = buckets, candidate.min_recompute_bytes, candidate.offload_activations, sizes
         if key not in self._results:
             step = self._run_passes(candidate, layout)
-            self._results[key] = meta(step.emitted.output_node()).get("shortage") or step
+            self._results[key] = budget_error(step.emitted, step.context) or step
         return self._results[key]
 
     def from_artifact(self, artifact: Artifact) -> PreparedStep | None:

@@ -16,7 +16,6 @@ from torch import fx
 
 from zerograph.ir.dims import SizeInput
 from zerograph.ir.loop import Loop
-from zerograph.ir.memory_budget import Shortage
 from zerograph.ir.rank_numbers import RankArguments
 from zerograph.ir.sbp import NdSbp, Signature, boxing_kind, wire_bytes
 from zerograph.ops.blocks import Codec
@@ -212,8 +211,6 @@ class NodeMeta(_Global, total=False):
         size: what the placeholder of a symbolic size stands for.
         roles: on the output node: role of each returned tensor.
         needs: on the output node, from ``place`` on: the SBP that each returned tensor must have.
-        shortage: on the output node, from ``fit_memory_budget`` on: how far the step exceeds the memory budget; absent
-            if it keeps the budget.
         update_input: on a placeholder of an update program: ``"param"``, ``"grad"``, ``"lr"``, or the name of a state
             entry or hyperparameter.
 
@@ -272,7 +269,6 @@ class NodeMeta(_Global, total=False):
     size: SizeInput
     roles: list[Role]
     needs: list[NdSbp]
-    shortage: Shortage
     update_input: str
     sequence_dims: tuple[dict[int, int], ...]
     signature: tuple[Signature, ...]

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerograph.base.sizes import show_bytes, show_seconds
-from zerograph.passes.memory.fit_memory_budget import remedies
+from zerograph.compiler.memory_search import remedies
 from zerograph.planner.plan_data import Candidate, PlanData
 
 
