@@ -39,54 +39,96 @@ __version__ = "0.1.0"
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "passes")):
     __path__.append(os.path.dirname(os.path.dirname(__file__)))
 
-if TYPE_CHECKING:
-    from zerograph import sbp
-    from zerograph.capture.local import local
-    from zerograph.compat.deepspeed import from_deepspeed
-    from zerograph.compat.settings import Settings
-    from zerograph.compiler.placement import placement, to_global, to_local
-    from zerograph.config import Config
-    from zerograph.data import batches, gather
-    from zerograph.eager.tensor import GlobalTensor, global_tensor
+if TYPE_CHECKING:  # "as" offers a name to users
+    from zerograph import sbp as sbp
+    from zerograph.capture.local import local as local
+    from zerograph.compat.deepspeed import from_deepspeed as from_deepspeed
+    from zerograph.compat.settings import Settings as Settings
+    from zerograph.compiler.placement import placement as placement
+    from zerograph.compiler.placement import to_global as to_global
+    from zerograph.compiler.placement import to_local as to_local
+    from zerograph.config import Config as Config
+    from zerograph.data import batches as batches
+    from zerograph.data import gather as gather
+    from zerograph.eager.tensor import GlobalTensor as GlobalTensor
+    from zerograph.eager.tensor import global_tensor as global_tensor
     from zerograph.errors import (
-        ArtifactError,
-        CaptureError,
-        CheckpointError,
-        CommunicationError,
-        ConfigError,
-        InputError,
-        MemoryBudgetError,
-        NonFiniteError,
-        OffloadError,
-        OperatorError,
-        PlacementError,
-        RankMismatchError,
-        ReplicaError,
-        SplitParameterError,
-        VerificationError,
-        ZeroGraphError,
-        ZeroGraphWarning,
+        ArtifactError as ArtifactError,
     )
-    from zerograph.graph import ZeroGraph
-    from zerograph.inspection import Collective
-    from zerograph.ir.annotate import annotate, replicated
-    from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
-    from zerograph.ir.marks import mark_dynamic
-    from zerograph.ir.memory import Memory
-    from zerograph.ir.pass_edits import PassEdit
-    from zerograph.ir.wire import WireFormat, wire
-    from zerograph.loops.elastic import elastic
-    from zerograph.loops.prepare import full_parameters, prepare, step_of
-    from zerograph.passes.rules.check_rule import check_rule
-    from zerograph.passes.rules.register_rule import register_rule
-    from zerograph.passes.rules.registry import Operands
-    from zerograph.planner.front.plan import plan
-    from zerograph.planner.plan import Plan
-    from zerograph.runtime.checkpoint.file_tensor import open_safetensors
-    from zerograph.runtime.job.process_group import rank, world_size
-    from zerograph.state.checkpoint.export import read_checkpoint
-    from zerograph.state.from_pretrained import from_pretrained
-    from zerograph.state.sharded_init import sharded_init
+    from zerograph.errors import (
+        CaptureError as CaptureError,
+    )
+    from zerograph.errors import (
+        CheckpointError as CheckpointError,
+    )
+    from zerograph.errors import (
+        CommunicationError as CommunicationError,
+    )
+    from zerograph.errors import (
+        ConfigError as ConfigError,
+    )
+    from zerograph.errors import (
+        InputError as InputError,
+    )
+    from zerograph.errors import (
+        MemoryBudgetError as MemoryBudgetError,
+    )
+    from zerograph.errors import (
+        NonFiniteError as NonFiniteError,
+    )
+    from zerograph.errors import (
+        OffloadError as OffloadError,
+    )
+    from zerograph.errors import (
+        OperatorError as OperatorError,
+    )
+    from zerograph.errors import (
+        PlacementError as PlacementError,
+    )
+    from zerograph.errors import (
+        RankMismatchError as RankMismatchError,
+    )
+    from zerograph.errors import (
+        ReplicaError as ReplicaError,
+    )
+    from zerograph.errors import (
+        SplitParameterError as SplitParameterError,
+    )
+    from zerograph.errors import (
+        VerificationError as VerificationError,
+    )
+    from zerograph.errors import (
+        ZeroGraphError as ZeroGraphError,
+    )
+    from zerograph.errors import (
+        ZeroGraphWarning as ZeroGraphWarning,
+    )
+    from zerograph.graph import ZeroGraph as ZeroGraph
+    from zerograph.inspection import Collective as Collective
+    from zerograph.ir.annotate import annotate as annotate
+    from zerograph.ir.annotate import replicated as replicated
+    from zerograph.ir.grad_scaler import GradScaler as GradScaler
+    from zerograph.ir.grad_scaler import StaticGradScaler as StaticGradScaler
+    from zerograph.ir.marks import mark_dynamic as mark_dynamic
+    from zerograph.ir.memory import Memory as Memory
+    from zerograph.ir.pass_edits import PassEdit as PassEdit
+    from zerograph.ir.wire import WireFormat as WireFormat
+    from zerograph.ir.wire import wire as wire
+    from zerograph.loops.elastic import elastic as elastic
+    from zerograph.loops.prepare import full_parameters as full_parameters
+    from zerograph.loops.prepare import prepare as prepare
+    from zerograph.loops.prepare import step_of as step_of
+    from zerograph.passes.rules.check_rule import check_rule as check_rule
+    from zerograph.passes.rules.register_rule import register_rule as register_rule
+    from zerograph.passes.rules.registry import Operands as Operands
+    from zerograph.planner.front.plan import plan as plan
+    from zerograph.planner.plan import Plan as Plan
+    from zerograph.runtime.checkpoint.file_tensor import open_safetensors as open_safetensors
+    from zerograph.runtime.job.process_group import rank as rank
+    from zerograph.runtime.job.process_group import world_size as world_size
+    from zerograph.state.checkpoint.export import read_checkpoint as read_checkpoint
+    from zerograph.state.from_pretrained import from_pretrained as from_pretrained
+    from zerograph.state.sharded_init import sharded_init as sharded_init
 
 # The module of each name, for when it is asked for; the same as above, where type checkers and editors read it.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -117,10 +159,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
         "ZeroGraphError",
         "ZeroGraphWarning",
     ),
-    "ir.grad_scaler": (
-        "GradScaler",
-        "StaticGradScaler",
-    ),
+    "ir.grad_scaler": ("GradScaler", "StaticGradScaler"),
     "graph": ("ZeroGraph",),
     "inspection": ("Collective",),
     "ir.pass_edits": ("PassEdit",),
@@ -130,83 +169,19 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "passes.rules.registry": ("Operands",),
     "passes.rules.check_rule": ("check_rule",),
     "passes.rules.register_rule": ("register_rule",),
-    "compiler.placement": (
-        "placement",
-        "to_global",
-        "to_local",
-    ),
+    "compiler.placement": ("placement", "to_global", "to_local"),
     "planner.front.plan": ("plan",),
     "loops.elastic": ("elastic",),
     "loops.prepare": ("full_parameters", "prepare", "step_of"),
     "planner.plan": ("Plan",),
-    "runtime.job.process_group": (
-        "rank",
-        "world_size",
-    ),
+    "runtime.job.process_group": ("rank", "world_size"),
     "runtime.checkpoint.file_tensor": ("open_safetensors",),
     "state.from_pretrained": ("from_pretrained",),
     "state.sharded_init": ("sharded_init",),
 }
 _HOMES = {name: f"zerograph.{module}" for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "ArtifactError",
-    "CaptureError",
-    "CheckpointError",
-    "Collective",
-    "CommunicationError",
-    "Config",
-    "ConfigError",
-    "GlobalTensor",
-    "GradScaler",
-    "InputError",
-    "Memory",
-    "MemoryBudgetError",
-    "NonFiniteError",
-    "OffloadError",
-    "Operands",
-    "OperatorError",
-    "PassEdit",
-    "PlacementError",
-    "Plan",
-    "RankMismatchError",
-    "ReplicaError",
-    "Settings",
-    "SplitParameterError",
-    "StaticGradScaler",
-    "VerificationError",
-    "WireFormat",
-    "ZeroGraph",
-    "ZeroGraphError",
-    "ZeroGraphWarning",
-    "__version__",
-    "annotate",
-    "batches",
-    "check_rule",
-    "elastic",
-    "from_deepspeed",
-    "from_pretrained",
-    "full_parameters",
-    "gather",
-    "global_tensor",
-    "local",
-    "mark_dynamic",
-    "open_safetensors",
-    "placement",
-    "plan",
-    "prepare",
-    "rank",
-    "read_checkpoint",
-    "register_rule",
-    "replicated",
-    "sbp",
-    "sharded_init",
-    "step_of",
-    "to_global",
-    "to_local",
-    "wire",
-    "world_size",
-]
+__all__ = sorted([*_HOMES, "__version__", "sbp"])
 
 
 if not TYPE_CHECKING:  # type checkers tell of names that do not exist, unless they see this
