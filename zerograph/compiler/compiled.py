@@ -103,7 +103,7 @@ class CompiledStep:
 
     @property
     def context(self) -> Context:
-        """What the passes got besides the graph."""
+        """The input of the passes besides the graph."""
         return self.prepared.context
 
     @functools.cached_property
