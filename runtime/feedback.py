@@ -2,7 +2,7 @@
 
 A *residual* is what this rank's codes of a gradient have lacked, along one mesh dimension. The *received* weights are
 the bucket as all ranks have it from gathers that send differences. A checkpoint has both
-(:mod:`zerograph.state.checkpoint.residuals`); what it held waits with the parameter until a step asks for it.
+(:mod:`zerograph.state.checkpoint.state`); what it held waits with the parameter until a step asks for it.
 """
 
 from __future__ import annotations

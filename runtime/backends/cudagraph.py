@@ -23,7 +23,6 @@ from zerograph.ir.loop import loops
 from zerograph.ir.metadata import origin, role
 from zerograph.ir.step_graph import placeholders
 from zerograph.ops.offload import PACK
-from zerograph.runtime.backends.outline import outline
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 Replay = Callable[[], object]
@@ -324,3 +323,26 @@ _WITH_PLACE: dict[Any, Callable[..., Tensor]] = {
 }
 if hasattr(c10d, "reduce_scatter_tensor_out"):
     _WITH_PLACE[c10d.reduce_scatter_tensor.default] = c10d.reduce_scatter_tensor_out.default
+
+
+Outline = tuple[Callable[..., Sequence[Any]], list[fx.Node], list[fx.Node]]
+
+
+def outline(module: fx.GraphModule, run: Sequence[fx.Node]) -> Outline:
+    """Return a function that computes a run of nodes, the nodes that it takes, and those whose values it returns.
+
+    Args:
+        module: the graph.
+        run: nodes of it, one after the other.
+    """
+    graph, own = fx.Graph(), set(run)
+    inputs = list(dict.fromkeys(source for node in run for source in node.all_input_nodes if source not in own))
+    values = {source: graph.placeholder(source.name) for source in inputs}
+    for node in run:
+        # The name leads from a line that fails back to the emitted graph.
+        values[node] = graph.node_copy(node, values.__getitem__)
+    outputs = [node for node in run if any(user not in own for user in node.users)]
+    graph.output(tuple(values[node] for node in outputs))
+    # Not the module: GraphModule.__call__ drops the traceback that names the failed node.
+    function: Callable[..., Sequence[Any]] = _torch.graph_module(module, graph).forward
+    return function, inputs, outputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +21,6 @@ from zerograph.capture import decompositions, module_attributes, random_operator
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
 from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
-from zerograph.capture.hints import other_hints
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths, reads_uncaught
 from zerograph.capture.places import Place, PythonState, build_guards
@@ -497,3 +497,33 @@ def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
                 "graph\nAssign the module that holds it to an attribute of the graph in __init__ (a plain list or dict "
                 "hides modules: use nn.ModuleList or nn.ModuleDict)."
             )
+
+
+def other_hints(
+    dims: Sequence[Dim], hints: Mapping[str, int], guards: Sequence[SizeGuard], sizes: Mapping[str, int]
+) -> dict[str, int]:
+    """Return hints for which all guards decide as for the sizes of the call."""
+    hints = dict(hints)
+    for dim in dims:
+        mine = [guard for guard in guards if dim.name in guard.symbols]
+        if all(guard.holds(hints) == guard.holds(sizes) for guard in mine):
+            continue
+        size, pieces = sizes[dim.name], dim.pieces
+        if any(guard.fixes for guard in mine):
+            hints[dim.name] = size if size % pieces == 0 else hints[dim.name]
+            continue
+        near = [prime * factor * pieces for factor in (1, 2, 4, 8, 16) for prime in _primes_near(size, factor * pieces)]
+        for hint in [*near, size]:
+            if hint % pieces == 0 and all(
+                guard.holds({**hints, dim.name: hint}) == guard.holds(sizes) for guard in mine
+            ):
+                hints[dim.name] = hint
+                break
+    return hints
+
+
+def _primes_near(size: int, factor: int) -> list[int]:
+    """Return primes whose product with ``factor`` is about ``size``, nearest first."""
+    around = sorted(range(3, 2 * size // factor + 16), key=lambda number: abs(number * factor - size))
+    primes = (number for number in around if all(number % low for low in range(2, math.isqrt(number) + 1)))
+    return list(itertools.islice(primes, 8))

@@ -24,8 +24,7 @@ from zerograph.capture.places import Place, PythonState
 from zerograph.capture.some_results import of_results
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.binding import bind_step
-from zerograph.compiler.compiled import CompiledStep, PreparedStep
+from zerograph.compiler.compiled import CompiledStep, PreparedStep, bind_step
 from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dynamic_memory import prepare_for_sizes
 from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
