@@ -22,7 +22,7 @@ from zerograph.capture.trace import TensorSpec
 from zerograph.capture.wrappers import check_modules
 from zerograph.compiler.placement import to_local
 from zerograph.errors import ConfigError, InputError, PlacementError
-from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation
+from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation, own_tensors
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.state import adopt_shard, own_state, store_of, stores_of
@@ -229,9 +229,7 @@ def adopt_global(members: Members, optimizers: Optimizers, job: Job) -> None:
         vars(plain)["_zerograph_was_global"] = tensor.device_mesh, from_dtensor(tensor.placements)
         plain_tensors[id(tensor)] = plain
     for module in members.root.modules():
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
-        for name, old in [*parameters, *buffers]:
+        for name, old in own_tensors(module):
             if id(old) in plain_tensors:
                 setattr(module, name, plain_tensors[id(old)])
     for optimizer in optimizers:

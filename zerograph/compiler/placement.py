@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.errors import PlacementError
-from zerograph.ir.annotate import copy_annotation
+from zerograph.ir.annotate import replace_tensors
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, is_dtensor, nd_sbp, partial_sum, to_dtensor
 from zerograph.runtime.job.process_group import initialise, mesh_of
 from zerograph.runtime.job.process_group import mesh as mesh_of_all
@@ -133,25 +133,12 @@ def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> n
         if any(isinstance(entry, Split) and entry.dim >= tensor.dim() for entry in sbp):
             raise PlacementError(f"{name} of shape {tuple(tensor.shape)} has no dimension to be {_text(sbp)}")
     placements = to_dtensor(sbp)
-    # By plain tensor, so that tied weights stay one tensor.
-    global_tensors: dict[Tensor, Tensor] = {}
 
-    def made_global(tensor: Tensor) -> Tensor:
-        if tensor not in global_tensors:
-            value = tensor.detach()
-            distribute = value.redistribute if is_dtensor(value) else partial(distribute_tensor, value)
-            new: Tensor = distribute(placement, placements)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                copy_annotation(tensor, new)
-            global_tensors[tensor] = new
-        return global_tensors[tensor]
+    def distributed(value: Tensor) -> Tensor:
+        distribute = value.redistribute if is_dtensor(value) else partial(distribute_tensor, value)
+        return distribute(placement, placements)
 
-    for owner in module.modules():
-        for key, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            owner.register_parameter(key, made_global(parameter))  # type: ignore[arg-type]
-        for key, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(owner, key, made_global(buffer))
+    replace_tensors(module, distributed)
     return module
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -55,6 +55,30 @@ def copy_annotation(old: nn.Parameter, new: nn.Parameter) -> None:
     """Copy the annotation of a parameter to the one that replaces it."""
     if hasattr(old, _ATTRIBUTE):
         setattr(new, _ATTRIBUTE, getattr(old, _ATTRIBUTE))
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers of a module itself, by all their names."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+
+
+def replace_tensors(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Replace all parameters and buffers of a module. Tied ones stay one tensor, and parameters keep their annotation.
+
+    Args:
+        replacement: returns the new values of a tensor.
+    """
+    tensors = [(owner, name, tensor) for owner in module.modules() for name, tensor in own_tensors(owner)]
+    new_tensors: dict[Tensor, Tensor] = {}
+    for _, _, tensor in tensors:
+        if tensor not in new_tensors:
+            new_tensors[tensor] = value = replacement(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                new_tensors[tensor] = parameter = nn.Parameter(value, tensor.requires_grad)
+                copy_annotation(tensor, parameter)
+    for owner, name, tensor in tensors:
+        setattr(owner, name, new_tensors[tensor])
 
 
 def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:

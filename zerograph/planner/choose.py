@@ -23,7 +23,7 @@ from zerograph.planner.plan import Call
 from zerograph.planner.plan_data import Candidate
 from zerograph.planner.preparable import Preparable
 from zerograph.planner.search import Search, search
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.job.process_group import Job, agreeing
 from zerograph.runtime.wire.selection import Transport, transport_of
 
 _log = logging.getLogger("zerograph")
@@ -48,19 +48,14 @@ def choose(
         MemoryBudgetError: nothing fits; the message lists what was tried.
         ConfigError: no machine describes the device, or the graph is on the CPU without a budget.
     """
-    problem: BaseException | None = None
-    chosen: dict[str, Any] = {}
     # Collectives and the job's own exchanges differ in the memory that they take.
     transport = transport_of(job)
-    try:
+    with agreeing(job, f"running {doing}") as shown:
         with job.liveness.busy(f"choosing a stage for {doing}"):
             result = _search(graph, job, members(), Call(tuple(args), dict(kwargs)), transport)
         assert result.best is not None
         chosen = _chosen(result.best)
-    except BaseException as error:
-        problem = error
-    shown = {name: str(value) for name, value in chosen.items()}
-    agree(job, f"running {doing}", digest(shown), lambda: shown, problem)
+        shown |= {name: str(value) for name, value in chosen.items()}
     for name, value in chosen.items():
         setattr(graph.config, name, value)
     _log.info("stage 'auto' chose %s", ", ".join(f"{name}={value}" for name, value in shown.items()))

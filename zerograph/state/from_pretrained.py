@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.errors import CheckpointError, ConfigError
+from zerograph.ir.annotate import own_tensors
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, OpenFile
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.process_group import Job, agreeing
@@ -214,7 +215,7 @@ def _shard(job: Job, model: nn.Module, device: torch.device, doing: str) -> None
             # Frees values that are in memory already.
             tensor.data = empty
     for module in list(model.modules()):
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for name, tensor in own_tensors(module):
             setattr(module, name, new[id(tensor)])
     for layout, parameter, part in parts:
         create_provisional_store(job, layout, parameter, part)

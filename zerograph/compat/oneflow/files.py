@@ -19,7 +19,7 @@ from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.sbp import all_broadcast, broadcast
-from zerograph.runtime.job.process_group import agree, join, rank, world_size
+from zerograph.runtime.job.process_group import agreeing, join, rank, world_size
 
 # Seconds that ranks wait for the rank that reads or writes.
 _TIMEOUT = 600.0
@@ -95,14 +95,8 @@ def load(
 
 def _on_rank(number: int, call: str, act: Callable[[], Any]) -> Any:
     """Act on one rank, and return the result there; all ranks return after it has, or raise if it has failed."""
-    result, problem = None, None
-    if rank() == number:
-        try:
-            result = act()
-        except BaseException as error:
-            problem = error
-    agree(join(_TIMEOUT), f"continuing after {call}", 0, dict, problem)
-    return result
+    with agreeing(join(_TIMEOUT), f"continuing after {call}"):
+        return act() if rank() == number else None
 
 
 @dataclass(frozen=True)

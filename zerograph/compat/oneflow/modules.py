@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from zerograph.compat.oneflow.placements import placement
 from zerograph.compat.oneflow.tensors import cut, to_global, whole_of
 from zerograph.errors import ConfigError
-from zerograph.ir.annotate import copy_annotation
+from zerograph.ir.annotate import own_tensors, replace_tensors
 from zerograph.ir.sbp import Sbp, from_dtensor
 from zerograph.runtime.state import Store, reshard, store_of, stores_of, unshard
 
@@ -39,8 +39,7 @@ def module_to_global(
         ConfigError: a graph has taken over the module, or ``sharded_init()`` has sharded it.
         PlacementError: an argument is missing or does not fit a tensor.
     """
-    tensors = [(owner, name, tensor) for owner in module.modules() for name, tensor in _own(owner)]
-    for _, name, tensor in tensors:
+    for name, tensor in (one for owner in module.modules() for one in own_tensors(owner)):
         if not isinstance(tensor, nn.Parameter) or (store := store_of(tensor)) is None:
             continue
         if store.is_provisional:
@@ -54,16 +53,7 @@ def module_to_global(
             "The graph places it. To use the module eagerly: 'with graph.full_parameters():', on plain tensors "
             "(x.to_local()); a parameter's values: parameter.to_global(sbp=flow.sbp.broadcast)."
         )
-    global_tensors: dict[int, Tensor] = {}
-    for _, _, tensor in tensors:
-        if id(tensor) not in global_tensors:
-            result: Tensor = to_global(tensor.detach(), placement, sbp)
-            if isinstance(tensor, nn.Parameter):
-                result = nn.Parameter(result, tensor.requires_grad)
-                copy_annotation(tensor, result)
-            global_tensors[id(tensor)] = result
-    for owner, name, tensor in tensors:
-        setattr(owner, name, global_tensors[id(tensor)])
+    replace_tensors(module, lambda value: to_global(value, placement, sbp))
     keep_state_whole(module)
     return module
 
@@ -107,7 +97,7 @@ def _before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 def _after_saving(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     if id(module) in _opened:
-        for name, _ in _own(module):
+        for name, _ in own_tensors(module):
             value = state.get(prefix + name)
             if isinstance(value, DTensor):
                 state[prefix + name] = whole_of(value)
@@ -118,17 +108,11 @@ def _before_loading(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *problems: Any
 ) -> None:
     _open(module)
-    for name, tensor in _own(module):
+    for name, tensor in own_tensors(module):
         value = state.get(prefix + name)
         # Torch reports wrong shapes.
         if isinstance(value, Tensor) and value.shape == tensor.shape:
             state[prefix + name] = _alike(value, tensor)
-
-
-def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the module's own parameters and buffers, without those of submodules."""
-    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def _alike(value: Tensor, tensor: Tensor) -> Tensor:

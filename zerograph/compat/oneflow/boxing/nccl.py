@@ -7,8 +7,6 @@ The switches are global to the process. A graph reads them at the end of its con
 
 from __future__ import annotations
 
-import functools
-
 from zerograph.compat.notices import without_effect
 from zerograph.errors import ConfigError
 
@@ -49,17 +47,10 @@ def _switch(name: str, call: str, val: object) -> None:
     _switches[name] = val
 
 
-_tuning = functools.partial(
-    without_effect, "flow.boxing.nccl", reason="it tunes OneFlow's runtime; see config.bucket_size"
+_TUNING = (
+    *("set_fusion_threshold_mbytes", "set_fusion_max_ops_num", "allow_fuse_all_reduce", "allow_fuse_reduce_scatter"),
+    *("allow_fuse_all_gather", "allow_fuse_reduce", "allow_fuse_broadcast", "allow_fuse_mixed_ops"),
+    *("enable_use_buffer_to_fuse_all_reduce", "set_stream_num", "enable_all_to_all"),
 )
-set_fusion_threshold_mbytes = _tuning("set_fusion_threshold_mbytes")
-set_fusion_max_ops_num = _tuning("set_fusion_max_ops_num")
-allow_fuse_all_reduce = _tuning("allow_fuse_all_reduce")
-allow_fuse_reduce_scatter = _tuning("allow_fuse_reduce_scatter")
-allow_fuse_all_gather = _tuning("allow_fuse_all_gather")
-allow_fuse_reduce = _tuning("allow_fuse_reduce")
-allow_fuse_broadcast = _tuning("allow_fuse_broadcast")
-allow_fuse_mixed_ops = _tuning("allow_fuse_mixed_ops")
-enable_use_buffer_to_fuse_all_reduce = _tuning("enable_use_buffer_to_fuse_all_reduce")
-set_stream_num = _tuning("set_stream_num")
-enable_all_to_all = _tuning("enable_all_to_all")
+_REASON = "it tunes OneFlow's runtime; see config.bucket_size"
+globals().update({name: without_effect("flow.boxing.nccl", name, _REASON) for name in _TUNING})

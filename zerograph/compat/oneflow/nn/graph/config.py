@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
@@ -21,13 +20,27 @@ from zerograph.runtime.job.process_group import world_size
 _MIN_SHARD = 1024
 
 
-_tuning = functools.partial(without_effect, "config")
-_FUSES = "the backend decides which operators are fused, see config.backend"
-_PLACES = "placements are always inferred, and SBPs that you set are kept"
-_ORDERS = "operators are always ordered for least memory; see config.memory_budget"
-_XRT = "choose what compiles the step with config.backend"
-_ASYNC = "outputs are computed when the call returns"
-_CUDNN = "set torch.backends.cudnn.benchmark"
+# Calls that tune what is as it should be here, by the reason why they have no effect.
+_WITHOUT_EFFECT = {
+    "give the optimizer fused=True": ("allow_fuse_model_update_ops",),
+    "the backend decides which operators are fused, see config.backend": (
+        *("allow_fuse_add_to_output", "allow_fuse_cast_scale", "enable_fused_model_update_cast"),
+    ),
+    "a bucket is always updated at once": ("enable_multi_tensor_update",),
+    "set torch.backends.cudnn.benchmark": ("enable_cudnn_conv_heuristic_search_algo",),
+    "outputs are computed when the call returns": ("set_outputs_buffer_size",),
+    "choose what compiles the step with config.backend": ("enable_xla_jit", "enable_tensorrt", "enable_openvino"),
+    "operators are always ordered for least memory; see config.memory_budget": (
+        *("enable_straighten_algorithm", "disable_straighten_algorithm", "enable_compress_memory"),
+    ),
+    "torch allocates memory": ("enable_choose_best_memory_allocation",),
+    "see config.memory_budget and config.activation_checkpointing": ("enable_auto_memory",),
+    "placements are always inferred, and SBPs that you set are kept": (
+        *("enable_auto_parallel", "enable_auto_parallel_ignore_user_sbp_config", "enable_auto_parallel_trunk_algo"),
+        *("enable_auto_parallel_sbp_collector", "set_auto_parallel_computation_cost_ratio"),
+        "set_auto_parallel_wait_time",
+    ),
+}
 
 
 class GraphConfig(Config):
@@ -132,27 +145,10 @@ class GraphConfig(Config):
             raise ConfigError(f"enable_amp({mode!r}): give True or False, and the dtype as dtype=")
         self.amp_dtype = dtype if mode else None
 
-    allow_fuse_model_update_ops = _tuning("allow_fuse_model_update_ops", "give the optimizer fused=True")
-    allow_fuse_add_to_output = _tuning("allow_fuse_add_to_output", _FUSES)
-    allow_fuse_cast_scale = _tuning("allow_fuse_cast_scale", _FUSES)
-    enable_multi_tensor_update = _tuning("enable_multi_tensor_update", "a bucket is always updated at once")
-    enable_fused_model_update_cast = _tuning("enable_fused_model_update_cast", _FUSES)
-    enable_cudnn_conv_heuristic_search_algo = _tuning("enable_cudnn_conv_heuristic_search_algo", _CUDNN)
-    set_outputs_buffer_size = _tuning("set_outputs_buffer_size", _ASYNC)
-    enable_xla_jit = _tuning("enable_xla_jit", _XRT)
-    enable_tensorrt = _tuning("enable_tensorrt", _XRT)
-    enable_openvino = _tuning("enable_openvino", _XRT)
-    enable_straighten_algorithm = _tuning("enable_straighten_algorithm", _ORDERS)
-    disable_straighten_algorithm = _tuning("disable_straighten_algorithm", _ORDERS)
-    enable_compress_memory = _tuning("enable_compress_memory", _ORDERS)
-    enable_choose_best_memory_allocation = _tuning("enable_choose_best_memory_allocation", "torch allocates memory")
-    enable_auto_memory = _tuning("enable_auto_memory", "see config.memory_budget and config.activation_checkpointing")
-    enable_auto_parallel = _tuning("enable_auto_parallel", _PLACES)
-    enable_auto_parallel_ignore_user_sbp_config = _tuning("enable_auto_parallel_ignore_user_sbp_config", _PLACES)
-    enable_auto_parallel_trunk_algo = _tuning("enable_auto_parallel_trunk_algo", _PLACES)
-    enable_auto_parallel_sbp_collector = _tuning("enable_auto_parallel_sbp_collector", _PLACES)
-    set_auto_parallel_computation_cost_ratio = _tuning("set_auto_parallel_computation_cost_ratio", _PLACES)
-    set_auto_parallel_wait_time = _tuning("set_auto_parallel_wait_time", _PLACES)
+
+for _reason, _names in _WITHOUT_EFFECT.items():
+    for _name in _names:
+        setattr(GraphConfig, _name, without_effect("config", _name, _reason))
 
 
 def _whole_number(value: Any, name: str) -> int:
