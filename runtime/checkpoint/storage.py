@@ -30,6 +30,7 @@ from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import DTYPES, Chunk, Entry, Index
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
+from zerograph.runtime.job.liveness import on_interrupt
 
 # Bytes of tensors that are copied and written as one file, and that one request reads.
 _FILE_BYTES = 2**28
@@ -65,13 +66,8 @@ def _notes_interrupts(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def noting(self: Writer, *args: Any, **kwargs: Any) -> T:
-        try:
+        with on_interrupt(functools.partial(setattr, self, "interrupted")):
             return method(self, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException as error:
-            self.interrupted = error
-            raise
 
     return noting
 

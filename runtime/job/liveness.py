@@ -152,19 +152,12 @@ class Liveness:
             self._in_time(self._inquire, self._interval)
             time.sleep(2 * self._interval)
 
-    @contextlib.contextmanager
-    def interruptible(self, doing: str) -> Iterator[None]:
-        """Report an interrupt inside (a ``BaseException`` that is not an ``Exception``) to the other ranks.
+    def interruptible(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        """Report an interrupt inside to the other ranks.
 
         They notice at once if this process ends. If it catches the interrupt they would wait until the timeout.
         """
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException as error:
-            self.report_interrupt(error, doing)
-            raise
+        return on_interrupt(lambda interrupt: self.report_interrupt(interrupt, doing))
 
     def report_interrupt(self, interrupt: BaseException, doing: str) -> None:
         """Report, once, that an interrupt ended what this rank was doing."""
@@ -390,6 +383,18 @@ class Liveness:
             self._blocked_at = number
         else:
             self._blocked_at = None
+
+
+@contextlib.contextmanager
+def on_interrupt(note: Callable[[BaseException], object]) -> Iterator[None]:
+    """Call a function with an interrupt (a ``BaseException`` that is not an ``Exception``) that is raised inside."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        note(error)
+        raise
 
 
 def mark_reported(interrupt: BaseException) -> None:

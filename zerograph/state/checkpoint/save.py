@@ -28,7 +28,7 @@ from zerograph.runtime.checkpoint.lock import FolderLock, ObjectLock, lock
 from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
 from zerograph.runtime.checkpoint.remote import Folder, folder_of
 from zerograph.runtime.checkpoint.storage import Writer
-from zerograph.runtime.job.liveness import mark_reported
+from zerograph.runtime.job.liveness import mark_reported, on_interrupt
 from zerograph.runtime.job.process_group import (
     Job,
     agreeing,
@@ -93,13 +93,14 @@ class Saver:
             self._renew_group(job)
         root = target if keep is None else target.parent
         save = _Save(target, root, keep)
+        # An interrupt from here on breaks off the save's collectives, not those of the step.
         with self._cleanup_on_error(job, save):
-            with explaining_failures(job, "beginning to save a checkpoint"), _mark_interrupts():
+            with explaining_failures(job, "beginning to save a checkpoint"), on_interrupt(mark_reported):
                 save.begin(job, self._group, self._numbers.get(root))
             save.writer = Writer(
                 target, save.data, numbered(document, save.number), job.rank, save.check_lock, save.tidy
             )
-            with reporting_failures(job, "saving a checkpoint"), _mark_interrupts():
+            with reporting_failures(job, "saving a checkpoint"), on_interrupt(mark_reported):
                 pieces = _copied(pieces) if asynchronous else pieces
             if asynchronous:
                 self._thread = threading.Thread(
@@ -290,7 +291,7 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
         CheckpointError: a rank could not write; the same error on all ranks.
         BaseException: the interrupt of this rank, unchanged (Ctrl-C, ``sys.exit``).
     """
-    with explaining_failures(job, "saving a checkpoint"), _mark_interrupts(), warnings.catch_warnings():
+    with explaining_failures(job, "saving a checkpoint"), on_interrupt(mark_reported), warnings.catch_warnings():
         # Without a group torch warns that there is only one process, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -309,18 +310,6 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
                 raise
             raise_interrupt(error, job.rank)
             raise CheckpointError(_failure_message(error, writer)) from error
-
-
-@contextlib.contextmanager
-def _mark_interrupts() -> Iterator[None]:
-    """Mark an interrupt inside as one that only breaks off the save's collectives, not those of the step."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        mark_reported(error)
-        raise
 
 
 def raise_interrupt(error: CheckpointException, rank: int) -> None:
