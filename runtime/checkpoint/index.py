@@ -6,8 +6,6 @@ plain JSON in it. Nothing in a checkpoint is unpickled or run, and nothing outsi
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import hashlib
 import json
 import math
@@ -15,12 +13,13 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zerograph.base.collection import collection_paused
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import disjoint
 from zerograph.runtime.checkpoint.file_tensor import DTYPES as IN_FILES
@@ -103,29 +102,13 @@ def replace(folder: Folder, name: str, text: str, token: str) -> None:
     sync_folder(folder)
 
 
+@collection_paused()
 def read(folder: Folder) -> Index:
     """Read and check the index of the checkpoint in ``folder``.
 
     Raises:
         CheckpointError: there is no index, or it is damaged, or of an unknown version.
     """
-    with _without_collection():
-        return _read(folder)
-
-
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """Turn Python's collector off: as objects are created it visits all of them again, for half of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _read(folder: Folder) -> Index:
     path = folder / NAME
     try:
         raw = inside(folder, NAME).read_bytes()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph.ops.offload import library
+from zerograph.ops.definition import implement
+from zerograph.ops.offload import TRANSFER
 from zerograph.runtime.offload.transfers import note_transfer
 
 # By the accelerator, and whether the copies go to it: the link carries both directions at a time.
@@ -75,4 +76,4 @@ def _stream(device: torch.device, to_accelerator: bool) -> Any:
     return _streams[key]
 
 
-library.impl("transfer", _transfer, "CompositeExplicitAutograd")
+implement(TRANSFER, _transfer)

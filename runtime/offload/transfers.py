@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from zerograph.errors import OffloadError
-from zerograph.ops.offload import library
+from zerograph.ops.definition import implement
+from zerograph.ops.offload import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.runtime.offload.buffers import Buffers, whole_blocks
 from zerograph.runtime.offload.files import Extent, StateFile, extent_of, renew
 
@@ -205,5 +206,6 @@ def _write_back(handle: Tensor, value: Tensor) -> None:
     note_transfer(value, _start(extent, memory, write=True))
 
 
-for _name, _run in (("fetch", _fetch), ("write_back", _write_back), ("wait_transfer", _wait_transfer)):
-    library.impl(_name, _run, "CompositeExplicitAutograd")
+implement(FETCH, _fetch)
+implement(WRITE_BACK, _write_back)
+implement(WAIT_TRANSFER, _wait_transfer)

@@ -21,7 +21,8 @@ from zerograph._torch import OpOverload
 from zerograph.ir.hosts import SMALL_SUM
 from zerograph.ops import blocks
 from zerograph.ops.blocks import Code, Codec
-from zerograph.ops.rows import library as rows_library
+from zerograph.ops.definition import define, implement
+from zerograph.ops.rows import exchange_rows, gather_rows, shift_rows
 from zerograph.runtime.wire import across_hosts, direct
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 _SMALL = SMALL_SUM
 # Time between two checks on the other ranks while this one waits for gloo.
 _CHECK_EVERY = timedelta(seconds=1)
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
 
 
 def _gather_pieces(shard: Tensor, ranks: int, group_name: str) -> Tensor:
@@ -261,18 +260,14 @@ class _CheckedWork(dist.Work):
 def _define(
     name: str, run: Callable[..., Tensor], fake: Callable[..., Tensor], takes: str = "Tensor x", returns: str = "Tensor"
 ) -> OpOverload:
-    """Register an operator of the ``zerograph`` namespace and return it."""
-    _library.define(f"{name}({takes}, int ranks, str group_name) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CPU")
-    torch.library.register_fake(f"zerograph::{name}", fake, lib=_library)
-    operator: OpOverload = getattr(torch.ops.zerograph, name).default
+    operator = define(name, f"({takes}, int ranks, str group_name) -> {returns}", None, fake)
+    implement(operator, run, "CPU")
     return operator
 
 
-for _device in ("CPU", "CUDA"):
-    rows_library.impl("gather_rows", _gather_rows, _device)
-    rows_library.impl("exchange_rows", _exchange_rows, _device)
-    rows_library.impl("shift_rows", _shift_rows, _device)
+implement(gather_rows, _gather_rows, "CPU", "CUDA")
+implement(exchange_rows, _exchange_rows, "CPU", "CUDA")
+implement(shift_rows, _shift_rows, "CPU", "CUDA")
 gather_pieces = _define("gather_pieces", _gather_pieces, _gather_pieces_fake)
 gather_into = _define(
     "gather_into",

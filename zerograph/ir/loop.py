@@ -17,17 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph.ir.dims import Size, SizeInput
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define(
-    "accumulate(Tensor(a!) sum, Tensor part, Tensor micro_batch) -> ()", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_library.define(
-    "collect(Tensor(a!) whole, Tensor part, Tensor micro_batch, int dim, SymInt? start=None) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-accumulate = torch.ops.zerograph.accumulate.default
-collect = torch.ops.zerograph.collect.default
+from zerograph.ops.definition import define
 
 
 def _accumulate(sum: Tensor, part: Tensor, micro_batch: Tensor) -> None:
@@ -44,9 +34,15 @@ def _collect(whole: Tensor, part: Tensor, micro_batch: Tensor, dim: int, start: 
     whole.narrow(dim, int(micro_batch) * size if start is None else start, size).copy_(part)
 
 
-for _name, _run in (("accumulate", _accumulate), ("collect", _collect)):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{_name}", lambda *_: None, lib=_library)
+accumulate = define(
+    "accumulate", "(Tensor(a!) sum, Tensor part, Tensor micro_batch) -> ()", _accumulate, lambda *_: None
+)
+collect = define(
+    "collect",
+    "(Tensor(a!) whole, Tensor part, Tensor micro_batch, int dim, SymInt? start=None) -> ()",
+    _collect,
+    lambda *_: None,
+)
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define(
-    "pause(Tensor[] values, Tensor[] results, int[] places) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-PAUSE = has_side_effect(torch.ops.zerograph.pause.default)
-# The gradient of a result, which the loop computes; ``place`` is the result's number among the outputs.
-_library.define("gradient_of(Tensor result, int place) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-GRADIENT_OF = torch.ops.zerograph.gradient_of.default
+from zerograph.ops.definition import define
 
 
 def _pause(values: Sequence[Tensor], results: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
@@ -31,9 +24,11 @@ def _gradient_of(result: Tensor, place: int) -> Tensor:
     return torch.zeros(result.shape, dtype=result.dtype, device=result.device)
 
 
-for _name, _function in (("pause", _pause), ("gradient_of", _gradient_of)):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{_name}", _function, lib=_library)
+PAUSE = has_side_effect(
+    define("pause", "(Tensor[] values, Tensor[] results, int[] places) -> Tensor[]", _pause, _pause)
+)
+# The gradient of a result, which the loop computes; ``place`` is the result's number among the outputs.
+GRADIENT_OF = define("gradient_of", "(Tensor result, int place) -> Tensor", _gradient_of, _gradient_of)
 
 
 def pause_of(graph: fx.Graph) -> fx.Node | None:

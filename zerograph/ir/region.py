@@ -20,12 +20,9 @@ from torch import Tensor, fx
 from zerograph.ir.metadata import meta
 from zerograph.ir.rewrite import closure
 from zerograph.ir.sbp import Sbp
+from zerograph.ops.definition import define
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define("local(Tensor[] inputs, int region) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-local = torch.ops.zerograph.local.default
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,7 @@ def _local(inputs: Sequence[Tensor], region: int) -> list[Tensor]:
     raise NotImplementedError("a local region runs only as part of a step graph")
 
 
-_library.impl("local", _local, "CompositeExplicitAutograd")
-torch.library.register_fake("zerograph::local", _local_fake, lib=_library)
+local = define("local", "(Tensor[] inputs, int region) -> Tensor[]", _local, _local_fake)
 
 
 @dataclass(frozen=True)

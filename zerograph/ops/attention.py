@@ -9,13 +9,12 @@ No scores and no masks are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from zerograph._torch import OpOverload
+from zerograph.ops.definition import define
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -107,16 +106,6 @@ def _backward_fake(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> OpOverload:
-    """Define the operator ``zerograph::name``, which ``run`` computes on tensors and ``fake`` on fake ones."""
-    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{name}", fake, lib=_library)
-    overload: OpOverload = getattr(torch.ops.zerograph, name).default
-    return overload
-
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
 causal_attention = define(
     "scaled_dot_product_causal_attention",
     "(Tensor query, Tensor key, Tensor value, int first, float? scale) -> (Tensor, Tensor)",

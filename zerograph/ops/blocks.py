@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy
 import torch
 from torch import Tensor
+
+from zerograph.ops.definition import define
 
 Code = Literal["bf16", "int8", "int4", "root", "fourth_root"]
 
@@ -301,29 +303,19 @@ def _chunks(x: Tensor, coded: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Te
     return zip(values.split(size), blocks.split(size), strict=True)
 
 
-_library = torch.library.Library("zerograph", "FRAGMENT")
 CODEC = "str code, int block, ScalarType scales"
-
-
-def _define(name: str, takes: str, run: Any, fake: Any, returns: str = "Tensor") -> Any:
-    """Register an operator of the ``zerograph`` namespace for all devices and return it."""
-    _library.define(f"{name}({takes}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerograph::{name}", fake, lib=_library)
-    return getattr(torch.ops.zerograph, name).default
-
-
-encode = _define("encode", f"Tensor x, {CODEC}", _encode, _encode_fake)
-decode = _define("decode", f"Tensor coded, {CODEC}, ScalarType dtype", _decode, _decode_fake)
-sum_decoded = _define("sum_decoded", f"Tensor coded, {CODEC}, ScalarType dtype", _sum_decoded, _sum_decoded_fake)
-coding_error = _define(
-    "coding_error", f"Tensor x, Tensor coded, {CODEC}, ScalarType dtype", _coding_error, _coding_error_fake
+encode = define("encode", f"(Tensor x, {CODEC}) -> Tensor", _encode, _encode_fake)
+decode = define("decode", f"(Tensor coded, {CODEC}, ScalarType dtype) -> Tensor", _decode, _decode_fake)
+sum_decoded = define(
+    "sum_decoded", f"(Tensor coded, {CODEC}, ScalarType dtype) -> Tensor", _sum_decoded, _sum_decoded_fake
 )
-encode_sum = _define(
+coding_error = define(
+    "coding_error", f"(Tensor x, Tensor coded, {CODEC}, ScalarType dtype) -> Tensor", _coding_error, _coding_error_fake
+)
+encode_sum = define(
     "encode_sum",
-    f"Tensor x, Tensor residual, {CODEC}, ScalarType dtype",
+    f"(Tensor x, Tensor residual, {CODEC}, ScalarType dtype) -> (Tensor, Tensor)",
     _encode_sum,
     _encode_sum_fake,
-    "(Tensor, Tensor)",
 )
-difference = _define("difference", "Tensor x, Tensor received, int start", _difference, _difference_fake)
+difference = define("difference", "(Tensor x, Tensor received, int start) -> Tensor", _difference, _difference_fake)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zerograph.ir.alias import WAIT
-from zerograph.ops.attention import define
+from zerograph.ops.definition import define
 from zerograph.ops.rows import exchange_rows
 
 

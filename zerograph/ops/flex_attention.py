@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph.ir.sizes import largest
-from zerograph.ops.attention import define
+from zerograph.ops.definition import define
 
 # Letters of a captured tensor's dimensions: indexed by the batch index, by the head index, or by anything else.
 BATCH, HEADS, OTHER = "b", "h", "-"

@@ -13,22 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-library = torch.library.Library("zerograph", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-# Two schemas declare a write, so that no pass moves the node past a reader or takes it for dead code. ``write_back``
-# changes the file behind its handle. The argument of ``wait_transfer`` is empty until then, or its memory is being
-# written to the disk.
-library.define("fetch(Tensor handle, int[] size, ScalarType dtype) -> Tensor", tags=_TAGS)
-library.define("write_back(Tensor(a!) handle, Tensor value) -> ()", tags=_TAGS)
-library.define("transfer(Tensor value, ScalarType dtype, Device device) -> Tensor", tags=_TAGS)
-library.define("wait_transfer(Tensor(a!) value) -> ()", tags=_TAGS)
-library.define("pack(Tensor[] scalars, ScalarType dtype, Device device) -> Tensor", tags=_TAGS)
-
-FETCH = torch.ops.zerograph.fetch.default
-WRITE_BACK = torch.ops.zerograph.write_back.default
-TRANSFER = torch.ops.zerograph.transfer.default
-WAIT_TRANSFER = torch.ops.zerograph.wait_transfer.default
-PACK = torch.ops.zerograph.pack.default
+from zerograph.ops.definition import define
 
 
 def _fetch(handle: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -54,9 +39,11 @@ def _write(*_: Tensor) -> None:
     return None
 
 
-torch.library.register_fake("zerograph::fetch", _fetch, lib=library)
-torch.library.register_fake("zerograph::transfer", _transfer, lib=library)
-torch.library.register_fake("zerograph::write_back", _write, lib=library)
-torch.library.register_fake("zerograph::wait_transfer", _write, lib=library)
-torch.library.register_fake("zerograph::pack", _pack_fake, lib=library)
-library.impl("pack", _pack, "CompositeExplicitAutograd")
+# Two schemas declare a write, so that no pass moves the node past a reader or takes it for dead code. ``write_back``
+# changes the file behind its handle. The argument of ``wait_transfer`` is empty until then, or its memory is being
+# written to the disk.
+FETCH = define("fetch", "(Tensor handle, int[] size, ScalarType dtype) -> Tensor", None, _fetch)
+WRITE_BACK = define("write_back", "(Tensor(a!) handle, Tensor value) -> ()", None, _write)
+TRANSFER = define("transfer", "(Tensor value, ScalarType dtype, Device device) -> Tensor", None, _transfer)
+WAIT_TRANSFER = define("wait_transfer", "(Tensor(a!) value) -> ()", None, _write)
+PACK = define("pack", "(Tensor[] scalars, ScalarType dtype, Device device) -> Tensor", _pack, _pack_fake)

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerograph.ops.definition import define
+
 _GAMMA, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 # Bits of the significand: every value is exact, and none rounds up to 1.
@@ -24,14 +26,6 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 # Elements hashed at a time: on the CPU they stay in its cache.
 _BLOCK_ON_CPU, _BLOCK = 2**17, 2**24
-
-_library = torch.library.Library("zerograph", "DEF")
-_library.define(
-    "uniform(Tensor seed, int number, SymInt[] size, SymInt[] start, SymInt[] whole, ScalarType dtype, Device device, "
-    "Tensor? micro_batch=None, int dim=0) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-uniform = torch.ops.zerograph.uniform.default
 
 
 def _uniform(
@@ -131,5 +125,10 @@ def _uniform_fake(
     return torch.empty(size, dtype=dtype, device=device)
 
 
-torch.library.register_fake("zerograph::uniform", _uniform_fake, lib=_library)
-_library.impl("uniform", _uniform, "CompositeExplicitAutograd")
+uniform = define(
+    "uniform",
+    "(Tensor seed, int number, SymInt[] size, SymInt[] start, SymInt[] whole, ScalarType dtype, Device device, "
+    "Tensor? micro_batch=None, int dim=0) -> Tensor",
+    _uniform,
+    _uniform_fake,
+)

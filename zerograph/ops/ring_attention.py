@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerograph.ops.attention import BACKWARD, FORWARD, HEADS, POSITIONS, define, merged
+from zerograph.ops.attention import BACKWARD, FORWARD, HEADS, POSITIONS, merged
+from zerograph.ops.definition import define
 
 
 class _Place(NamedTuple):

@@ -4,34 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-library = torch.library.Library("zerograph", "FRAGMENT")
-library.define(
-    "gather_rows(Tensor x, SymInt[] rows, SymInt total, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-# Start to gather along dimension 0; ``_c10d_functional.wait_tensor`` waits for it. ``rows[r]`` is rank r's x.shape[0],
-# and ``total`` their sum.
-gather_rows = torch.ops.zerograph.gather_rows.default
-
-library.define(
-    "exchange_rows(Tensor x, SymInt[] sent, SymInt[] received, SymInt[] shape, str group_name) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-# Start an all-to-all of unequal pieces; ``wait_tensor`` waits for it. ``x`` is flat: ``sent[r]`` elements go to rank r.
-# The result has the size ``shape``. ``received[r]`` of its rows come from rank r.
-exchange_rows = torch.ops.zerograph.exchange_rows.default
-
-library.define("shift_rows(Tensor x, int ranks, str group_name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-# Start to send a contiguous tensor to the next rank and to receive one of its shape from the rank before.
-shift_rows = torch.ops.zerograph.shift_rows.default
-
-library.define(
-    "shift_offsets(Tensor offsets, SymInt[] bags, SymInt[] indices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-# The offsets of bags in a concatenation of parts; rank r has ``bags[r]`` offsets and ``indices[r]`` indices.
-shift_offsets = torch.ops.zerograph.shift_offsets.default
+from zerograph.ops.definition import define
 
 
 def _shift_offsets(offsets: Tensor, bags: Sequence[int], indices: Sequence[int]) -> Tensor:
@@ -45,16 +20,33 @@ def _shift_offsets(offsets: Tensor, bags: Sequence[int], indices: Sequence[int])
     return shifted
 
 
-library.impl("shift_offsets", _shift_offsets, "CompositeExplicitAutograd")
-torch.library.register_fake("zerograph::shift_offsets", lambda offsets, bags, indices: offsets.clone(), lib=library)
-
-
-def _gather_rows_fake(x: Tensor, rows: Sequence[int], total: int, group_name: str) -> Tensor:
-    return x.new_empty((total, *x.shape[1:]))
-
-
-torch.library.register_fake("zerograph::gather_rows", _gather_rows_fake, lib=library)
-torch.library.register_fake("zerograph::shift_rows", lambda x, ranks, group_name: x.new_empty(x.shape), lib=library)
-torch.library.register_fake(
-    "zerograph::exchange_rows", lambda x, sent, received, shape, group_name: x.new_empty(shape), lib=library
+# Start to gather along dimension 0; ``_c10d_functional.wait_tensor`` waits for it. ``rows[r]`` is rank r's x.shape[0],
+# and ``total`` their sum.
+gather_rows = define(
+    "gather_rows",
+    "(Tensor x, SymInt[] rows, SymInt total, str group_name) -> Tensor",
+    None,
+    lambda x, rows, total, group_name: x.new_empty((total, *x.shape[1:])),
+)
+# Start an all-to-all of unequal pieces; ``wait_tensor`` waits for it. ``x`` is flat: ``sent[r]`` elements go to rank r.
+# The result has the size ``shape``. ``received[r]`` of its rows come from rank r.
+exchange_rows = define(
+    "exchange_rows",
+    "(Tensor x, SymInt[] sent, SymInt[] received, SymInt[] shape, str group_name) -> Tensor",
+    None,
+    lambda x, sent, received, shape, group_name: x.new_empty(shape),
+)
+# Start to send a contiguous tensor to the next rank and to receive one of its shape from the rank before.
+shift_rows = define(
+    "shift_rows",
+    "(Tensor x, int ranks, str group_name) -> Tensor",
+    None,
+    lambda x, ranks, group_name: x.new_empty(x.shape),
+)
+# The offsets of bags in a concatenation of parts; rank r has ``bags[r]`` offsets and ``indices[r]`` indices.
+shift_offsets = define(
+    "shift_offsets",
+    "(Tensor offsets, SymInt[] bags, SymInt[] indices) -> Tensor",
+    _shift_offsets,
+    lambda offsets, bags, indices: offsets.clone(),
 )

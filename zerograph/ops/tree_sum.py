@@ -15,20 +15,7 @@ import torch
 from torch import Tensor
 
 from zerograph.ir.mesh import most_slices, own_slices
-
-_library = torch.library.Library("zerograph", "FRAGMENT")
-_library.define("sum_in_tree(Tensor[] parts, int slices) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-# The sum of all ranks' nodes. ``parts[n][r]`` is node n of rank r, if that rank has so many.
-sum_in_tree = torch.ops.zerograph.sum_in_tree.default
-_library.define(
-    "accumulate_in_tree(Tensor(a!) sum, Tensor(b!) partial, Tensor part, Tensor micro_batch, int slices, int ranks, "
-    "int rank) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-# Add a micro-batch's part, that of a slice of the rank. After the last one ``sum`` is the rank's node, or
-# [n, *part.shape] has its nodes. Sums that wait for others are in ``sum`` and ``partial``, [levels, *part.shape].
-# On a rank that has fewer slices than others, the first micro-batch is none of its own. What it adds is overwritten.
-accumulate_in_tree = torch.ops.zerograph.accumulate_in_tree.default
+from zerograph.ops.definition import define
 
 
 @functools.cache
@@ -90,9 +77,19 @@ def _accumulate_in_tree(
         part = sums[level]
 
 
-_library.impl("sum_in_tree", _sum_in_tree, "CompositeExplicitAutograd")
-_library.impl("accumulate_in_tree", _accumulate_in_tree, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "zerograph::sum_in_tree", lambda parts, slices: parts[0].new_empty(parts[0].shape[1:]), lib=_library
+# The sum of all ranks' nodes. ``parts[n][r]`` is node n of rank r, if that rank has so many.
+sum_in_tree = define(
+    "sum_in_tree",
+    "(Tensor[] parts, int slices) -> Tensor",
+    _sum_in_tree,
+    lambda parts, slices: parts[0].new_empty(parts[0].shape[1:]),
 )
-torch.library.register_fake("zerograph::accumulate_in_tree", lambda *_: None, lib=_library)
+# Add a micro-batch's part, that of a slice of the rank. After the last one ``sum`` is the rank's node, or
+# [n, *part.shape] has its nodes. Sums that wait for others are in ``sum`` and ``partial``, [levels, *part.shape].
+# On a rank that has fewer slices than others, the first micro-batch is none of its own. What it adds is overwritten.
+accumulate_in_tree = define(
+    "accumulate_in_tree",
+    "(Tensor(a!) sum, Tensor(b!) partial, Tensor part, Tensor micro_batch, int slices, int ranks, int rank) -> ()",
+    _accumulate_in_tree,
+    lambda *_: None,
+)
