@@ -24,7 +24,7 @@ from zerograph.ir.loop import Loop, Result, accumulate, collect, loop_of
 from zerograph.ir.metadata import Origin, Role, boxing_of, meta, origin, role
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.rank_numbers import along
-from zerograph.ir.rewrite import ancestors, closure, copy_placement, emit, emit_like, fake
+from zerograph.ir.rewrite import ancestors, closure, copy_placement, emit, emit_like, fake, replace_node
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ops.random import uniform
 from zerograph.ops.tree_sum import accumulate_in_tree, levels, nodes_per_rank
@@ -66,8 +66,7 @@ def _compute_gradients_outside(graph: fx.Graph, context: Context) -> None:
                 gradient = emit_like(whole, GRADIENT_OF, whole, node.args[1])
                 part = emit_like(node, enter, gradient, time.dim, context.batch.micro_batches)
             meta(gradient)["origin"] = origin(node)
-            node.replace_all_uses_with(part)
-            graph.erase_node(node)
+            replace_node(node, part)
 
 
 def _remove_marks(graph: fx.Graph) -> None:
@@ -75,8 +74,7 @@ def _remove_marks(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         meta(node).pop("draw_dim", None)
         if node.target in (enter, leave):
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
+            replace_node(node, node.all_input_nodes[0])
 
 
 def _loop_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -114,8 +112,7 @@ def _divide(graph: fx.Graph, in_loop: set[fx.Node], context: Context) -> list[se
     for node in graph.find_nodes(op="call_function", target=leave):
         if after[node] and node.all_input_nodes[0].target is enter:
             # All parts of a tensor that is there before the first loop.
-            node.replace_all_uses_with(node.all_input_nodes[0].all_input_nodes[0])
-            graph.erase_node(node)
+            replace_node(node, node.all_input_nodes[0].all_input_nodes[0])
     for node in reversed([node for node in graph.nodes if node in in_loop and node.target is not enter]):
         for number in sorted({after[user] for user in node.users if user in in_loop} - {after[node]}):
             readers = [user for user in node.users if user in in_loop and after[user] == number]
@@ -189,7 +186,7 @@ def _insert_loop(graph: fx.Graph, body: _Body, run: Loop, leaving: Sequence[fx.N
             if total.meta["val"].dim() > node.meta["val"].dim():
                 # Stands for all nodes of the rank up to ``add_in_tree``.
                 total = _mark_accumulated(emit_like(node, aten.select.int, total, 0, 0), result)
-            _cast_for_readers(graph, node, total, result)
+            _cast_for_readers(node, total, result)
             node.replace_all_uses_with(total)
 
 
@@ -199,7 +196,7 @@ def _mark_accumulated(node: fx.Node, result: Result) -> fx.Node:
     return node
 
 
-def _cast_for_readers(graph: fx.Graph, node: fx.Node, total: fx.Node, result: Result) -> None:
+def _cast_for_readers(node: fx.Node, total: fx.Node, result: Result) -> None:
     """Cast a gradient that was summed in fp32 for readers that want the low precision of ``node``."""
     dtype = node.meta["val"].dtype
     if dtype is result.dtype:
@@ -207,8 +204,7 @@ def _cast_for_readers(graph: fx.Graph, node: fx.Node, total: fx.Node, result: Re
     cast: fx.Node | None = None
     for reader in list(node.users):
         if reader.target is aten._to_copy.default and reader.meta["val"].dtype is result.dtype:
-            reader.replace_all_uses_with(total)
-            graph.erase_node(reader)
+            replace_node(reader, total)
             continue
         if cast is None:
             cast = _mark_accumulated(emit_like(node, aten._to_copy.default, total, dtype=dtype), result)

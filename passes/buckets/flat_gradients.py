@@ -15,7 +15,7 @@ from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.gradient_edits import TOTAL_NORM, Edited, gradient_operands, is_edit, norm_terms
 from zerograph.ir.metadata import Origin, TensorRef, meta, origin
-from zerograph.ir.rewrite import emit, keywords
+from zerograph.ir.rewrite import emit, keywords, replace_node
 from zerograph.ir.sbp import NdSbp, all_broadcast, show
 from zerograph.passes.placement.boxing import boxing
 
@@ -94,8 +94,7 @@ def compute_total_norms(graph: fx.Graph, gradients: Sequence[FlatGradient], mesh
     for norm in graph.find_nodes(op="call_function", target=TOTAL_NORM):
         with graph.inserting_before(norm):
             total = _total_norm(graph, norm, gradients, mesh_dims, in_blocks=in_blocks)
-        norm.replace_all_uses_with(total)
-        graph.erase_node(norm)
+        replace_node(norm, total)
 
 
 def drop_unread_edits(graph: fx.Graph) -> None:

@@ -18,7 +18,7 @@ from zerograph.ir.evaluate import evaluate
 from zerograph.ir.gradient_edits import Edited, edited_gradients
 from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin, role
 from zerograph.ir.precision import is_cast, looks_up_rows
-from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions
+from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions, replace_node
 from zerograph.ir.sbp import Sbp, Signature, broadcast, show
 from zerograph.ir.slots import Slot, row_views
 from zerograph.ir.step_graph import output_nodes, placeholders
@@ -131,11 +131,10 @@ def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapp
 
 def _read_copy(wide: fx.Node, copy: fx.Node) -> None:
     """Let readers of a parameter, or of a view of it, read the copy that is cast already."""
-    graph, dtype = copy.graph, copy.meta["val"].dtype
+    dtype = copy.meta["val"].dtype
     for reader in list(wide.users):
         if is_cast(reader, dtype):
-            reader.replace_all_uses_with(copy)
-            graph.erase_node(reader)
+            replace_node(reader, copy)
             continue
         picks = looks_up_rows(reader, wide)
         reader.replace_input_with(wide, copy)

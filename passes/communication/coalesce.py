@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import is_view
 from zerograph.ir.metadata import TensorRef, meta, origin
-from zerograph.ir.rewrite import emit, positions
+from zerograph.ir.rewrite import emit, positions, replace_node
 from zerograph.ir.sbp import Broadcast
 from zerograph.ir.step_graph import nbytes, placeholders, writes
 from zerograph.passes.context import Context
@@ -132,7 +132,6 @@ def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node, order: dict[fx.Node,
         for member, size in zip(sums, sizes, strict=True):
             part = new(aten.slice.Tensor, wait, 0, offset, offset + size, like=first.wait)
             total = new(aten.view.default, part, list(member.wait.meta["val"].shape), like=first.wait)
-            member.wait.replace_all_uses_with(total)
-            graph.erase_node(member.wait)
+            replace_node(member.wait, total)
             graph.erase_node(member.start)
             offset += size

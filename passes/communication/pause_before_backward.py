@@ -15,7 +15,7 @@ from torch import fx
 from zerograph.ir.alias import WAIT
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.pause import GRADIENT_OF, PAUSE, pause_of
-from zerograph.ir.rewrite import ancestors, emit, emit_like, move_after, positions
+from zerograph.ir.rewrite import ancestors, emit, emit_like, move_after, positions, replace_node
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.context import Context
 
@@ -61,8 +61,7 @@ def _receive(graph: fx.Graph, pause: fx.Node, gradients: Sequence[fx.Node]) -> N
     for index, node in reversed([*enumerate(gradients)]):
         with graph.inserting_after(pause):
             value = emit_like(node, operator.getitem, pause, index)
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
+        replace_node(node, value)
 
 
 def start_after_pause(graph: fx.Graph) -> None:

@@ -17,7 +17,7 @@ from torch import fx
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, meta
-from zerograph.ir.rewrite import closure, emit_like
+from zerograph.ir.rewrite import closure, emit_like, replace_node
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import nbytes
 from zerograph.ops.rows import exchange_rows
@@ -41,8 +41,7 @@ def add_in_tree(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             (wait,), (source,) = start.users, start.all_input_nodes
             held = _held(source, slices, context.ranks)
             of_slices = len(held) > 1 or (slices % context.ranks and any(map(loop_of, _above(source))))
-            wait.replace_all_uses_with(_sum(start, wait, held, slices if of_slices else context.ranks))
-            module.graph.erase_node(wait)
+            replace_node(wait, _sum(start, wait, held, slices if of_slices else context.ranks))
             module.graph.erase_node(start)
     return module
 

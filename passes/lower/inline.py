@@ -13,7 +13,7 @@ from zerograph.ir.mesh import start_of_slices
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rank_numbers import RankNumber, along
 from zerograph.ir.region import region_of
-from zerograph.ir.rewrite import copy_placement, emit
+from zerograph.ir.rewrite import copy_placement, emit, replace_node
 from zerograph.ops.random import uniform
 from zerograph.passes.context import Context
 
@@ -52,8 +52,7 @@ def inline_region(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         index = reader.args[1]
         assert isinstance(index, int)
         copy_placement(outputs[index], reader)
-        reader.replace_all_uses_with(outputs[index])
-        graph.erase_node(reader)
+        replace_node(reader, outputs[index])
     graph.erase_node(node)
 
 

@@ -15,7 +15,7 @@ from zerograph.ir.memory import computed_bytes
 from zerograph.ir.mesh import Mesh, has_slices, index_along, local_shape, local_start, local_start_numbers
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.region import local, region_of
-from zerograph.ir.rewrite import drop_unused, emit_like, fake
+from zerograph.ir.rewrite import drop_unused, emit_like, fake, replace_node
 from zerograph.ir.sbp import Broadcast, NdSbp, PartialSum, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
@@ -55,8 +55,7 @@ def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             # The region is inlined last: its readers, which each take one output, are localized first.
             _localize_region(node, context)
         elif node.op == "call_function" and is_sharded_embedding(node):
-            node.replace_all_uses_with(own_rows(node, context))
-            graph.erase_node(node)
+            replace_node(node, own_rows(node, context))
         elif node.op == "call_function":
             _localize_operator(node, context, unchanged)
     for node in graph.find_nodes(op="call_function", target=owner_update):
@@ -189,8 +188,7 @@ def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -
         for write in list(part.users):
             if write.target is aten.copy_.default and write.args[0] in inputs:
                 module.graph.erase_node(write)
-        part.replace_all_uses_with(own)
-        module.graph.erase_node(part)
+        replace_node(part, own)
     module.graph.erase_node(node)
 
 
@@ -280,8 +278,7 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
                 result = lower_unequal(lowering, source, before, after)
             else:
                 result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    replace_node(node, result)
 
 
 def _has_rows(node: fx.Node, source: fx.Node, change: Boxing, context: Context) -> bool:
@@ -331,8 +328,7 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         entry = emit_like(node, aten.unsqueeze.default, source, 0)
         meta(entry)["sbp"] = (*meta(node)["sbp"][:-1], Split(0))
         stacked = emit_like(node, leave, entry, 0, context.batch.micro_batches)
-    node.replace_all_uses_with(stacked)
-    graph.erase_node(node)
+    replace_node(node, stacked)
 
 
 def _all_reduce(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:

@@ -11,7 +11,7 @@ from torch import fx
 
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, along
-from zerograph.ir.rewrite import emit_like
+from zerograph.ir.rewrite import emit_like, replace_node
 from zerograph.ops import blocks
 from zerograph.passes.context import Context
 
@@ -87,6 +87,5 @@ def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
         own = emit_like(start, aten.slice.Tensor, whole, 0, rank * size, (rank + 1) * size)
         meta(own)["rank_arguments"] = place
         total = emit_like(start, aten.add_.Tensor, total, own)
-    wait.replace_all_uses_with(total)
-    graph.erase_node(wait)
+    replace_node(wait, total)
     graph.erase_node(start)

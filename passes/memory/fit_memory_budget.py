@@ -23,6 +23,7 @@ from zerograph.errors import VerificationError
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.metadata import boxing_of
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.sbp import NdSbp
 from zerograph.ir.step_graph import sent_forms, stored_form
 from zerograph.ops.offload import FETCH, TRANSFER
@@ -267,7 +268,6 @@ def _join_views(graph: fx.Graph, source: fx.Node) -> None:
             continue
         view = views.setdefault(f"{user.target} {user.args} {user.kwargs}", user)
         if view is not user:
-            user.replace_all_uses_with(view)
-            graph.erase_node(user)
+            replace_node(user, view)
     for first_view in views.values():
         _join_views(graph, first_view)

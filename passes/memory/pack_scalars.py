@@ -14,7 +14,7 @@ from torch import fx
 from zerograph._torch import written_arguments
 from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import emit, emit_like, positions
+from zerograph.ir.rewrite import emit, emit_like, positions, replace_node
 from zerograph.ops.offload import PACK
 from zerograph.passes.context import Context
 
@@ -71,5 +71,4 @@ def _pack(copies: Sequence[fx.Node], place: fx.Node) -> None:
     for index, copy in enumerate(copies):
         with graph.inserting_after(place):
             place = emit_like(copy, aten.select.int, packed, 0, index)
-        copy.replace_all_uses_with(place)
-        graph.erase_node(copy)
+        replace_node(copy, place)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.metadata import origin
-from zerograph.ir.rewrite import emit, emit_like
+from zerograph.ir.rewrite import emit, emit_like, replace_node
 from zerograph.ir.step_graph import placeholders, source_bucket
 from zerograph.ops.offload import TRANSFER, WAIT_TRANSFER
 from zerograph.passes.context import Context
@@ -51,6 +51,5 @@ def _start(copy: fx.Node, place: fx.Node) -> fx.Node:
         started = emit_like(copy, TRANSFER, copy.all_input_nodes[0], value.dtype, value.device)
     with graph.inserting_before(first):
         landed = emit(graph, WAIT_TRANSFER, (started,), origin(copy))
-    copy.replace_all_uses_with(started)
-    graph.erase_node(copy)
+    replace_node(copy, started)
     return landed

@@ -11,7 +11,7 @@ from torch import fx
 from zerograph._torch import size_key
 from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import origin
-from zerograph.ir.rewrite import drop_unused, emit
+from zerograph.ir.rewrite import drop_unused, emit, replace_node
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -37,8 +37,7 @@ def simplify(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 def _replace(node: fx.Node, plain: fx.Node | None) -> None:
     if plain is not None:
-        node.replace_all_uses_with(plain)
-        node.graph.erase_node(node)
+        replace_node(node, plain)
 
 
 def _merge_casts(graph: fx.Graph) -> None:

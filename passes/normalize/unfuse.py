@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from zerograph.ir.metadata import origin
-from zerograph.ir.rewrite import emit
+from zerograph.ir.rewrite import emit, replace_node
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 
@@ -28,6 +28,5 @@ def unfuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
             if arguments["beta"] != 1:
                 bias = emit(graph, aten.mul.Tensor, (bias, arguments["beta"]), origin(node))
             total = emit(graph, aten.add.Tensor, (product, bias), origin(node))
-        node.replace_all_uses_with(total)
-        graph.erase_node(node)
+        replace_node(node, total)
     return module

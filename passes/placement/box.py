@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin, role
-from zerograph.ir.rewrite import emit
+from zerograph.ir.rewrite import emit, replace_node
 from zerograph.ir.sbp import NdSbp, Split, broadcast, show
 from zerograph.ir.sizes import hints, largest
 from zerograph.passes.accumulation.time_boxing import pack_output, packed_sbp, route_with_time
@@ -81,8 +81,7 @@ def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         _describe(current, meta(node)["tensor"], context)
     node.replace_input_with(source, current)
     if meta(current)["sbp"] == meta(node)["sbp"]:
-        node.replace_all_uses_with(current)
-        graph.erase_node(node)
+        replace_node(node, current)
     else:
         _describe(node, meta(node)["tensor"], context)
 

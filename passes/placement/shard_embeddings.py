@@ -20,7 +20,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.dims import Size
 from zerograph.ir.metadata import meta, role
 from zerograph.ir.rank_numbers import along
-from zerograph.ir.rewrite import emit_like
+from zerograph.ir.rewrite import emit_like, replace_node
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.ir.sizes import sizes_of
 from zerograph.ir.step_graph import nbytes, placeholders, source_bucket
@@ -74,8 +74,7 @@ def _look_up_in_shards(table: fx.Node, context: Context) -> None:
         _set_signature(node, (_ROWS,), _ROWS)
     for node in lookups:
         _set_signature(node, (_ROWS, broadcast), partial_sum)
-    gathers[0].replace_all_uses_with(table)
-    table.graph.erase_node(gathers[0])
+    replace_node(gathers[0], table)
 
 
 def _cost_of_lookup(node: fx.Node, context: Context) -> float:
@@ -112,8 +111,7 @@ def _sum_in_shards(node: fx.Node, tables: set[str], context: Context) -> None:
         # Each part is cast by itself, as each rank casts its own before the reduction.
         node.meta["val"] = cast.meta["val"]
         meta(node)["sum_dtype"] = cast.meta["val"].dtype
-        cast.replace_all_uses_with(node)
-        node.graph.erase_node(cast)
+        replace_node(cast, node)
     _set_signature(node, (broadcast, broadcast), _ROWS)
     _set_signature(flat, (_ROWS,), _ROWS)
     _set_signature(joined, (_ROWS,), _ROWS)

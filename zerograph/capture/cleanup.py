@@ -14,6 +14,7 @@ from zerograph.errors import CaptureError
 from zerograph.ir.alias import base_of, viewed
 from zerograph.ir.gradient_edits import has_shape, is_edit, join_mixed_overflows, mark_edits
 from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.step_graph import placeholders, writes
 
 aten = torch.ops.aten
@@ -40,8 +41,7 @@ def keep_first_writes(graph: fx.Graph, state: int) -> None:
             if viewed(node) in state_aliases:
                 state_aliases.add(node)
         elif node.meta.get("custom", {}).get("recomputed") and _only_writes(node):
-            node.replace_all_uses_with(written[0])
-            graph.erase_node(node)
+            replace_node(node, written[0])
         else:
             state_aliases.add(node)
 
@@ -90,8 +90,7 @@ def _drop_restored(graph: fx.Graph) -> None:
                 break
             value = source
         if value is target:
-            write.replace_all_uses_with(target)
-            graph.erase_node(write)
+            replace_node(write, target)
 
 
 # Operators whose result has the values of one of their arguments, and the position of that argument.
@@ -127,8 +126,7 @@ def _strip_detaches(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.detach.default):
         source = node.all_input_nodes[0]
         if source.op == "call_function":
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            replace_node(node, source)
 
 
 def _strip_copies(graph: fx.Graph) -> None:
@@ -141,8 +139,7 @@ def _strip_copies(graph: fx.Graph) -> None:
             continue
         new, old = node.meta["val"], source.meta["val"]
         if (new.shape, new.dtype, new.device, new.stride()) == (old.shape, old.dtype, old.device, old.stride()):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            replace_node(node, source)
 
 
 _EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}

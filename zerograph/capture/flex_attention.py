@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from zerograph import _torch
 from zerograph.base.source import refusal
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.step_graph import placeholders
 from zerograph.ops.flex_attention import (
     BATCH,
@@ -138,8 +139,7 @@ class _Functions:
         for tensor in {id(tensor): tensor for _, tensor in constants}.values():
             inputs = self._add(sizes.filled(tensor))
             for node in [node for node, other in constants if other is tensor]:
-                node.replace_all_uses_with(inputs[node.graph])
-                node.graph.erase_node(node)
+                replace_node(node, inputs[node.graph])
         self.axes = [
             self._looked_up(tensor, inputs) for tensor, inputs in zip(self.captured, self._inputs, strict=True)
         ]

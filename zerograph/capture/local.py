@@ -25,6 +25,7 @@ from zerograph.errors import PlacementError
 from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.region import GlobalSpec, Region, split_joint
 from zerograph.ir.region import local as local_operator
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import placeholders, restore_origins, writes
 
@@ -360,8 +361,7 @@ def _constants_as_inputs(module: fx.GraphModule, position: int) -> list[Tensor]:
         with graph.inserting_after(last):
             last = graph.placeholder(f"constant{len(constants)}")
         last.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(last)
-        graph.erase_node(node)
+        replace_node(node, last)
         constants.append(constant)
     return constants
 

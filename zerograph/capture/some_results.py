@@ -12,7 +12,7 @@ from zerograph import _torch
 from zerograph.capture.captured import Captured
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.pause import GRADIENT_OF
-from zerograph.ir.rewrite import drop_unused
+from zerograph.ir.rewrite import drop_unused, replace_node
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.pipeline import copy_graph
 
@@ -44,8 +44,7 @@ def of_results(captured: Captured, places: Collection[int]) -> Captured:
             zeros.add(node)
         elif absent and _is_sum(node):
             (other,) = (one for one in node.all_input_nodes if one not in zeros)
-            node.replace_all_uses_with(other)
-            graph.erase_node(node)
+            replace_node(node, other)
     for copy, _, value in list(writes(graph)):
         if value in zeros:
             graph.erase_node(copy)

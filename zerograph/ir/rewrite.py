@@ -174,6 +174,12 @@ def move_after(nodes: Sequence[fx.Node], place: fx.Node) -> fx.Node:
     return place
 
 
+def replace_node(node: fx.Node, value: fx.Node) -> None:
+    """Let all readers of a node read ``value``, and erase the node."""
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+
+
 def drop_unused(graph: fx.Graph) -> None:
     """Erase nodes without users and side effects, then the nodes that only they used.
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from zerograph.errors import CaptureError
 from zerograph.ir.functionalize import without_mutation
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.step_graph import placeholders
 
 aten = torch.ops.aten
@@ -80,12 +81,10 @@ def functional(graph: fx.GraphModule) -> fx.GraphModule:
                 options: dict[str, Any] = {"dtype": constant.dtype, "device": constant.device}
                 full = result.graph.call_function(aten.full.default, ([], constant.item()), options)
             full.meta.update(node.meta)
-            node.replace_all_uses_with(full)
-            result.graph.erase_node(node)
+            replace_node(node, full)
     # There is no autograd here: a detached tensor is the tensor itself, and may be written in place.
     for node in result.graph.find_nodes(op="call_function", target=aten.detach.default):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        result.graph.erase_node(node)
+        replace_node(node, node.all_input_nodes[0])
     return result
 
 

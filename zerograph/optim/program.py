@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import meta
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.update_program import Path, StateSpec, UpdateProgram
 from zerograph.optim import hyperparameters
 from zerograph.optim.beginning import beginning
@@ -203,8 +204,7 @@ def _fused(sample: Sample, state: Mapping[str, StateSpec]) -> fx.GraphModule:
     specs = {key: StateTensor(() if spec.scalar else sample.shape, spec.dtype) for key, spec in state.items()}
     graph, _ = sample.trace(specs)
     for node in graph.graph.find_nodes(op="call_function", target=aten.detach.default):
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        graph.graph.erase_node(node)
+        replace_node(node, node.all_input_nodes[0])
     _move_scalars(graph, sample)
     return graph
 

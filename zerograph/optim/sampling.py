@@ -15,6 +15,7 @@ from zerograph import _torch
 from zerograph.base import source
 from zerograph.errors import CaptureError, ZeroGraphError
 from zerograph.ir.metadata import meta
+from zerograph.ir.rewrite import replace_node
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
@@ -438,8 +439,7 @@ def _shape_from_param(graph: fx.GraphModule, shape: torch.Size) -> None:
             with graph.graph.inserting_before(node):
                 like = graph.graph.call_function(aten.full_like.default, (param, fill), dict(node.kwargs))
             like.meta.update(node.meta)
-            node.replace_all_uses_with(like)
-            graph.graph.erase_node(node)
+            replace_node(node, like)
 
 
 def _widen_scalars(graph: fx.GraphModule) -> None:
