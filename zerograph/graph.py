@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from zerograph import _torch
 from zerograph.artifact.file import write_file
+from zerograph.base.contexts import given
 from zerograph.base.source import warn_user
 from zerograph.capture.wrappers import inner_optimizer
 from zerograph.compiler.artifacts import artifact_content, read_artifact
@@ -470,11 +471,8 @@ class ZeroGraph(Inspected):
                 scheduler.step()
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
-        token = _building.set(type(self).__name__)
-        try:
+        with given(_building, type(self).__name__):
             return self.build(*args, **kwargs)
-        finally:
-            _building.reset(token)
 
     def _attributes(self) -> dict[str, Any]:
         own = ("steps_done", "steps_skipped")

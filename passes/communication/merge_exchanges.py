@@ -167,11 +167,7 @@ def _merge(graph: fx.Graph, group: list[_Exchange]) -> None:
             piece.args = wait, 0, begin, begin + member.rows
         offset += member.rows
     for member in group:
-        for node in (member.wait, member.start):
-            sources = node.all_input_nodes
-            graph.erase_node(node)
-            for source in sources:
-                _erase_unused(graph, source)
+        _erase_unused(graph, member.wait)
 
 
 def _between(first: _Exchange, last: _Exchange) -> list[fx.Node]:
@@ -188,8 +184,8 @@ def _between(first: _Exchange, last: _Exchange) -> list[fx.Node]:
 
 
 def _erase_unused(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase the concatenation of parts, and its copy, if nothing reads it."""
-    if node.target in (aten.cat.default, aten.clone.default) and not node.users:
+    """Erase an exchange, the concatenation of its parts, and its copy, if nothing reads it."""
+    if node.target in (WAIT, EXCHANGE, aten.cat.default, aten.clone.default) and not node.users:
         sources = node.all_input_nodes
         graph.erase_node(node)
         for source in sources:

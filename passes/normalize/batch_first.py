@@ -144,11 +144,7 @@ class _Walk:
         elif node.op != "call_function":
             return
         elif node.target is operator.getitem:
-            source, index = node.args
-            assert isinstance(source, fx.Node)
-            assert isinstance(index, int)
-            # Results that the operator was told not to compute are None, and no outputs of its signature.
-            number = sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
+            source, number = rules.output_of(node)
             for table in (self.dims, self.order):
                 if isinstance(table.get(source), list):
                     table[node] = table[source][number]

@@ -116,7 +116,7 @@ def _cost(node: fx.Node, signature: Signature, problem: PlacementProblem) -> flo
     arguments, total = rules.arguments(node), 0.0
     for tensor, need in zip(rules.tensor_arguments(node), signature.inputs, strict=True):
         if tensor in (arguments["query"], arguments["key"], arguments["value"]):
-            nbytes = problem.nbytes(problem.tensor_of(tensor))
+            nbytes = problem.nbytes(rules.output_of(tensor))
             total += wire_bytes(Split(POSITIONS), need, nbytes, problem.ranks)
             total += nbytes * (problem.ranks - 1) / problem.ranks if need == broadcast else 0
     return total + wire_bytes(signature.outputs[0], Split(POSITIONS), problem.nbytes((node, 0)), problem.ranks)

@@ -49,7 +49,7 @@ def place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         tuple(
             broadcast if problem.is_time else problem.output_sbp(tensor, problem.sbp_of(tensor)) for problem in problems
         )
-        for tensor in map(problems[0].tensor_of, output_nodes(module.graph))
+        for tensor in map(rules.output_of, output_nodes(module.graph))
     ]
     return module
 
@@ -124,7 +124,7 @@ def _output_sbps(problem: PlacementProblem, context: Context) -> dict[TensorId, 
     other = replace(problem, sbp={}, signature={})
     silent = replace(context.missing_rules, warn=lambda message: None)
     _choose_greedily(other, replace(context, buckets=unsplit, missing_rules=silent))
-    outputs = [problem.tensor_of(node) for node in output_nodes(problem.graph)]
+    outputs = list(map(rules.output_of, output_nodes(problem.graph)))
     return {tensor: other.sbp_of(tensor) for tensor in outputs}
 
 
@@ -267,7 +267,7 @@ def _along_slices(node: fx.Node, problem: PlacementProblem) -> Signature | None:
 
 def _split_if_readers_do(node: fx.Node, problem: PlacementProblem, free: dict[fx.Node, tuple[Signature, ...]]) -> None:
     """Compute a whole tensor split if every reader needs the same split of it, and that costs nothing."""
-    if not isinstance(node.meta.get("val"), Tensor) or problem.sbp_of(problem.tensor_of(node)) != broadcast:
+    if not isinstance(node.meta.get("val"), Tensor) or problem.sbp_of(rules.output_of(node)) != broadcast:
         return
     needs: set[Sbp] = set()
     for user in node.users:
@@ -289,7 +289,7 @@ def _record(node: fx.Node, problems: list[PlacementProblem]) -> None:
     if node in problems[0].signature:
         meta(node)["signature"] = tuple(problem.signature[node] for problem in problems)
     if isinstance(node.meta.get("val"), Tensor):
-        meta(node)["sbp"] = tuple(problem.sbp_of(problem.tensor_of(node)) for problem in problems)
+        meta(node)["sbp"] = tuple(problem.sbp_of(rules.output_of(node)) for problem in problems)
     elif isinstance(node.meta.get("val"), (list, tuple)) and node.op == "call_function":
         count = len(rules.output_values(node))
         meta(node)["sbp"] = tuple(tuple(problem.sbp[node][index] for problem in problems) for index in range(count))

@@ -80,16 +80,6 @@ class PlacementProblem:
         self.signature[node] = signature
         self.sbp[node] = signature.outputs
 
-    def tensor_of(self, node: fx.Node) -> TensorId:
-        """Return the tensor of a tensor-valued node; for ``getitem`` it belongs to the operator."""
-        if node.target is not operator.getitem:
-            return node, 0
-        source, index = node.args
-        assert isinstance(source, fx.Node)
-        assert isinstance(index, int)
-        # Results that the operator was told not to compute are None, and have no SBP.
-        return source, sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
-
     def tensors_of(self, node: fx.Node) -> list[TensorId]:
         """Return every tensor that the node yields."""
         return [(node, index) for index in range(len(self.values[node]))]
@@ -121,7 +111,7 @@ class PlacementProblem:
     def inputs(self, node: fx.Node) -> list[TensorId]:
         """Return the tensors that the node reads, in the order of its arguments."""
         if node not in self._inputs:
-            self._inputs[node] = [self.tensor_of(argument) for argument in rules.tensor_arguments(node)]
+            self._inputs[node] = list(map(rules.output_of, rules.tensor_arguments(node)))
         return self._inputs[node]
 
     def signatures(self, node: fx.Node) -> tuple[Signature, ...] | None:
@@ -136,7 +126,7 @@ class PlacementProblem:
             for user in tensor[0].users:
                 if user.target is not operator.getitem:
                     readers[user] = None
-                elif self.tensor_of(user) == tensor:
+                elif rules.output_of(user) == tensor:
                     readers.update(user.users)
             self._readers[tensor] = list(readers)
         return self._readers[tensor]
@@ -249,7 +239,7 @@ def placement_problem(
     problem = PlacementProblem(graph, dim, zero_dims, batch_is_split, *sizes, values, is_sequence, is_time, batch_only)
     if context.batch.outputs is not None:
         pairs = zip(output_nodes(graph), context.batch.outputs, strict=True)
-        problem.wanted = {problem.tensor_of(node): sbp[dim] for node, sbp in pairs if sbp is not None}
+        problem.wanted = {rules.output_of(node): sbp[dim] for node, sbp in pairs if sbp is not None}
     return problem
 
 

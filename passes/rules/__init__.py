@@ -24,6 +24,7 @@ from zerograph.passes.rules import (
 from zerograph.passes.rules.registry import (
     all_broadcast,
     arguments,
+    output_of,
     output_values,
     rule,
     rule_of,
@@ -41,6 +42,7 @@ __all__ = [
     "matmul",
     "movement",
     "nn",
+    "output_of",
     "output_values",
     "pointwise",
     "reduction",

@@ -6,12 +6,12 @@ import operator
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import Split
-from zerograph.passes.rules.registry import output_values, signatures_of, tensor_arguments
+from zerograph.passes.rules.registry import output_of, output_values, signatures_of, tensor_arguments
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ def batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[Te
             continue
         if origin(node).phase != "forward" or not output_values(node):
             continue
-        operands = [_output(argument) for argument in tensor_arguments(node)]
+        operands = list(map(output_of, tensor_arguments(node)))
         outputs = [(node, number) for number in range(len(output_values(node)))]
         same_index = []
         for signature in signatures_of(node, ranks) or ():
@@ -66,16 +66,6 @@ _LIKE_FIRST = {
     aten.scatter_add,
     aten.scatter_reduce,
 }
-
-
-def _output(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that computes the tensor, and the tensor's number among its output tensors."""
-    if node.target is not operator.getitem:
-        return node, 0
-    parts, index = node.args
-    assert isinstance(parts, fx.Node)
-    assert isinstance(index, int)
-    return parts, sum(isinstance(value, Tensor) for value in meta(parts)["val"][:index])
 
 
 def _may_be_batch(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -320,6 +321,17 @@ def output_values(node: fx.Node) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     return tuple(v for v in value if isinstance(v, Tensor)) if isinstance(value, (list, tuple)) else ()
+
+
+def output_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the node that computes a tensor, and the tensor's number among those that it yields."""
+    if node.target is not operator.getitem:
+        return node, 0
+    source, index = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(index, int)
+    # Results that the operator was told not to compute are None, and have no SBP.
+    return source, sum(isinstance(value, Tensor) for value in source.meta["val"][:index])
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from zerograph.base.collection import collection_paused
+from zerograph.base.contexts import collection_paused
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import disjoint
 from zerograph.runtime.checkpoint.file_tensor import DTYPES as IN_FILES

@@ -328,10 +328,7 @@ def abandon(why: str) -> None:
         liveness.report_failure(CommunicationError(why))
         liveness.hang_up()
         liveness.end_threads()
-    _jobs.clear()
-    _meshes.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    _leave()
 
 
 def rank() -> int:

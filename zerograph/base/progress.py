@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+
+from zerograph.base.contexts import given
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,6 @@ def tell(of: str, done: int, total: int, doing: str = "") -> None:
         listener(Progress(of, done, total, doing))
 
 
-@contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listening(listener: Listener) -> AbstractContextManager[None]:
     """Call the listener for progress that is reported inside the context."""
-    before = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(before)
+    return given(_listener, listener)

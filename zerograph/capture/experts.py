@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from zerograph.base.contexts import given
 from zerograph.ops.dispatch import combine, dispatch, gather_ids
 from zerograph.ops.experts import expert_mm
 
@@ -47,12 +48,8 @@ def in_groups(groups: Mapping[int, int], *, is_cut: bool) -> Iterator[None]:
         groups: number of groups.
         is_cut: the batch is cut into micro-batches.
     """
-    of_groups, of_cut = _groups.set(groups), _is_cut.set(is_cut)
-    try:
+    with given(_groups, groups), given(_is_cut, is_cut):
         yield
-    finally:
-        _groups.reset(of_groups)
-        _is_cut.reset(of_cut)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ its input whole. The declared SBPs then say which global tensors the results are
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, overload
@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.base.contexts import given
 from zerograph.base.source import refusal
 from zerograph.capture.random_operators import Draws, refuse_others
 from zerograph.errors import PlacementError
@@ -129,14 +130,9 @@ class Capturing:
 _capturing: ContextVar[Capturing | None] = ContextVar("capturing", default=None)
 
 
-@contextmanager
-def inside(capturing: Capturing) -> Iterator[None]:
+def inside(capturing: Capturing) -> AbstractContextManager[None]:
     """Make local regions that are called inside parts of this capture."""
-    token = _capturing.set(capturing)
-    try:
-        yield
-    finally:
-        _capturing.reset(token)
+    return given(_capturing, capturing)
 
 
 @dataclass(frozen=True)

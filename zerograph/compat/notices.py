@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
 
+from zerograph.base.contexts import given
 from zerograph.base.source import warn_user
 from zerograph.runtime.job.launchers import number_of
 
@@ -17,14 +18,9 @@ _rank: ContextVar[int | None] = ContextVar("_rank", default=None)
 _warned_calls: set[str] = set()
 
 
-@contextlib.contextmanager
-def as_rank(number: int) -> Iterator[None]:
+def as_rank(number: int) -> AbstractContextManager[None]:
     """Set the rank that this process is about to have, for warnings before it joins the job."""
-    token = _rank.set(number)
-    try:
-        yield
-    finally:
-        _rank.reset(token)
+    return given(_rank, number)
 
 
 def say(message: str) -> None:

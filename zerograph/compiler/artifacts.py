@@ -22,7 +22,7 @@ from zerograph.artifact.graphs import GraphReader, GraphWriter
 from zerograph.artifact.process import process_texts
 from zerograph.artifact.programs import read_captured, read_program, write_captured, write_program
 from zerograph.artifact.values import Reader, Writer
-from zerograph.base.collection import collection_paused
+from zerograph.base.contexts import collection_paused
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
-from zerograph.base.collection import collection_paused
+from zerograph.base.contexts import collection_paused
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.layout import PlannedBucket

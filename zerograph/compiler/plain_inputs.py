@@ -270,39 +270,30 @@ def explain_failure(batch: Batch, comparison: Comparison) -> Iterator[None]:
     except ZeroGraphError:
         raise
     except Exception as error:
-        _raise_empty(error, batch)
-        _raise_unequal_rows(error, batch, comparison)
+        _raise_input_error(error, batch, comparison)
         raise
 
 
-def _raise_empty(error: Exception, batch: Batch) -> None:
-    empty = [
-        f"  {name}: {spec.shape}"
-        for name, spec in zip(batch.names, batch.specs, strict=True)
-        if any(size == 0 for size in spec.shape)
-    ]
-    if empty:
-        line, code = raising_line(error.__traceback__)
-        shapes = "\n".join(empty)
-        raise InputError(
-            f"build() failed: {type(error).__name__}: {error}\n  {line}   {code}\n"
-            f"These inputs have no elements:\n{shapes}\nLeave such a batch out on all ranks, or pad it to one element."
-        ) from error
-
-
-def _raise_unequal_rows(error: Exception, batch: Batch, comparison: Comparison) -> None:
+def _raise_input_error(error: Exception, batch: Batch, comparison: Comparison) -> None:
+    """Raise an error that names the inputs that explain that of ``build()``: empty ones, or with unequal rows."""
     parts = [number for number in range(len(batch.tensors)) if is_part(batch, number)]
-    if len({len(batch.tensors[number]) for number in parts}) < 2:
+    specs = zip(batch.names, batch.specs, strict=True)
+    if named := [f"  {name}: {spec.shape}" for name, spec in specs if 0 in spec.shape]:
+        problem = "These inputs have no elements:"
+        advice = "Leave such a batch out on all ranks, or pad it to one element."
+    elif len({len(batch.tensors[number]) for number in parts}) > 1:
+        try:
+            check_inputs(batch, parts, comparison, lambda message: None)
+        except InputError as input_error:
+            raise input_error from error
+        named = [f"  {batch.names[number]}: {tuple(batch.tensors[number].shape)}" for number in parts]
+        problem = "The inputs have unequal numbers of rows in dimension 0, along which the batch is split:"
+        advice = (
+            "Pass equally many samples in all inputs of the batch. Pass a tensor that is not part of the batch as "
+            "zg.replicated(x), if every rank holds all of it."
+        )
+    else:
         return
-    try:
-        check_inputs(batch, parts, comparison, lambda message: None)
-    except InputError as input_error:
-        raise input_error from error
-    line, code = raising_line(error.__traceback__)
-    shapes = "\n".join(f"  {batch.names[number]}: {tuple(batch.tensors[number].shape)}" for number in parts)
-    raise InputError(
-        f"build() failed: {type(error).__name__}: {error}\n  {line}   {code}\n"
-        f"The inputs have unequal numbers of rows in dimension 0, along which the batch is split:\n{shapes}\n"
-        "Pass equally many samples in all inputs of the batch. Pass a tensor that is not part of the batch as "
-        "zg.replicated(x), if every rank holds all of it."
-    ) from error
+    place = "   ".join(raising_line(error.__traceback__))
+    lines = [f"build() failed: {type(error).__name__}: {error}", f"  {place}", problem, *named, advice]
+    raise InputError("\n".join(lines)) from error

@@ -25,7 +25,7 @@ import torch
 from zerograph.artifact.code import digests
 from zerograph.artifact.file import write_file
 from zerograph.base.cache import folder, opened, setting
-from zerograph.base.collection import collection_paused
+from zerograph.base.contexts import collection_paused
 from zerograph.base.recording import Recording
 from zerograph.base.sizes import in_bytes
 from zerograph.base.source import warn_user

@@ -90,35 +90,21 @@ class Watched(float):
         if isinstance(other, (int, float)) and source.is_optimizers(sys._getframe(2).f_code.co_filename):
             self.thresholds.add(float(other))
 
-    def __eq__(self, other: Any) -> bool:
-        self._seen(other)
-        return super().__eq__(other)
 
-    def __ne__(self, other: Any) -> bool:
-        self._seen(other)
-        return super().__ne__(other)
+def _watching(name: str) -> Any:
+    """Return the method of a float, which notes first what the number is compared with."""
+    compare = getattr(float, name)
 
-    def __lt__(self, other: Any) -> bool:
-        self._seen(other)
-        return super().__lt__(other)
+    def watching(number: Watched, *other: Any) -> Any:
+        # bool() compares with zero.
+        number._seen(*(other or (0.0,)))
+        return compare(number, *other)
 
-    def __le__(self, other: Any) -> bool:
-        self._seen(other)
-        return super().__le__(other)
+    return watching
 
-    def __gt__(self, other: Any) -> bool:
-        self._seen(other)
-        return super().__gt__(other)
 
-    def __ge__(self, other: Any) -> bool:
-        self._seen(other)
-        return super().__ge__(other)
-
-    def __bool__(self) -> bool:
-        self._seen(0.0)
-        return super().__bool__()
-
-    __hash__ = float.__hash__
+for _name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__bool__"):
+    setattr(Watched, _name, _watching(_name))
 
 
 def sides(value: float, thresholds: set[float]) -> tuple[int, ...]:

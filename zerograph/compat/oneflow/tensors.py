@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from zerograph.base.source import running_line
+from zerograph.base.source import refusal
 from zerograph.capture.trace import original_of
 from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
@@ -23,7 +23,7 @@ from zerograph.compiler.members import was_global
 from zerograph.compiler.placement import from_parts
 from zerograph.compiler.placement import to_global as checked
 from zerograph.compiler.placement import to_local as own_part
-from zerograph.errors import CaptureError, InputError, PlacementError, SplitParameterError
+from zerograph.errors import InputError, PlacementError, SplitParameterError
 from zerograph.graph import building
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, broadcast, from_dtensor, nd_sbp, to_dtensor
 from zerograph.runtime.parameters import SplitParameter
@@ -94,11 +94,10 @@ def to_local(x: Tensor) -> Tensor:
         CaptureError: the call is inside ``build()``, where tensors are global.
     """
     if building():
-        line, code = running_line()
-        raise CaptureError(
-            f"build() calls to_local()\n  {line}   {code}\n"
+        raise refusal(
+            "build() calls to_local()",
             "build() sees the whole batch; for a rank's own part use zg.local (import zerograph as zg), and call "
-            "to_local() on what the graph returns."
+            "to_local() on what the graph returns.",
         )
     if isinstance(x, SplitParameter):
         raise SplitParameterError(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
-from zerograph.base.source import running_line, warn_user
+from zerograph.base.source import refusal, warn_user
 from zerograph.compat.notices import call_without_effect
-from zerograph.errors import CaptureError, ConfigError
+from zerograph.errors import ConfigError
 from zerograph.graph import building
 
 _NORM, _TYPE = "clip_grad_max_norm", "clip_grad_norm_type"
@@ -59,10 +59,10 @@ class Optimizer(torch.optim.Optimizer):
             CaptureError: the call is inside ``build()``, where the graph clips after ``backward()``.
         """
         if building():
-            line, code = running_line()
-            raise CaptureError(
-                f"build() calls clip_grad()\n  {line}   {code}\n"
-                "A graph clips the groups that have clip_grad_max_norm and clip_grad_norm_type by itself: leave it out."
+            raise refusal(
+                "build() calls clip_grad()",
+                "A graph clips the groups that have clip_grad_max_norm and clip_grad_norm_type by itself: leave it "
+                "out.",
             )
         for group in self.param_groups:
             if group.get(_NORM) is None or group.get(_TYPE) is None:

@@ -1,10 +1,24 @@
-"""Pause Python's garbage collection."""
+"""Blocks in which a context variable has another value, or Python's garbage collection pauses."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def given(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give the variable this value inside the block."""
+    before = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(before)
 
 
 @contextmanager
