@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import fx
 
 from zerograph.ir.metadata import Origin, TensorRef, meta
-from zerograph.ir.rewrite import emit, first_computed
-from zerograph.ir.sbp import Split, show
+from zerograph.ir.rewrite import first_computed
+from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes.context import Context
-from zerograph.passes.placement.boxing import boxing
+from zerograph.passes.placement.boxing import emit_boxing
 
 
 def split_micro_batches(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -23,8 +23,8 @@ def split_micro_batches(module: fx.GraphModule, context: Context) -> fx.GraphMod
             continue
         readers = list(node.users)
         with graph.inserting_before(first_computed(graph)):
-            micro_batch = emit(graph, boxing, (node, show(target)), Origin("forward"))
-        meta(micro_batch).update({"target_sbp": target, "tensor": TensorRef("value", str(meta(node)["role"]))})
+            tensor = TensorRef("value", str(meta(node)["role"]))
+            micro_batch = emit_boxing(graph, node, target, tensor, Origin("forward"))
         for reader in readers:
             reader.replace_input_with(node, micro_batch)
     return module

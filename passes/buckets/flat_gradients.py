@@ -14,10 +14,10 @@ from torch import fx
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.gradient_edits import TOTAL_NORM, Edited, gradient_operands, is_edit, norm_terms
-from zerograph.ir.metadata import Origin, TensorRef, meta, origin
+from zerograph.ir.metadata import Origin, TensorRef, origin
 from zerograph.ir.rewrite import emit, keywords, replace_node
-from zerograph.ir.sbp import NdSbp, all_broadcast, show
-from zerograph.passes.placement.boxing import boxing
+from zerograph.ir.sbp import NdSbp, all_broadcast
+from zerograph.passes.placement.boxing import emit_boxing
 
 aten = torch.ops.aten
 
@@ -252,7 +252,4 @@ class _Norm:
         return total
 
     def box(self, source: fx.Node, sbp: NdSbp, tensor: TensorRef) -> fx.Node:
-        node = self.emit(boxing, source, show(sbp))
-        meta(node)["target_sbp"] = sbp
-        meta(node)["tensor"] = tensor
-        return node
+        return emit_boxing(self.graph, source, sbp, tensor, origin(self.norm))

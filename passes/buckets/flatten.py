@@ -19,13 +19,13 @@ from zerograph.ir.gradient_edits import Edited, edited_gradients
 from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin, role
 from zerograph.ir.precision import is_cast, looks_up_rows
 from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions, replace_node
-from zerograph.ir.sbp import Sbp, Signature, broadcast, show
+from zerograph.ir.sbp import Sbp, Signature, broadcast
 from zerograph.ir.slots import Slot, row_views
 from zerograph.ir.step_graph import output_nodes, placeholders
 from zerograph.passes.buckets.flat_gradients import FlatGradient, compute_total_norms, drop_unread_edits
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import BucketUpdate, Context
-from zerograph.passes.placement.boxing import boxing
+from zerograph.passes.placement.boxing import emit_boxing
 
 aten = torch.ops.aten
 _UPDATE = Origin("update")
@@ -191,10 +191,7 @@ def _gathered(graph: fx.Graph, bucket: Bucket, flat: fx.Node, user: fx.Node) -> 
             flat = emit(graph, aten._to_copy.default, (flat,), origin(user), **changed)
         if bucket.sbp == bucket.gathered:
             return flat
-        gather = emit(graph, boxing, (flat, show(bucket.gathered)), origin(user))
-    meta(gather)["target_sbp"] = bucket.gathered
-    meta(gather)["tensor"] = TensorRef("bucket", bucket.name)
-    return gather
+        return emit_boxing(graph, flat, bucket.gathered, TensorRef("bucket", bucket.name), origin(user))
 
 
 def _flat_gradient(
@@ -260,7 +257,6 @@ def _bucket_gradient(
     """Emit the gradients in the bucket's layout, reduced to its SBP, right after the last node of ``ready``."""
     last = max(ready)
     backward = replace(origin(last), phase="backward")
-    target = bucket.gradient_sbp
     slots = sorted(bucket.slots, key=lambda slot: slot.offset)
     ends = [slot.offset for slot in slots[1:]] + [bucket.padded]
     with graph.inserting_before(first_computed(graph) if last.op == "placeholder" else last.next):
@@ -273,12 +269,10 @@ def _bucket_gradient(
             parts.append(part)
         joined = emit(graph, aten.cat.default, (parts, 0 if bucket.rows is None else 1), backward)
         meta(joined)["gradient"] = bucket.name
-        reduced = emit(graph, boxing, (joined, show(target)), backward)
-    meta(reduced)["target_sbp"] = target
+        reduced = emit_boxing(graph, joined, bucket.gradient_sbp, TensorRef("gradient", bucket.name), backward)
     if bucket.by_user:
         # No stage decides this boxing, so placement may count its cost.
         meta(reduced)["by_user"] = True
-    meta(reduced)["tensor"] = TensorRef("gradient", bucket.name)
     return reduced
 
 

@@ -124,12 +124,7 @@ def parts(problem: Problem) -> list[tuple[Problem, tuple[int, ...]]]:
     Parts share no operator, and no value that takes bytes to save. Small problems are solved faster, and more of them
     are equal.
     """
-    parents = list(range(len(problem.values)))
-
-    def root(number: int) -> int:
-        while parents[number] != number:
-            parents[number] = number = parents[parents[number]]
-        return number
+    import networkx
 
     results: defaultdict[int, list[int]] = defaultdict(list)
     for number, value in enumerate(problem.values):
@@ -139,12 +134,12 @@ def parts(problem: Problem) -> list[tuple[Problem, tuple[int, ...]]]:
         (*results[operator], *(read for read in entry.reads if problem.values[read].bytes))
         for operator, entry in enumerate(problem.operators)
     ]
+    joined = networkx.utils.UnionFind()
     for group in groups:
-        for number in group[1:]:
-            parents[root(number)] = root(group[0])
+        joined.union(*group)
     operators: defaultdict[int, list[int]] = defaultdict(list)
     for operator, group in enumerate(groups):
-        operators[root(group[0])].append(operator)
+        operators[joined[group[0]]].append(operator)
     return [_part(problem, own, results) for own in operators.values()]
 
 
