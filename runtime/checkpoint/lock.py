@@ -163,8 +163,7 @@ def _close_in_child() -> None:
     _descriptors.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock(folder: Folder, timeout: float) -> FolderLock | ObjectLock:

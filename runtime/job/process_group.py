@@ -159,7 +159,8 @@ def _create_job(timeout: float, grid: torch.Tensor, world: dist.ProcessGroup, li
             hang_up(group())
 
     liveness.hang_up = hang_up_all
-    mesh = Mesh(tuple(grid.shape), _position(grid), tuple(group.group_name for group in groups))
+    position = tuple((grid == liveness.rank).nonzero()[0].tolist())
+    mesh = Mesh(tuple(grid.shape), position, tuple(group.group_name for group in groups))
     return Job(liveness.rank, liveness.size, grid.tolist(), mesh, groups, data, channel, world, timeout, liveness)
 
 
@@ -183,12 +184,6 @@ def _check_grid(grid: torch.Tensor, all_ranks: torch.Tensor) -> None:
             raise PlacementError(
                 f"the placement {grid.tolist()} must have its ranks in ascending order along each dimension"
             )
-
-
-def _position(grid: torch.Tensor) -> tuple[int, ...]:
-    """Return this rank's coordinates in the grid."""
-    position: list[int] = (grid == dist.get_rank()).nonzero()[0].tolist()
-    return tuple(position)
 
 
 def _group(ranks: list[int] | None, limit: timedelta, world: dist.ProcessGroup) -> dist.ProcessGroup:

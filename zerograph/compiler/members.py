@@ -136,18 +136,15 @@ def find_members(attributes: Mapping[str, Any]) -> Members:
     buffers: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        if isinstance(parameter, UninitializedParameter):
-            raise ConfigError(f"{name} has no shape yet: run the lazy module once before you use it in a graph")
-        if first.setdefault(id(parameter), name) == name:
-            parameters[name] = parameter
-        else:
-            aliases[name] = first[id(parameter)]
-    for name, buffer in root.named_buffers(remove_duplicate=False):
-        if first.setdefault(id(buffer), name) == name:
-            buffers[name] = buffer
-        else:
-            aliases[name] = first[id(buffer)]
+    tables: tuple[dict[str, Any], ...] = (parameters, buffers)
+    for table, named in zip(tables, (root.named_parameters, root.named_buffers), strict=True):
+        for name, tensor in named(remove_duplicate=False):
+            if isinstance(tensor, UninitializedParameter):
+                raise ConfigError(f"{name} has no shape yet: run the lazy module once before you use it in a graph")
+            if first.setdefault(id(tensor), name) == name:
+                table[name] = tensor
+            else:
+                aliases[name] = first[id(tensor)]
     return Members(root, parameters, buffers, aliases)
 
 
