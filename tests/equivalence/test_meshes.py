@@ -63,7 +63,7 @@ def trained(pool: Pool, name: str, stages: tuple[int, ...], sbp: Any) -> list[An
     return pool.run(4, train, name, stages, sbp)
 
 
-HYBRID = ("mlp", (0, 2, 3), BOTH)
+HYBRID = ("mlp", (2, 3), BOTH)
 
 
 @sliced("name, stages, sbp", [HYBRID, ("gpt_of_one_block", (3,), FIRST)], [("conv", (3,), BOTH)])
@@ -79,7 +79,7 @@ def test_a_mesh_computes_what_one_device_computes(pool: Pool, name: str, stages:
 
 
 def test_hybrid_shards_reduce_within_a_node_and_then_between_nodes(pool: Pool) -> None:
-    _, _, collectives, placements, nbytes = trained(pool, *HYBRID)[0][1]
+    _, _, collectives, placements, nbytes = trained(pool, *HYBRID)[0][0]
     big = [one for one in collectives if one.tensors[0].startswith("model.")]
     assert Counter((one.kind, one.mesh_dim) for one in big) == {
         ("all-gather", 1): 1,
@@ -184,15 +184,11 @@ def move_between_meshes() -> dict[str, Any]:
         with torch.no_grad():
             eager = annotated(data[2][0])
     predicted = Predict(annotated, **grid)(own(data[2][0], FIRST))
-    # Loaded back into a graph that is compiled already: into the shards that are there.
+    # Loaded back into graphs that are compiled already: into the shards that are there.
     line.load_state_dict(square.state_dict())
     line(data[2][0].chunk(4)[zg.rank()], data[2][1].chunk(4)[zg.rank()])
-    reloaded = make("gpt_of_one_block", torch.float64)
-    annotate(reloaded)
-    again = TrainStep(reloaded, adamw(reloaded), 1, **grid)
-    again.compile(own(data[0][0], FIRST), own(data[0][1], FIRST))
-    again.load_state_dict(line.state_dict())
-    return {"opened": opened, "eager": own(eager, FIRST), "predicted": predicted, "end": again.state_dict()}
+    square.load_state_dict(line.state_dict())
+    return {"opened": opened, "eager": own(eager, FIRST), "predicted": predicted, "end": square.state_dict()}
 
 
 def test_state_moves_between_a_line_and_a_mesh(pool: Pool) -> None:
