@@ -263,7 +263,7 @@ def attend_to_rows(kind: str) -> tuple[int, Tensor]:
     return zg.rank(), Attend(run)(x.split(own)[zg.rank()], documents.split(own)[zg.rank()])
 
 
-@pytest.mark.parametrize("kind", ["numbered", "documents"])
+@sliced("kind", ["numbered"], ["documents"])
 def test_rows_of_a_batch_index_are_those_of_the_whole_batch(pool: Pool, kind: str) -> None:
     ((_, whole),) = pool.run(1, attend_to_rows, kind)
     parts = pool.run(2, attend_to_rows, kind)
