@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ os.environ[step_cache.VARIABLE] = "0"
 # A shell ignores SIGINT for what it runs in the background, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# pytest listens to loggers that do not propagate. If anybody listens to this one, torch walks the stack for a record.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

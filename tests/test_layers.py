@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import statistics
 from collections.abc import Iterator
@@ -59,6 +60,17 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def edges() -> list[tuple[str, str, str]]:
+    """Importing module, imported one, and the place, of each import of the package."""
+    known = modules()
+    return [
+        (module, imported, f"{path.relative_to(ROOT)}:{line}")
+        for module, path in known.items()
+        for line, imported in imports(path, known)
+    ]
+
+
 def imports(path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
     """Line and name of each module of the package that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -82,21 +94,16 @@ def layer(module: str) -> int:
 
 
 def test_imports_point_downward() -> None:
-    known = modules()
     upward = [
-        f"{path.relative_to(ROOT)}:{line}: {module} -> {imported}"
-        for module, path in known.items()
-        for line, imported in imports(path, known)
+        f"{place}: {module} -> {imported}"
+        for module, imported, place in edges()
         if layer(imported) > layer(module) and imported != "zerograph"
     ]
     assert not upward, "\n".join(upward)
 
 
 def test_there_are_no_cycles() -> None:
-    known = modules()
-    graph = networkx.DiGraph(
-        (module, imported) for module, path in known.items() for _, imported in imports(path, known)
-    )
+    graph = networkx.DiGraph((module, imported) for module, imported, _ in edges())
     # Names of the package itself are imported lazily.
     graph.remove_node("zerograph")
     cycles = [sorted(component) for component in networkx.strongly_connected_components(graph) if len(component) > 1]
