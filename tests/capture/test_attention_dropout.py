@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zerograph as zg
-from tests.harness import LossStep
+from tests.harness import LossStep, sliced
+from tests.models import part
 from tests.pool import Pool
 from zerograph.capture.modes import FunctionMode
 from zerograph.ops.random import uniform
@@ -149,29 +149,24 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
     return loss
 
 
-def train_families(stages: dict[str, Sequence[int]]) -> dict[str, list[list[float]]]:
-    """Return the losses of each family at its stages; one graph of each, so that it is captured once."""
-    torch.set_num_threads(1)
+def train_family(name: str, stages: Sequence[int]) -> list[list[float]]:
+    """Return the losses of each stage; one graph, so that it is captured once."""
     ids = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(1))
-    own, losses = ids.chunk(zg.world_size())[zg.rank()], {}
-    for name, of_family in stages.items():
-        model = family(name).train()
-        step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, loss_of, seed=3)
-        initial, losses[name] = step.state_dict(), []
-        for stage in of_family:
-            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-            step.load_state_dict(initial)
-            losses[name].append([float(step(own)) for _ in range(2)])
+    own, losses = part(ids), []
+    model = family(name).train()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, loss_of, seed=3)
+    initial = step.state_dict()
+    for stage in stages:
+        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        step.load_state_dict(initial)
+        losses.append([float(step(own)) for _ in range(2)])
     return losses
 
 
 # That all stages agree does not depend on the family.
-STAGES: dict[str, Sequence[int]] = {"gpt2": (0, 3), "bert": (2,), "t5": (1,)}
-
-
-def test_two_ranks_train_as_one_and_stages_agree_bitwise(pool: Pool) -> None:
-    alone = train_families(dict.fromkeys(STAGES, (0,)))
-    for ranks in pool.run(2, train_families, STAGES):
-        for name, stages in ranks.items():
-            assert stages == [stages[0]] * len(STAGES[name])
-            assert stages[0] == pytest.approx(alone[name][0], rel=1e-6)
+@sliced("name, stages", [("gpt2", (0, 3)), ("bert", (2,))], [("t5", (1,))])
+def test_two_ranks_train_as_one_and_stages_agree_bitwise(pool: Pool, name: str, stages: Sequence[int]) -> None:
+    (alone,) = train_family(name, (0,))
+    for losses in pool.run(2, train_family, name, stages):
+        assert losses == [losses[0]] * len(stages)
+        assert losses[0] == pytest.approx(alone, rel=1e-6)

@@ -28,7 +28,7 @@ _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,
@@ -37,8 +37,8 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 2048}
-_WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 2048}
+_WINDOW = {"num_hidden_layers": 2, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _TEXT),
@@ -48,7 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window of 8": ("Mistral", {**_TEXT, "sliding_window": 8}),
     "mistral, window of 4096": ("Mistral", {**_TEXT, "sliding_window": 4096}),
     "gemma3": ("Gemma3Text", {**_TEXT, **_WINDOW}),
-    "opt": ("OPT", {"vocab_size": VOCABULARY, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2,
+    "opt": ("OPT", {"vocab_size": VOCABULARY, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 1,
                     "num_attention_heads": 2, "word_embed_proj_dim": 16, "dropout": 0.0}),
     "bart": ("Bart", {"vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
                       "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
@@ -184,9 +184,9 @@ def test_a_padding_mask_that_comes_in_masks() -> None:
         return model(input_ids=ids, attention_mask=mask).logits.square().mean()  # type: ignore[no-any-return]
 
     step = step_of(model, logits)
-    assert squares(step.prepare(line(1, 0, "ranks"), ids, mask).graph.graph, LENGTH)
     expected = logits(copy.deepcopy(model), ids, mask)
     torch.testing.assert_close(step(ids, mask), expected.detach(), rtol=1e-6, atol=0)
+    assert squares(step.graph().graph, LENGTH)
 
 
 def written(positions: Tensor) -> Tensor:
@@ -215,8 +215,8 @@ def test_positions_that_are_known_to_follow_one_another_need_no_mask(name: str) 
         return model(input_ids=ids, position_ids=positions).logits.square().mean()  # type: ignore[no-any-return]
 
     step = step_of(model, logits)
-    assert bool(squares(step.prepare(line(1, 0, "ranks"), ids).graph.graph, LENGTH)) == masks
     torch.testing.assert_close(step(ids), logits(make("llama without a cache"), ids).detach(), rtol=1e-6, atol=0)
+    assert bool(squares(step.graph().graph, LENGTH)) == masks
 
 
 def holed(mask: Tensor) -> Tensor:
@@ -241,8 +241,8 @@ def test_a_padding_mask_that_is_known_to_mask_nothing_is_none(name: str, model_n
         return model(input_ids=ids, attention_mask=make_mask(ids)).logits.square().mean()  # type: ignore[no-any-return]
 
     step = step_of(model, logits)
-    assert bool(squares(step.prepare(line(1, 0, "ranks"), ids).graph.graph, LENGTH)) == masks
     torch.testing.assert_close(step(ids), logits(make(model_name), ids).detach(), rtol=1e-6, atol=0)
+    assert bool(squares(step.graph().graph, LENGTH)) == masks
 
 
 # Each place of transformers that asks whether it is traced, by its code, and what a capture does there. "plain": as
