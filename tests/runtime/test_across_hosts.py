@@ -113,9 +113,10 @@ def trained(hosts: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str,
     return results
 
 
-def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool) -> None:
+@sliced("stages", [[0, 3]], [[2]])
+def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool, stages: list[int]) -> None:
     plain = plain_run("mlp", 3, 8, torch.float64)
-    for results in pool.run(4, trained, "aabb", [0, 2, 3]):
+    for results in pool.run(4, trained, "aabb", stages):
         for losses, state in results:
             assert max(map(deviation, losses, plain.losses)) <= 1e-12
             assert deviation(joined(state), joined(plain.state)) <= 1e-12

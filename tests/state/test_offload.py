@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
-from tests.harness import sliced, stores_of
+from tests.harness import covering, sliced, stores_of
 from tests.models import TrainStep, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -226,8 +227,7 @@ def test_a_file_that_was_tampered_with_is_an_error_on_all_ranks(
         assert can_go_on
 
 
-@pytest.mark.parametrize("way", ["load", "load_state_dict", "a new graph of the same"])
-@pytest.mark.parametrize("stage", [2, 3])
+@sliced("way, stage", *covering(itertools.product(["load", "load_state_dict", "a new graph of the same"], [2, 3])))
 def test_the_remedy_for_a_lost_file_works_while_the_graph_lives(tmp_path: Path, way: str, stage: int) -> None:
     folder = tmp_path / "files"
     folder.mkdir()

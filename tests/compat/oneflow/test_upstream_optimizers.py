@@ -203,7 +203,7 @@ def at_stages(stages: dict[str, tuple[int, ...]]) -> dict[str, list[list[Any]]]:
 
 
 # Of norms, and with state of its own. The formulas of all are shown on one rank.
-@sliced("stages", [{"lamb": (1, 3), "ftrl": (2,)}], [dict.fromkeys(OWN, (1, 2, 3))])
+@sliced("stages", [{"lamb": (3,), "ftrl": (1,)}], [dict.fromkeys(OWN, (1, 2, 3))])
 def test_two_ranks_at_every_stage_have_upstreams_numbers(pool: Pool, stages: dict[str, tuple[int, ...]]) -> None:
     for rank in pool.run(2, at_stages, stages):
         for name in stages:
