@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, needs_compiler, prepare, stores_of
+from tests.harness import LossStep, needs_compiler, prepare, sliced, stores_of
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.coded_state import UNSIGNED, decode_entry, encode_entry
@@ -95,11 +95,12 @@ def train_plainly() -> dict[str, Tensor]:
     return dict(module.state_dict()) | states
 
 
-def test_bits_depend_neither_on_the_ranks_nor_on_the_stage(pool: Pool) -> None:
+@sliced("ranks, stages, options", [(2, [0, 1, 2, 3], {}), (4, [3], {"bucket_size": 1})], [(4, [0], {"bucket_size": 1})])
+def test_bits_depend_neither_on_the_ranks_nor_on_the_stage(
+    pool: Pool, ranks: int, stages: list[int], options: dict[str, Any]
+) -> None:
     expected = train([0], {})[0]
-    two = pool.run(2, train, [0, 1, 2, 3], {})[0]
-    four = pool.run(4, train, [0, 3], {"bucket_size": 1})[0]
-    for result in (*two, *four):
+    for result in pool.run(ranks, train, stages, options)[0]:
         for name, value in expected.items():
             assert torch.equal(result[name], value), name
 

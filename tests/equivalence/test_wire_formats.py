@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, sum_of_squares
+from tests.harness import LossStep, sliced, sum_of_squares
 from tests.models import mlp, part
 from tests.pool import Pool
 from tests.runtime.test_across_hosts import on_host
@@ -103,17 +103,23 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(actual[name], value), f"{name} differs by {(actual[name] - value).abs().max():.3g}"
 
 
-def test_coded_gradients_are_summed_in_fp32_at_every_stage(pool: Pool) -> None:
-    formats = [{"reduce": code} for code in BOTH]
-    results = pool.run(2, train, [0, 1, 2, 3], formats)[0]
-    for index, result in enumerate(results):
-        assert_equal(result, train_plainly(2, "exact", BOTH[index % len(BOTH)]))
+@sliced(
+    "code, stages",
+    [("int8", [0, 1, 2, 3]), ("bf16", [2]), ("int4", [3])],
+    [("bf16", [0, 1, 3]), ("int4", [0, 1, 2])],
+)
+def test_coded_gradients_are_summed_in_fp32_at_every_stage(pool: Pool, code: Any, stages: list[int]) -> None:
+    for result in pool.run(2, train, stages, [{"reduce": code}])[0]:
+        assert_equal(result, train_plainly(2, "exact", code))
 
 
-def test_gathered_weights_are_the_coded_ones_at_every_stage(pool: Pool) -> None:
-    results = pool.run(2, train, [1, 2, 3], list(BOTH))[0]
-    for index, result in enumerate(results):
-        code = BOTH[index % len(BOTH)]
+@sliced(
+    "code, stages",
+    [("int8", [1, 2, 3]), ("bf16", [3]), ("int4", [2])],
+    [("bf16", [1, 2]), ("int4", [1, 3])],
+)
+def test_gathered_weights_are_the_coded_ones_at_every_stage(pool: Pool, code: Any, stages: list[int]) -> None:
+    for result in pool.run(2, train, stages, [code])[0]:
         assert_equal(result, train_plainly(2, code, code))
 
 
