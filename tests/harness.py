@@ -146,6 +146,11 @@ def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def mean_of_squares(model: nn.Module, *batch: Tensor) -> Tensor:
+    loss: Tensor = model(*batch).square().mean()
+    return loss
+
+
 class LossStep(zg.ZeroGraph):
     """Train a module on ``loss(model, *batch)``; ``stage`` 0 is plain data parallel."""
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, mean_of_squares, sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.mesh import line
@@ -228,16 +228,10 @@ def test_shapes_that_depend_on_values_are_refused_with_advice_that_fits(
         assert word in str(refused.value)
 
 
-class BehindFrozen(zg.ZeroGraph):
+class BehindFrozen(LossStep):
     def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), nn.GroupNorm(2, 4))
-        self.add_optimizer(torch.optim.SGD(self.model[1].parameters(), lr=0.1))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(nn.Conv2d(3, 4, 3).requires_grad_(False), nn.GroupNorm(2, 4))
+        super().__init__(model, torch.optim.SGD(model[1].parameters(), lr=0.1), loss=mean_of_squares)
 
 
 def test_group_norm_behind_a_frozen_layer_has_this_ranks_number_of_samples() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import needs_compiler, sliced
+from tests.harness import LossStep, mean_of_squares, needs_compiler, sliced
 from tests.pool import Pool
 from zerograph._torch import pytree
 
@@ -55,16 +55,10 @@ class Model(nn.Module):
         return found
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
-
-    def build(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        loss = self.model(x, a, b).square().mean()
-        loss.backward()
-        return loss
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        super().__init__(model, optimizer, loss=mean_of_squares, scheduler=schedule)
 
 
 class InParts(Step):
@@ -192,7 +186,8 @@ def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arr
     assert "parameter model.head.weight[1, 2] is infinite on rank" in said["parameter"]
 
 
-def test_raise_names_the_rank_of_a_grid(pool: Pool) -> None:
+@pytest.mark.long
+def test_raise_names_the_rank_of_four(pool: Pool) -> None:
     everybody = pool.run(4, raising, adamw, 2, {})
     assert all(one == everybody[0] for one in everybody)
     assert [unchanged for _, unchanged in everybody[0].values()] == [True] * 5
@@ -303,16 +298,10 @@ class Attention(nn.Module):
         return torch.softmax(scores.masked_fill(open_[:, None, None] == 0, float("-inf")), -1) @ x
 
 
-class Attend(zg.ZeroGraph):
+class Attend(LossStep):
     def __init__(self) -> None:
-        super().__init__()
-        self.model = Attention()
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor, open_: Tensor) -> Tensor:
-        loss = self.model(x, open_).square().mean()
-        loss.backward()
-        return loss
+        model = Attention()
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_of_squares)
 
 
 def test_infinities_of_a_mask_are_not_what_is_blamed() -> None:

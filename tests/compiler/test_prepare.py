@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zerograph as zg
-from tests.harness import LossStep, prepare, sum_of_squares
+from tests.harness import LossStep, mean_of_squares, prepare, sum_of_squares
 from tests.inspection.models import Block, Net
 from zerograph.compiler.members import find_members
 from zerograph.inspection.step import Prepared
@@ -21,20 +20,13 @@ from zerograph.optim import trace_update
 from zerograph.runtime.job import process_group
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, layers: int, device: str = "meta", optimizer: Any = torch.optim.AdamW) -> None:
-        super().__init__()
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = nn.Sequential(*(Block(64) for _ in range(layers)))
-        self.add_optimizer(optimizer(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(True, stage=3, shard_min_size=1)
-        self.config.bucket_size = 2**16
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+            model = nn.Sequential(*(Block(64) for _ in range(layers)))
+        options = {"shard_min_size": 1, "bucket_size": 2**16}
+        super().__init__(model, optimizer(model.parameters(), lr=0.001), 3, mean_of_squares, **options)
 
 
 def prepared(layers: int, mesh: Mesh) -> Prepared:
@@ -158,7 +150,7 @@ def test_weights_are_tied_that_a_model_uses_in_two_places(others: Any, tied: set
 
 def test_a_model_is_in_the_same_buckets_if_another_module_wraps_it() -> None:
     alone, wrapped = Step(2), Step(2)
-    wrapped.loss = Wrapper(wrapped.model)
+    wrapped.wrapper = Wrapper(wrapped.model)
     first, second = (step.prepare(line(4, 0, "ranks"), torch.empty(4, 64, device="meta")) for step in (alone, wrapped))
     assert [str(one) for one in second.collectives()] == [str(one) for one in first.collectives()]
 

@@ -11,6 +11,7 @@ import torch
 
 import zerograph as zg
 from tests.docs.pages import ROOT, blocks
+from tests.harness import LossStep, mean_of_squares
 from tests.pool import Pool
 from zerograph import errors
 
@@ -18,18 +19,11 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 CLASSES = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, RuntimeError)]
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, model: torch.nn.Module | None = None) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = model or torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2))
-        self.config.enable_zero(stage=2)
-
-    def build(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = model or torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=0.01), 2, mean_of_squares)
 
 
 class Branch(Step):

@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from zerograph.integrations.state import last_complete
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(4, 2)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Linear(4, 2)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_of_squares)
 
 
 @pytest.fixture(autouse=True)

@@ -10,22 +10,17 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
+from tests.harness import LossStep, mean_of_squares
 from tests.pool import Pool
 
 TRIES = 4
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 2))
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss=mean_of_squares)
 
 
 def batches() -> list[Tensor]:

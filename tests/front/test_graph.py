@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zerograph as zg
-from tests.harness import Predict, needs_compiler, sliced
+from tests.harness import LossStep, Predict, mean_of_squares, needs_compiler, sliced
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.passes.pipeline import PIPELINE
@@ -222,17 +222,9 @@ class Partly(nn.Module):
         return self.head(self.second(F.relu(self.first(self.frozen(x)))) * self.scale)
 
 
-class Regress(zg.ZeroGraph):
+class Regress(LossStep):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        super().__init__(model, optimizer, stage, mean_of_squares)
 
 
 def partly(stage: int) -> tuple[dict[str, Tensor], set[str]]:

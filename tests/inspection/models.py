@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import line
 
@@ -35,22 +35,15 @@ class Net(nn.Module):
         return self.last(x)
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     """Two rows of 16 numbers for each rank; a bucket holds about one block."""
 
     def __init__(self, layers: int = 2, stage: int = 3, tied: bool = False, device: str = "meta") -> None:
-        super().__init__()
         torch.manual_seed(0)
         with torch.device(device):
-            self.model = Net(layers, tied)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(stage > 0, stage=max(stage, 1), shard_min_size=1)
-        self.config.bucket_size = 4096
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+            model = Net(layers, tied)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+        super().__init__(model, optimizer, stage, mean_of_squares, shard_min_size=1, bucket_size=4096)
 
 
 def prepared(rank: int = 0, ranks: int = 2, micro_batches: int = 1, **options: object) -> Prepared:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zerograph as zg
-from tests.harness import inputs, model
+from tests.harness import LossStep, inputs, mean_of_squares, model
 from tests.models import part
 from tests.pool import Pool
 
@@ -41,17 +41,9 @@ class Clamped:
                 parameter.clamp_(-LIMIT, LIMIT)
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, made: nn.Module, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None) -> None:
-        super().__init__()
-        self.model = made
-        self.add_optimizer(optimizer, scheduler)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        super().__init__(made, optimizer, loss=mean_of_squares, scheduler=scheduler, backend="eager")
 
 
 def clamped(stage: int) -> tuple[list[Any], Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from zerograph.errors import ConfigError
 from zerograph.inspection.step import Prepared
 from zerograph.ir.alias import WAIT
@@ -30,20 +30,10 @@ CPU, ACCELERATOR = torch.device("cpu"), torch.device("meta")
 LR = 1e-2
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, model: nn.Module, optimizer: Any, stage: int, clip: float | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer(model.parameters()))
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-        self.config.bucket_size = 4000
-        self.config.clip_grad_norm = clip
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        options = {"bucket_size": 4000, "clip_grad_norm": clip, "backend": "eager"}
+        super().__init__(model, optimizer(model.parameters()), stage, mean_of_squares, **options)
 
 
 def layers(device: str) -> nn.Module:

@@ -11,25 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from tests.pool import Pool
 
 LAYER = 4 * 64 * 65
 
 
-class Wide(zg.ZeroGraph):
+class Wide(LossStep):
     """Much state for few activations: a bucket for each of four layers."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True))
-        self.config.bucket_size = LAYER
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        super().__init__(model, optimizer, loss=mean_of_squares, bucket_size=LAYER)
 
 
 def trained(step: Wide) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import zerograph as zg
-from tests.harness import LossStep
+from tests.harness import LossStep, mean_of_squares
 from zerograph.planner.closed_form import model_states
 from zerograph.planner.machine import Link, Machine, Rate, machine
 
@@ -33,18 +33,12 @@ def tokens(samples: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-class Squares(zg.ZeroGraph):
+class Squares(LossStep):
     """Four layers of 64 by 64 and a loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_of_squares)
 
 
 X = torch.zeros(32, 64)

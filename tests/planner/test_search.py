@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, mean_of_squares, sliced
 from zerograph.ir.mesh import line
 from zerograph.ir.offload import Offload
 from zerograph.planner import search as searching
@@ -27,19 +27,13 @@ ON_DEVICE = LAYERS * 512 * (2 * math.ceil(LAYER / RANKS / 512) + math.ceil(LAYER
 X = torch.zeros(4, 64)
 
 
-class Wide(zg.ZeroGraph):
+class Wide(LossStep):
     """Much state for few activations: a bucket for each layer."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True))
-        self.config.bucket_size = LAYER
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
+        super().__init__(model, optimizer, loss=mean_of_squares, bucket_size=LAYER)
 
 
 def plan(**arguments: Any) -> zg.Plan:

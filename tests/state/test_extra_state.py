@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from tests.models import MODELS, TrainStep, adamw, make
 from tests.pool import Pool
 
@@ -24,16 +25,10 @@ class Calibrated(nn.Linear):
         self.extra = state
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.model = nn.Sequential(*layers)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(*layers)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_of_squares)
 
 
 STATE: dict[str, Any] = {"calibrated": True, "scale": torch.tensor([0.1, 2.0]), "seen": (3, [None, "a"])}

@@ -11,23 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, mean_of_squares, sliced
 from tests.pool import Pool
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, stage: int) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.add_optimizer(self.optimizer)
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        super().__init__(model, optimizer, stage, mean_of_squares)
+        self.optimizer = optimizer
 
 
 def part() -> Tensor:

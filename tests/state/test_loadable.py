@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, mean_of_squares, sliced
 from tests.models import TrainStep, batches, make, train_plainly
 from zerograph.state.checks import check_scheduler
 
@@ -163,19 +163,12 @@ def test_graphs_that_load_one_state_share_nothing() -> None:
     assert float(state["optimizers"][0]["param_groups"][0]["lr"]) == pytest.approx(0.1)
 
 
-class Scheduled(zg.ZeroGraph):
+class Scheduled(LossStep):
     def __init__(self, schedule: Callable[[torch.optim.Optimizer], Any]) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Linear(3, 2)
-        optimizer = adamw(self.model.parameters())
-        self.add_optimizer(optimizer, schedule(optimizer))
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        model = nn.Linear(3, 2)
+        optimizer = adamw(model.parameters())
+        super().__init__(model, optimizer, loss=mean_of_squares, scheduler=schedule(optimizer), backend="eager")
 
 
 def step_lr(optimizer: torch.optim.Optimizer) -> Any:

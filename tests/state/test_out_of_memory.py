@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from tests.pool import Pool
 from zerograph.runtime.job.process_group import join, reporting_failures
 
@@ -28,19 +29,10 @@ LAYER = 4 * WIDTH**2
 PARAMETERS = LAYER * LAYERS
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, model: nn.Module, folder: str) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(adamw(model))
-        self.config.enable_zero(True, stage=3)
-        self.config.bucket_size = LAYER
+        super().__init__(model, adamw(model), 3, mean_of_squares, bucket_size=LAYER)
         self.config.offload_optimizer("nvme", nvme_path=folder)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
 
 
 def layers(count: int) -> nn.Module:
@@ -128,20 +120,11 @@ def test_state_that_does_not_fit_rests_in_files(tmp_path: Path) -> None:
     torch.testing.assert_close(found["ours"], found["wanted"])
 
 
-class Split(zg.ZeroGraph):
+class Split(LossStep):
     """Without optimizer state."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(sgd(model))
-        self.config.enable_zero(True, stage=3)
-        self.config.bucket_size = LAYER
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+        super().__init__(model, sgd(model), 3, mean_of_squares, bucket_size=LAYER)
 
 
 def deep(count: int) -> nn.Module:

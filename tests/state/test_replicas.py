@@ -10,28 +10,24 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from tests.pool import Pool
 from zerograph.runtime.offload.transfers import write
 from zerograph.runtime.state import Store, in_memory, store_of
 from zerograph.runtime.tensor_hash import hash_bits
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.add_optimizer(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        super().__init__(model, optimizer, loss=mean_of_squares, scheduler=schedule)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizers[0]
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
 
 
 def part() -> Tensor:
