@@ -17,7 +17,7 @@ from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.runtime.state import in_memory, store_of
 
-NAME, STEPS = "gpt_tied", 2
+NAME, STEPS = "gpt_tied_of_one_block", 2
 MODES = ("distributed_split", "non_distributed")
 
 

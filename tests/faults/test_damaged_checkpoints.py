@@ -190,7 +190,7 @@ def fill_up(pool: Pool, path: Path) -> list[Any]:
 
 def fill_up_apart(path: Path) -> None:
     """The same as a program of its own, in a mount namespace of its own."""
-    pool = Pool(2)
+    pool = Pool(2, hash_apart=False)
     try:
         print(json.dumps(fill_up(pool, path)))
     finally:
