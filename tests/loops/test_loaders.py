@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -222,6 +223,45 @@ def change_own(worker: int) -> None:
     info: Any = torch.utils.data.get_worker_info()
     assert type(info.dataset) is Augmented
     info.dataset.own = Transform(info.seed)
+
+
+class Counting(Dataset[list[float]]):
+    """Samples that depend on those read before: on a counter, a position of each class, an iterator or a file."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.count, self.positions = kind, 0, {0: 0, 1: 0}
+        self.rest: Any = iter(range(100)) if kind == "iterator" else None
+        if kind == "file":
+            self.rest = io.StringIO("\n".join(map(str, range(50))))
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> list[float]:
+        if self.rest is not None:
+            return [index, float(next(self.rest))]
+        self.count += self.kind == "counter"
+        self.positions[index % 2] += self.kind == "positions"
+        return [index, self.count, self.positions[index % 2]]
+
+
+def counted(prepare: Prepare, kind: str) -> list[Any]:
+    _, loader = prepare(nn.Linear(2, 1), DataLoader(Counting(kind), 4))
+    return [[zg.gather(column).tolist() for column in batch] for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("kind", ["counter", "positions", "iterator", "file"])
+def test_samples_that_depend_on_those_before_are_those_of_one_process(pool: Pool, kind: str) -> None:
+    expected = counted(unprepared, kind)
+    assert pool.run(2, counted, zg.prepare, kind) == [expected, expected]
+
+
+@pytest.mark.parametrize("kind", ["counter", "iterator"])
+def test_workers_read_samples_that_depend_on_those_before(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    make = functools.partial(DataLoader, Counting(kind), 4, num_workers=2)
+    for batch, *parts in zip(list(make()), *as_ranks(monkeypatch, make), strict=True):
+        for column, *columns in zip(batch, *parts, strict=True):
+            assert torch.equal(column, torch.cat(columns))
 
 
 def noise_of_samples(prepare: Prepare, collates: bool) -> list[Any]:

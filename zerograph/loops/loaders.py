@@ -183,9 +183,9 @@ class SplitLoader:
             if not agree_on_batch(job, number, "samples", indices, None, draws):
                 return batch
             world().warn(
-                "the dataset of a prepared loader draws random numbers for its samples: every rank reads all samples "
-                "of each batch, so that they are those of one process\nTo have each rank read its own samples only, "
-                "draw by a generator that is seeded with the sample's index, or draw in the loop, for whole batches."
+                "the dataset of a prepared loader draws random numbers or counts for its samples: every rank reads all "
+                "samples of each batch, so that they are those of one process\nTo have each rank read its own samples "
+                "only, draw by a generator that is seeded with the sample's index, or in the loop, for whole batches."
             )
             return batch if local.num_workers else reader.again(indices)
 
@@ -375,6 +375,7 @@ class Reader(Dataset[Any]):
         if self._generators is None:
             self._generators = noise.Generators(self.dataset)
             self._before = self._generators.states()
+            self._reads_all |= self._generators.has_iterators
         before = self._generators.states()
         if not is_worker:
             self._before = before

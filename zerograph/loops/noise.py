@@ -1,7 +1,8 @@
-"""Random generators that reading a sample may move: of torch, Python and NumPy, and those that a dataset holds."""
+"""What reading a sample may change: random generators of torch, Python, NumPy and a dataset, and its counters."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -27,9 +28,12 @@ def restore(before: tuple[Any, ...]) -> None:
 
 
 class Generators:
-    """The generators of this process, and those that a dataset holds, or its code names.
+    """The generators of this process, and those that a dataset holds, or its code names. Numbers count as generators.
 
     Attributes are searched through containers and objects, transforms for instance. Code names globals and closures.
+
+    Attributes:
+        has_iterators: an iterator or an open file is among the values, whose state cannot be restored.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -39,13 +43,14 @@ class Generators:
         # Of a list, for instance, there is no code.
         reads = [one.__getitem__ for one in datasets if hasattr(one, "__getitem__") and hasattr(one, "__dict__")]
         named = [value for read in reads for _, value in PythonState(read, nn.Module(), ()).places()]
-        own = {id(value): functions for value, functions in _found([datasets, named])}
         self._functions: list[_Functions] = [
             (torch.get_rng_state, torch.set_rng_state),
             (random.getstate, random.setstate),
             (lambda: numpy.random.get_state(legacy=False), numpy.random.set_state),
-            *own.values(),
         ]
+        own = list(_found([datasets, named]))
+        self.has_iterators = None in own
+        self._functions += [one for one in own if one is not None]
 
     def states(self) -> list[Any]:
         """Return the states of all."""
@@ -64,6 +69,8 @@ class Generators:
 def draws(dataset: Any) -> bool:
     """Return whether reading the first sample of a dataset moves a generator, whose state is restored."""
     generators = Generators(dataset)
+    if generators.has_iterators:
+        return True
     before = generators.states()
     try:
         dataset[0]
@@ -88,8 +95,8 @@ _MOST_VALUES, _MOST_ENTRIES = 10_000, 1000
 _Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-def _found(value: Any) -> Iterator[tuple[Any, _Functions]]:
-    """Yield the generators in a value, with the functions that read and set their states."""
+def _found(value: Any) -> Iterator[_Functions | None]:
+    """Yield the functions that read and set the states of the generators in a value; None for an iterator."""
     waiting, seen = [value], set[int]()
     while waiting and len(seen) < _MOST_VALUES:
         one = waiting.pop()
@@ -97,13 +104,21 @@ def _found(value: Any) -> Iterator[tuple[Any, _Functions]]:
             continue
         seen.add(id(one))
         if (functions := _functions_of(one)) is not None:
-            yield one, functions
+            yield functions
+        elif hasattr(type(one), "__next__"):
+            yield None
         elif isinstance(one, dict):
-            waiting += one.values() if len(one) <= _MOST_ENTRIES else ()
+            if len(one) <= _MOST_ENTRIES:
+                yield functools.partial(_numbers, one), one.update
+                waiting += one.values()
         elif isinstance(one, (list, tuple)):
             waiting += one if len(one) <= _MOST_ENTRIES else ()
         elif hasattr(one, "__dict__"):
-            waiting += vars(one).values()
+            waiting.append(vars(one))
+
+
+def _numbers(one: dict[Any, Any]) -> dict[Any, Any]:
+    return {name: value for name, value in one.items() if type(value) in (int, float)}
 
 
 def _functions_of(value: Any) -> _Functions | None:
