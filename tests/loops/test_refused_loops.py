@@ -48,6 +48,22 @@ def updated_since(model: nn.Module, optimizer: Any) -> None:
         out.mean().backward()
 
 
+@pytest.mark.parametrize("see", ["register_hook", "retain_grad", "grad"])
+def test_gradients_of_a_result_that_are_asked_for_late_are_an_error(see: str) -> None:
+    model = with_features()
+    model, _ = prepare_at(2)(model, torch.optim.SGD(model.parameters()))
+    for _ in range(2):
+        features, out = model(X)
+        out.sum().backward()
+    ask = {
+        "register_hook": lambda: features.register_hook(abs),
+        "retain_grad": features.retain_grad,
+        "grad": lambda: torch.autograd.grad(out.sum(), features, allow_unused=True),
+    }
+    with pytest.raises(zg.InputError, match="Begin the loop with such calls"):
+        ask[see]()
+
+
 LOOPS: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "one loss twice": (twice, "backward through the graph a second time"),
     "an input that changed": (changed_input, "changed in place|modified by an inplace operation"),
@@ -191,6 +207,46 @@ class Packed(nn.Module):
         return last
 
 
+class WithFeatures(nn.Module):
+    """Returns what its head reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.tanh(self.body(x))
+        return features, self.head(features)
+
+
+def penalty_by_features(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Differentiate one result by another, as StyleGAN2's length of paths."""
+    optimizer.zero_grad()
+    features, out = model(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), features, create_graph=True)
+    loss = F.cross_entropy(out, y) + gradient.square().sum(1).sqrt().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def gradients_of_features(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Retain and double the gradient that features get from the result beside them, as maps of activation do."""
+    optimizer.zero_grad()
+    features, out = model(x)
+    features.retain_grad()
+    features.register_hook(lambda gradient: 2 * gradient)
+    loss = F.cross_entropy(out, y) + features.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss + features.grad.abs().sum()
+
+
+def features_in_a_loss(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    features, out = model(x)
+    return not_cleared(lambda _: out + features.square().mean(), optimizer, x, y)
+
+
 class WithExtra(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -204,6 +260,11 @@ class WithExtra(nn.Module):
 def packed_rows() -> nn.Module:
     torch.manual_seed(0)
     return Packed().double()
+
+
+def with_features() -> nn.Module:
+    torch.manual_seed(0)
+    return WithFeatures().double()
 
 
 def with_extra() -> nn.Module:
@@ -220,6 +281,9 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a late penalty": (late_penalty, network),
     "a new group with a gradient": (another_optimizer, with_extra),
     "rows packed by their lengths": (not_cleared, packed_rows),
+    "a penalty on gradients of a result": (penalty_by_features, with_features),
+    "gradients of a result": (gradients_of_features, with_features),
+    "two results, one from the other": (features_in_a_loss, with_features),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -75,17 +76,61 @@ class Template:
     Attributes:
         result: it has places in place of tensors.
         differentiable: which of the tensors have a gradient.
+        inner: the tensors that others have been computed from, such as features beside what a head makes of them.
     """
 
     result: Any
     differentiable: tuple[bool, ...]
+    inner: frozenset[int]
 
     @staticmethod
     def of(result: Any) -> Template:
         """Return the template of a result."""
         numbers = itertools.count()
-        flags = tuple(one.requires_grad for one in found_in(result, Tensor))
-        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags)
+        tensors = found_in(result, Tensor)
+        edges = _edges_below([one for one in tensors if one.requires_grad]) if len(tensors) > 1 else ()
+        inner = frozenset(place for place, one in enumerate(tensors) if (one.grad_fn, one.output_nr) in edges)
+        flags = tuple(one.requires_grad for one in tensors)
+        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags, inner)
+
+
+def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
+    """Return the edges of autograd's graph below tensors: each a node, and the number of one of its outputs."""
+    nodes, seen, edges = [one.grad_fn for one in tensors], set[Any](), set[tuple[Any, int]]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            edges.update(node.next_functions)
+            nodes += [below for below, _ in node.next_functions]
+    return edges
+
+
+def _tie(result: Tensor, origin: Callable[[], Tensor]) -> Tensor:
+    """Return a result whose gradient is that of the tensor others have been computed from, as in plain PyTorch."""
+    reference = weakref.ref(result)
+
+    def register_hook(hook: Callable[[Tensor], Any]) -> Any:
+        return origin().register_hook(hook)
+
+    def retain_grad() -> None:
+        tensor = origin()
+        if not tensor.retains_grad:
+            tensor.retain_grad()
+            node, source = tensor.grad_fn, weakref.ref(tensor)
+            assert node is not None
+            node.register_prehook(lambda _: _copy_gradient(source(), reference()))
+
+    vars(result).update({ORIGIN: origin, "register_hook": register_hook, "retain_grad": retain_grad})
+    return result
+
+
+def _copy_gradient(source: Tensor | None, target: Tensor | None) -> None:
+    if source is not None and target is not None:
+        target.grad = source.grad
+
+
+ORIGIN = "_zerograph_origin"
 
 
 @dataclass(eq=False)
@@ -127,9 +172,14 @@ class Kind:
             # The model may differentiate through its own results too, which tells nothing.
             seen = tensor.view_as(tensor)
             seen.register_hook(lambda _: note(place))
-            return seen
+            return _tie(seen, lambda: self._origin(tensor)) if place in inner else seen
 
+        inner = self.template.inner
         return map_tensors(result, view)
+
+    def _origin(self, tensor: Tensor) -> Tensor:
+        self.is_eager = True
+        return tensor
 
 
 class CallGraph(LoopGraph):
@@ -268,6 +318,14 @@ class CallGraph(LoopGraph):
         """Return which tensors of a result have a gradient."""
         return self._template(step).differentiable
 
+    def refuse_inner(self) -> Tensor:
+        """Refuse to differentiate one result by another."""
+        raise InputError(
+            f"{self._doing()} has become a graph, and the gradient of one of its results by another one is to be "
+            "computed, retained or seen by a hook, as it was not for those of its first calls\n"
+            "Begin the loop with such calls: they then run operator by operator from the start."
+        )
+
     def _described(self) -> str:
         return repr((self._name, self._arguments, self._results, self._differentiable, self._autocast))
 
@@ -331,7 +389,10 @@ class Begun:
         self._read = list(map(_torch.version, self.tensors))
         self.parameters = [one for one in self.all_parameters if one.requires_grad]
         wanted = [one for one in self.tensors if one.requires_grad]
-        return graph.result(self.step, _Call.apply(self, outputs, *wanted, *self.parameters))
+        results = _Call.apply(self, outputs, *wanted, *self.parameters)
+        for place in graph._template(self.step).inner:
+            _tie(results[place], graph.refuse_inner)
+        return graph.result(self.step, results)
 
     def backward(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of tensors and parameters; None for those that the graph adds to their sums itself.

@@ -21,6 +21,7 @@ from zerograph.config import Config
 from zerograph.errors import ConfigError, SplitParameterError
 from zerograph.graph import ZeroGraph, building
 from zerograph.ir.zero import DEFAULT_STAGE
+from zerograph.loops.call_graph import ORIGIN
 from zerograph.loops.loop import Loop
 from zerograph.loops.plain_calls import are_calls_plain, plain_calls
 from zerograph.loops.scaling import replace_unscaling, step_scaled
@@ -97,7 +98,7 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
         if type(wrapper).zero_grad is torch.optim.Optimizer.zero_grad:
             vars(wrapper)["zero_grad"] = vars(optimizer)["zero_grad"]
     loop.schedulers += [one for one in objects if isinstance(one, LRScheduler)]
-    _replace_clipping()
+    _replace_functions()
     replace_unscaling()
     prepared = tuple(_prepared(one, loop) for one in objects)
     return prepared[0] if len(prepared) == 1 else prepared
@@ -404,11 +405,26 @@ def _adopt(optimizer: Any, loop: Loop) -> None:
 
 
 @functools.cache
-def _replace_clipping() -> None:
-    """Make torch's functions that clip gradients part of the step of prepared parameters, in all modules."""
+def _replace_functions() -> None:
+    """Replace torch's functions that clip or compute gradients by those that know prepared parameters and calls."""
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         original = getattr(nn.utils, name)
         _torch.replace_function(original, _clipping(original), sys.modules)
+    _torch.replace_function(torch.autograd.grad, _by_origins(torch.autograd.grad), sys.modules)
+
+
+def _by_origins(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``torch.autograd.grad`` that takes results of calls for the tensors which others have come from."""
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        origins = [vars(one).get(ORIGIN) if isinstance(one, Tensor) else None for one in several]
+        if any(origins):
+            inputs = [one if origin is None else origin() for one, origin in zip(several, origins, strict=True)]
+        return original(outputs, inputs, *args, **kwargs)
+
+    return grad
 
 
 def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
