@@ -432,6 +432,7 @@ def read_in_unusual_ways(prepare: Prepare) -> list[Any]:
     read += [*growing, *(x for loader in others for _ in range(2) for (x,) in loader)]
     plain.collate_fn = lambda samples: torch.stack([x for (x,) in samples]) + 1
     read += [*plain, next(stream), *stream, batches[-1], batches[0], *batches[1:]]
+    read += [torch.tensor([isinstance(one, DataLoader) for one in (growing, plain, stream, *others)])]
     return [one.tolist() for one in read]
 
 

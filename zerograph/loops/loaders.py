@@ -48,6 +48,11 @@ class SplitLoader:
         self._at_start: Sequence[torch.Tensor] | None = None
         self._resumed = False
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # A script's isinstance() tells a DataLoader from others.
+        return type(self._loader)
+
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
