@@ -44,88 +44,46 @@ if TYPE_CHECKING:  # "as" offers a name to users
     from zerograph.capture.local import local as local
     from zerograph.compat.deepspeed import from_deepspeed as from_deepspeed
     from zerograph.compat.settings import Settings as Settings
-    from zerograph.compiler.placement import placement as placement
-    from zerograph.compiler.placement import to_global as to_global
-    from zerograph.compiler.placement import to_local as to_local
+    from zerograph.compiler.placement import placement as placement, to_global as to_global, to_local as to_local
     from zerograph.config import Config as Config
-    from zerograph.data import batches as batches
-    from zerograph.data import gather as gather
-    from zerograph.eager.tensor import GlobalTensor as GlobalTensor
-    from zerograph.eager.tensor import global_tensor as global_tensor
+    from zerograph.data import batches as batches, gather as gather
+    from zerograph.eager.tensor import GlobalTensor as GlobalTensor, global_tensor as global_tensor
     from zerograph.errors import (
         ArtifactError as ArtifactError,
-    )
-    from zerograph.errors import (
         CaptureError as CaptureError,
-    )
-    from zerograph.errors import (
         CheckpointError as CheckpointError,
-    )
-    from zerograph.errors import (
         CommunicationError as CommunicationError,
-    )
-    from zerograph.errors import (
         ConfigError as ConfigError,
-    )
-    from zerograph.errors import (
         InputError as InputError,
-    )
-    from zerograph.errors import (
         MemoryBudgetError as MemoryBudgetError,
-    )
-    from zerograph.errors import (
         NonFiniteError as NonFiniteError,
-    )
-    from zerograph.errors import (
         OffloadError as OffloadError,
-    )
-    from zerograph.errors import (
         OperatorError as OperatorError,
-    )
-    from zerograph.errors import (
         PlacementError as PlacementError,
-    )
-    from zerograph.errors import (
         RankMismatchError as RankMismatchError,
-    )
-    from zerograph.errors import (
         ReplicaError as ReplicaError,
-    )
-    from zerograph.errors import (
         SplitParameterError as SplitParameterError,
-    )
-    from zerograph.errors import (
         VerificationError as VerificationError,
-    )
-    from zerograph.errors import (
         ZeroGraphError as ZeroGraphError,
-    )
-    from zerograph.errors import (
         ZeroGraphWarning as ZeroGraphWarning,
     )
     from zerograph.graph import ZeroGraph as ZeroGraph
     from zerograph.inspection import Collective as Collective
-    from zerograph.ir.annotate import annotate as annotate
-    from zerograph.ir.annotate import replicated as replicated
-    from zerograph.ir.grad_scaler import GradScaler as GradScaler
-    from zerograph.ir.grad_scaler import StaticGradScaler as StaticGradScaler
+    from zerograph.ir.annotate import annotate as annotate, replicated as replicated
+    from zerograph.ir.grad_scaler import GradScaler as GradScaler, StaticGradScaler as StaticGradScaler
     from zerograph.ir.marks import mark_dynamic as mark_dynamic
     from zerograph.ir.memory import Memory as Memory
     from zerograph.ir.pass_edits import PassEdit as PassEdit
-    from zerograph.ir.wire import WireFormat as WireFormat
-    from zerograph.ir.wire import wire as wire
+    from zerograph.ir.wire import WireFormat as WireFormat, wire as wire
     from zerograph.loops.elastic import elastic as elastic
-    from zerograph.loops.prepare import full_parameters as full_parameters
-    from zerograph.loops.prepare import prepare as prepare
-    from zerograph.loops.prepare import step_of as step_of
+    from zerograph.loops.prepare import full_parameters as full_parameters, prepare as prepare, step_of as step_of
     from zerograph.passes.rules.check_rule import check_rule as check_rule
     from zerograph.passes.rules.register_rule import register_rule as register_rule
     from zerograph.passes.rules.registry import Operands as Operands
     from zerograph.planner.front.plan import plan as plan
     from zerograph.planner.plan import Plan as Plan
     from zerograph.runtime.checkpoint.file_tensor import open_safetensors as open_safetensors
-    from zerograph.runtime.job.process_group import rank as rank
-    from zerograph.runtime.job.process_group import world_size as world_size
+    from zerograph.runtime.job.process_group import rank as rank, world_size as world_size
     from zerograph.state.checkpoint.export import read_checkpoint as read_checkpoint
     from zerograph.state.from_pretrained import from_pretrained as from_pretrained
     from zerograph.state.sharded_init import sharded_init as sharded_init

@@ -30,8 +30,7 @@ from zerograph.compiler.steps import Steps
 from zerograph.compiler.virtual_ranks import inputs_with_all_slices, outputs_of_own_slices
 from zerograph.config import Config
 from zerograph.errors import CaptureError, ConfigError, InputError
-from zerograph.inspection import Prepared, logs
-from zerograph.inspection import trace as tracing
+from zerograph.inspection import Prepared, logs, trace as tracing
 from zerograph.inspection.environment import EnvironmentObserver
 from zerograph.inspection.inspected import Inspected
 from zerograph.inspection.trace import Trace

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD, repeat_heads, sum_heads
-from zerograph.ops.flex_attention import BATCH, HEADS
-from zerograph.ops.flex_attention import flex_attention as FLEX
-from zerograph.ops.flex_attention import flex_attention_backward as FLEX_BACKWARD
+from zerograph.ops.flex_attention import BATCH, HEADS, flex_attention as FLEX, flex_attention_backward as FLEX_BACKWARD
 from zerograph.passes.rules.registry import Operands, rule
 
 aten = torch.ops.aten

@@ -22,8 +22,7 @@ from zerograph.passes.buckets.coded_updates import CodedUpdate
 from zerograph.passes.context import BucketUpdate
 from zerograph.runtime.backends import coded_kernels
 from zerograph.runtime.checkpoint.index import Entry
-from zerograph.state.checkpoint import load
-from zerograph.state.checkpoint import state as checkpoint_state
+from zerograph.state.checkpoint import load, state as checkpoint_state
 
 STEPS, SAMPLES = 3, 8
 KEYS = ("exp_avg", "exp_avg_sq")

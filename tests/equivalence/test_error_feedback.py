@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
-from tests.equivalence.test_wire_formats import assert_equal, model, optimizer, rounded, train
-from tests.equivalence.test_wire_formats import inputs as batches
+from tests.equivalence.test_wire_formats import assert_equal, inputs as batches, model, optimizer, rounded, train
 from tests.harness import LossStep, sliced, stores_of, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.sbp import partial_sum
-from zerograph.runtime.feedback import pending_residuals
-from zerograph.runtime.feedback import residual as residual_of
+from zerograph.runtime.feedback import pending_residuals, residual as residual_of
 from zerograph.runtime.state import in_memory
 
 FEEDBACK = {"reduce": zg.wire("int4", feedback=True)}

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.capture.test_recurrent import LAYERS, X
-from tests.capture.test_recurrent import loss_of as recurrent_loss
+from tests.capture.test_recurrent import LAYERS, X, loss_of as recurrent_loss
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -14,8 +14,7 @@ from tests.models import TrainStep, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
 from zerograph import Collective
-from zerograph.runtime.wire import collectives as wire
-from zerograph.runtime.wire import selection
+from zerograph.runtime.wire import collectives as wire, selection
 
 ROWS, WIDTH, CLASSES = 2048, 16, 3
 PADDING = 300

@@ -16,8 +16,7 @@ from torch import Tensor
 import zerograph as zg
 from tests.models import TrainStep, adamw, make
 from tests.pool import Pool
-from zerograph.runtime.checkpoint import lock as locks
-from zerograph.runtime.checkpoint import storage
+from zerograph.runtime.checkpoint import lock as locks, storage
 
 
 def new_step() -> TrainStep:

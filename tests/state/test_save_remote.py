@@ -25,8 +25,7 @@ from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from tests.scripts import run_apart
 from zerograph.__main__ import app
-from zerograph.runtime.checkpoint import index, storage
-from zerograph.runtime.checkpoint import lock as locks
+from zerograph.runtime.checkpoint import index, lock as locks, storage
 from zerograph.runtime.checkpoint.remote import RemotePath, folder_of
 from zerograph.state.checkpoint.load import open_checkpoint
 

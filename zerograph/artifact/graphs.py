@@ -17,8 +17,7 @@ from zerograph.ir.loop import Loop, loop_of
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import NodeMeta, boxing_of, meta
 from zerograph.ir.rank_numbers import RankNumber
-from zerograph.ir.region import Region, region_of
-from zerograph.ir.region import local as local_operator
+from zerograph.ir.region import Region, local as local_operator, region_of
 from zerograph.ops import flex_attention
 
 # The loop is a part of its node.

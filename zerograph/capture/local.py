@@ -24,8 +24,7 @@ from zerograph.base.source import refusal
 from zerograph.capture.random_operators import Draws, refuse_others
 from zerograph.errors import PlacementError
 from zerograph.ir.functionalize import without_mutation
-from zerograph.ir.region import GlobalSpec, Region, split_joint
-from zerograph.ir.region import local as local_operator
+from zerograph.ir.region import GlobalSpec, Region, local as local_operator, split_joint
 from zerograph.ir.rewrite import replace_node
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import placeholders, restore_origins, writes

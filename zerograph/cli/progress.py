@@ -34,8 +34,15 @@ def progress_bars(doing: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bars(console: Console, doing: str) -> Iterator[None]:
-    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress as Bars,
+        SpinnerColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     described = TextColumn("{task.description}")
     # Standard output is not redirected.

@@ -15,8 +15,7 @@ from zerograph.artifact.code import recorded
 from zerograph.base.progress import tell
 from zerograph.base.recording import Recording
 from zerograph.base.source import warn_user
-from zerograph.capture import accelerator
-from zerograph.capture import trace as capturing
+from zerograph.capture import accelerator, trace as capturing
 from zerograph.capture.captured import Captured
 from zerograph.capture.experts import in_groups
 from zerograph.capture.named_values import NAMED_VALUES, NamedValues, ValueStates

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerograph.errors import PlacementError
 from zerograph.ir.annotate import replace_tensors
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, is_dtensor, nd_sbp, partial_sum, to_dtensor
-from zerograph.runtime.job.process_group import initialise, mesh_of
-from zerograph.runtime.job.process_group import mesh as mesh_of_all
+from zerograph.runtime.job.process_group import initialise, mesh as mesh_of_all, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

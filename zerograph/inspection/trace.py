@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.profiler import ProfilerActivity, record_function
-from torch.profiler import profile as torch_profile
+from torch.profiler import ProfilerActivity, profile as torch_profile, record_function
 
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.errors import ConfigError

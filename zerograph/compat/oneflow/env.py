@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from zerograph.runtime.job.environment import local_rank as get_local_rank
 from zerograph.runtime.job.launchers import number_of
-from zerograph.runtime.job.process_group import rank as get_rank
-from zerograph.runtime.job.process_group import world_size as get_world_size
+from zerograph.runtime.job.process_group import rank as get_rank, world_size as get_world_size
 
 __all__ = ["get_local_rank", "get_node_size", "get_rank", "get_world_size"]
 

@@ -5,7 +5,11 @@ They are zerograph's own, so they print as ``B``, ``S(d)`` and ``P``.
 
 from __future__ import annotations
 
-from zerograph.ir.sbp import Sbp as sbp  # noqa: N813 (OneFlow's name of the type)
-from zerograph.ir.sbp import broadcast, partial_sum, split
+from zerograph.ir.sbp import (
+    Sbp as sbp,  # noqa: N813 (OneFlow's name of the type)
+    broadcast,
+    partial_sum,
+    split,
+)
 
 __all__ = ["broadcast", "partial_sum", "sbp", "split"]

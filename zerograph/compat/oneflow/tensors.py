@@ -20,9 +20,7 @@ from zerograph.capture.trace import original_of
 from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.placements import mesh_of, placement, placement_of
 from zerograph.compiler.members import was_global
-from zerograph.compiler.placement import from_parts
-from zerograph.compiler.placement import to_global as checked
-from zerograph.compiler.placement import to_local as own_part
+from zerograph.compiler.placement import from_parts, to_global as checked, to_local as own_part
 from zerograph.errors import InputError, PlacementError, SplitParameterError
 from zerograph.graph import building
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, all_broadcast, broadcast, from_dtensor, nd_sbp, to_dtensor
