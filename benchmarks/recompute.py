@@ -5,8 +5,8 @@ python benchmarks/recompute.py --quick         # one of 3 layers and few rounds,
 
 One process, one thread, fp32, AdamW, backend eager. Saved: bytes of the peak below that of `"none"`, as `step.memory`
 predicts them and as the live tensors of running steps show. Time: medians of rounds in which the ways take turns.
-Made again: what the nodes that backward runs again take by themselves, timed one by one, as a share of a step that
-keeps all; a step may take that share longer, and 5 % of it.
+Added time is a share of the time of a step that keeps all, and so are the others. Recomputed: what the nodes that
+backward runs again take by themselves, timed one by one. Allowed: that, and 5 %.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from benchmarks.tables import Table, write  # noqa: E402
 from benchmarks.task_steps import eager_step  # noqa: E402
 from tests.peak_memory import most_alive_bytes  # noqa: E402
 
-HEADER = ["recompute", "peak", "saved, predicted", "saved, seen", "ratio", "step", "longer by", "made again", "allowed"]
+HEADER = ["recompute", "peak", "saved, predicted", "saved, seen", "ratio", "step", "added time", "recomputed", "allowed"]
 
 
 class Timed(fx.Interpreter):
-    """Runs a graph node by node, and adds up the seconds of those that make something again."""
+    """Runs a graph node by node, and adds up the seconds of those that are recomputed."""
 
     again = 0.0
 
