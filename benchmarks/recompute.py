@@ -31,7 +31,17 @@ from benchmarks.tables import Table, write  # noqa: E402
 from benchmarks.task_steps import eager_step  # noqa: E402
 from tests.peak_memory import most_alive_bytes  # noqa: E402
 
-HEADER = ["recompute", "peak", "saved, predicted", "saved, seen", "ratio", "step", "added time", "recomputed", "allowed"]
+HEADER = [
+    "recompute",
+    "peak",
+    "saved, predicted",
+    "saved, seen",
+    "ratio",
+    "step",
+    "added time",
+    "recomputed",
+    "allowed",
+]
 
 
 class Timed(fx.Interpreter):
