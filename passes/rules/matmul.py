@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import compress
+
 import torch
 
 from zerograph.passes.rules.factors import Linear
@@ -14,24 +17,14 @@ rule(aten.bmm.default, "b m k, b k n -> b m n", linear=(0, 1))
 rule(aten.mv.default, "m k, k -> m", linear=(0, 1))
 
 
-def _addmm(operands: Operands) -> str:
-    bias = {0: "", 1: "n", 2: "m n"}[operands.inputs[0].dim()]
-    return f"{added(operands, bias)}, m k, k n -> m n"
+def _and_summand(product: str) -> Callable[[Operands], str]:
+    """Return the notation of a product to which the first operand is added, aligned at the right."""
+    names = product.rpartition("-> ")[2].split()
 
+    def notation(operands: Operands) -> str:
+        return f"{added(operands, ' '.join(names[len(names) - operands.inputs[0].dim() :]))}, {product}"
 
-def _baddbmm(operands: Operands) -> str:
-    bias = {0: "", 1: "n", 2: "m n", 3: "b m n"}[operands.inputs[0].dim()]
-    return f"{added(operands, bias)}, b m k, b k n -> b m n"
-
-
-def _addbmm(operands: Operands) -> str:
-    bias = {0: "", 1: "n", 2: "m n"}[operands.inputs[0].dim()]
-    return f"{added(operands, bias)}, b m k, b k n -> m n"
-
-
-def _addr(operands: Operands) -> str:
-    bias = {0: "", 1: "n", 2: "m n"}[operands.inputs[0].dim()]
-    return f"{added(operands, bias)}, m, n -> m n"
+    return notation
 
 
 def _trilinear(operands: Operands) -> str:
@@ -50,10 +43,10 @@ def _product_added(operands: Operands) -> Linear:
     return together(0, 1)(operands) + together(0, 2)(operands)
 
 
-rule(aten.addmm.default, _addmm, linear=_product_added)
-rule(aten.baddbmm.default, _baddbmm, linear=_product_added)
-rule(aten.addbmm.default, _addbmm, linear=_product_added)
-rule(aten.addr.default, _addr, linear=_product_added)
+rule(aten.addmm.default, _and_summand("m k, k n -> m n"), linear=_product_added)
+rule(aten.baddbmm.default, _and_summand("b m k, b k n -> b m n"), linear=_product_added)
+rule(aten.addbmm.default, _and_summand("b m k, b k n -> m n"), linear=_product_added)
+rule(aten.addr.default, _and_summand("m, n -> m n"), linear=_product_added)
 rule(aten._trilinear.default, _trilinear, linear=(0, 1, 2))
 
 
@@ -69,11 +62,8 @@ def _convolution_backward(operands: Operands) -> str:
     window = "".join(f" w{i}!" for i in range(operands.inputs[1].dim() - 2))
     weight = "".join(f" k{i}!" for i in range(operands.inputs[1].dim() - 2))
     result = "".join(f" o{i}!" for i in range(operands.inputs[1].dim() - 2))
-    mask = operands["output_mask"]
-    outputs = [f"n ci!{window}", f"a! b!{weight}", "co!"]
-    return f"n co!{result}, n ci!{window}, a! b!{weight} -> " + ", ".join(
-        text for text, is_output in zip(outputs, mask, strict=True) if is_output
-    )
+    outputs = compress([f"n ci!{window}", f"a! b!{weight}", "co!"], operands["output_mask"])
+    return f"n co!{result}, n ci!{window}, a! b!{weight} -> " + ", ".join(outputs)
 
 
 rule(aten.convolution.default, _convolution)

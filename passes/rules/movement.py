@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from zerograph.passes.rules.registry import Operands, dim_names, rule, together
+from zerograph.passes.rules.registry import Operands, dim_names, mixing, rule, together
 
 aten = torch.ops.aten
-
-
-def _keeping(touched: Callable[[Operands], set[int]]) -> Callable[[Operands], str]:
-    """Return the notation of operators that mix elements along the ``touched`` dimensions and keep all others."""
-
-    def notation(operands: Operands) -> str:
-        rank = operands.inputs[0].dim()
-        mixed = {dim % rank for dim in touched(operands)} if rank else set()
-        lines = [
-            " ".join(f"v{number}x{i}!" if i in mixed else name for i, name in enumerate(dim_names(rank)))
-            for number in range(len(operands.inputs) + len(operands.outputs))
-        ]
-        return ", ".join(lines[: len(operands.inputs)]) + " -> " + ", ".join(lines[len(operands.inputs) :])
-
-    return notation
 
 
 def _rolled(operands: Operands) -> set[int]:
@@ -31,29 +14,26 @@ def _rolled(operands: Operands) -> set[int]:
     return set(operands["dims"]) or set(range(operands.inputs[0].dim()))
 
 
-rule(aten.roll.default, _keeping(_rolled), linear=(0,))
-rule(aten.glu.default, _keeping(lambda operands: {operands["dim"]}))
-rule(aten.glu_backward.default, _keeping(lambda operands: {operands["dim"]}), linear=(0,))
+rule(aten.roll.default, mixing(_rolled), linear=(0,))
+rule(aten.glu.default, mixing(lambda operands: {operands["dim"]}))
+rule(aten.glu_backward.default, mixing(lambda operands: {operands["dim"]}), linear=(0,))
 for _operator in (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default):
-    rule(_operator, _keeping(lambda operands: set(operands["dim"])), linear=(0,))
+    rule(_operator, mixing(lambda operands: set(operands["dim"])), linear=(0,))
 
 
 def _unfolded(operands: Operands) -> str:
-    rank = operands.inputs[0].dim()
-    dim = operands["dimension"] % rank if rank else 0
-    letters = dim_names(rank)
-    left = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
-    right = " ".join("windows!" if i == dim else name for i, name in enumerate(letters))
-    return f"{left} -> {right} size!"
+    whole, windows = _whole_and_windows(operands.inputs[0].dim(), operands["dimension"])
+    return f"{whole} -> {windows}"
 
 
 def _folded(operands: Operands) -> str:
-    rank = operands.outputs[0].dim()
-    dim = operands["dim"] % rank if rank else 0
-    letters = dim_names(rank)
-    left = " ".join("windows!" if i == dim else name for i, name in enumerate(letters))
-    right = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
-    return f"{left} size! -> {right}"
+    whole, windows = _whole_and_windows(operands.outputs[0].dim(), operands["dim"])
+    return f"{windows} -> {whole}"
+
+
+def _whole_and_windows(rank: int, dim: int) -> tuple[str, str]:
+    names = [f"{name}!" if rank and i == dim % rank else name for i, name in enumerate(dim_names(rank))]
+    return " ".join(names), " ".join(["windows!" if name.endswith("!") else name for name in names] + ["size!"])
 
 
 rule(aten.unfold.default, _unfolded, linear=(0,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 import torch
 
 from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD, repeat_heads, sum_heads
@@ -23,8 +25,7 @@ def _layer_norm_backward(operands: Operands) -> str:
     ones = " ".join(["1"] * len(operands["normalized_shape"]))
     parameters = [norm] * (len(operands.inputs) - 4)
     inputs = [f"... {norm}", f"... {norm}", f"... {ones}", f"... {ones}", *parameters]
-    mask = operands["output_mask"]
-    outputs = [text for text, is_output in zip([f"... {norm}", norm, norm], mask, strict=True) if is_output]
+    outputs = compress([f"... {norm}", norm, norm], operands["output_mask"])
     return ", ".join(inputs) + " -> " + ", ".join(outputs)
 
 
@@ -45,9 +46,8 @@ def _group_norm(operands: Operands) -> str:
 def _group_norm_backward(operands: Operands) -> str:
     window = "".join(f" w{i}!" for i in range(operands.inputs[0].dim() - 2))
     weight = "".join(", c!" for _ in operands.inputs[4:])
-    outputs = [f"n c!{window}", "c!", "c!"]
-    present = [text for text, is_output in zip(outputs, operands["output_mask"], strict=True) if is_output]
-    return f"n c!{window}, n c!{window}, n g!, n g!{weight} -> " + ", ".join(present)
+    outputs = compress([f"n c!{window}", "c!", "c!"], operands["output_mask"])
+    return f"n c!{window}, n c!{window}, n g!, n g!{weight} -> " + ", ".join(outputs)
 
 
 rule(aten.native_group_norm.default, _group_norm)

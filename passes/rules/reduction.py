@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from zerograph.passes.rules.registry import Operands, dim_names, rule
+from zerograph.passes.rules.registry import Operands, dim_names, mixing, rule
 
 aten = torch.ops.aten
 
@@ -63,22 +63,11 @@ for _operator in (
     rule(_operator, _reduce(False))
 
 
-def along(argument: str = "dim") -> Callable[[Operands], str]:
-    """Return the notation of operators that run along one dimension and keep the shape: softmax, cumsum, sort."""
-
-    def notation(operands: Operands) -> str:
-        rank = operands.inputs[0].dim()
-        dim = operands[argument] % rank if rank else 0
-        text = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(dim_names(rank)))
-        inputs = [text if value.dim() == rank else "" for value in operands.inputs]
-        return ", ".join(inputs) + " -> " + ", ".join([text] * len(operands.outputs))
-
-    return notation
-
-
-rule(aten._softmax.default, along())
-rule(aten._safe_softmax.default, along())
-rule(aten._log_softmax.default, along())
+# Operators that run along one dimension and keep the others.
+_along = mixing(lambda operands: {operands["dim"]})
+rule(aten._softmax.default, _along)
+rule(aten._safe_softmax.default, _along)
+rule(aten._log_softmax.default, _along)
 for _operator in (
     aten.cummax.default,
     aten.cummin.default,
@@ -88,29 +77,14 @@ for _operator in (
     aten.argsort.default,
     aten.argsort.stable,
 ):
-    rule(_operator, along())
-rule(aten._softmax_backward_data.default, along(), linear=(0,))
-rule(aten._log_softmax_backward_data.default, along(), linear=(0,))
+    rule(_operator, _along)
+rule(aten._softmax_backward_data.default, _along, linear=(0,))
+rule(aten._log_softmax_backward_data.default, _along, linear=(0,))
 rule(aten.histc.default, lambda operands: _counted(operands))
-rule(aten.cumsum.default, along(), linear=(0,))
-rule(aten.flip.default, lambda operands: _flip(operands), linear=(0,))
-rule(aten.sort.default, along())
-rule(aten.topk.default, lambda operands: _resized(operands))
-
-
-def _flip(operands: Operands) -> str:
-    rank = operands.inputs[0].dim()
-    flipped = {dim % rank for dim in operands["dims"]}
-    text = " ".join(f"{name}!" if i in flipped else name for i, name in enumerate(dim_names(rank)))
-    return f"{text} -> {text}"
-
-
-def _resized(operands: Operands) -> str:
-    rank = operands.inputs[0].dim()
-    dim = operands["dim"] % rank
-    source = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(dim_names(rank)))
-    result = " ".join("k!" if i == dim else name for i, name in enumerate(dim_names(rank)))
-    return f"{source} -> {result}, {result}"
+rule(aten.cumsum.default, _along, linear=(0,))
+rule(aten.flip.default, mixing(lambda operands: operands["dims"]), linear=(0,))
+rule(aten.sort.default, _along)
+rule(aten.topk.default, _along)
 
 
 def _counted(operands: Operands) -> str:
@@ -120,13 +94,6 @@ def _counted(operands: Operands) -> str:
     return f"{source} -> bins!"
 
 
-def _renormed(operands: Operands) -> str:
-    """Return the notation of an operator with one norm per slice along the dimension."""
-    rank = operands.inputs[0].dim()
-    dim = operands["dim"] % rank
-    text = " ".join(name if i == dim else f"{name}!" for i, name in enumerate(dim_names(rank)))
-    return f"{text} -> {text}"
-
-
-rule(aten.renorm.default, _renormed)
-rule(aten.linalg_cross.default, along(), linear=(0, 1))
+# One norm for each slice along the dimension.
+rule(aten.renorm.default, mixing(lambda operands: {*range(operands.inputs[0].dim())} - _reduced_dims(operands, "dim")))
+rule(aten.linalg_cross.default, _along, linear=(0, 1))

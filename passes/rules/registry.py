@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,6 +130,21 @@ def leading(count: Callable[[Operands], int]) -> Callable[[Operands], str]:
             operand_texts.append(" ".join([*dim_names(min(shared, value.dim())), *own]))
         inputs = len(operands.inputs)
         return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
+
+    return notation
+
+
+def mixing(touched: Callable[[Operands], Collection[int]]) -> Callable[[Operands], str]:
+    """Return the notation of operators that mix elements along the ``touched`` dimensions and keep all others."""
+
+    def notation(operands: Operands) -> str:
+        rank = operands.inputs[0].dim()
+        mixed = {dim % rank for dim in touched(operands)} if rank else set()
+        lines = [
+            " ".join(f"v{number}x{i}!" if i in mixed else name for i, name in enumerate(dim_names(rank)))
+            for number in range(len(operands.inputs) + len(operands.outputs))
+        ]
+        return ", ".join(lines[: len(operands.inputs)]) + " -> " + ", ".join(lines[len(operands.inputs) :])
 
     return notation
 

@@ -9,7 +9,7 @@ import torch
 
 from zerograph.ir.sizes import hints
 from zerograph.ops.random import uniform
-from zerograph.passes.rules.registry import Operands, dim_names, rule, together, whole
+from zerograph.passes.rules.registry import Operands, dim_names, mixing, rule, together, whole
 
 aten = torch.ops.aten
 
@@ -197,23 +197,14 @@ rule(aten.cat.default, _joined, linear="all")
 rule(aten.stack.default, _stacked, linear="all")
 
 
-def _padded(operands: Operands) -> str:
-    rank, pad = operands.inputs[0].dim(), operands["pad"]
-    changed = {rank - 1 - k for k in range(len(pad) // 2) if pad[2 * k] or pad[2 * k + 1]}
-    source = " ".join(f"{name}!" if i in changed else name for i, name in enumerate(dim_names(rank)))
-    result = " ".join(f"padded{i}!" if i in changed else name for i, name in enumerate(dim_names(rank)))
-    return f"{source} -> {result}"
+def _padded(operands: Operands) -> set[int]:
+    pad = operands["pad"]
+    return {-1 - k for k in range(len(pad) // 2) if pad[2 * k] or pad[2 * k + 1]}
 
 
-rule(aten.constant_pad_nd.default, _padded, linear=lambda operands: () if operands["value"] else (0,))
-rule(aten.tril.default, lambda operands: _but_last_two(operands), linear=(0,))
-rule(aten.triu.default, lambda operands: _but_last_two(operands), linear=(0,))
-
-
-def _but_last_two(operands: Operands) -> str:
-    letters = dim_names(operands.inputs[0].dim())
-    text = " ".join([*letters[:-2], *(f"{name}!" for name in letters[-2:])])
-    return f"{text} -> {text}"
+rule(aten.constant_pad_nd.default, mixing(_padded), linear=lambda operands: () if operands["value"] else (0,))
+rule(aten.tril.default, mixing(lambda operands: (-1, -2)), linear=(0,))
+rule(aten.triu.default, mixing(lambda operands: (-1, -2)), linear=(0,))
 
 
 # Constant tensors: all pieces are equal.

@@ -95,12 +95,8 @@ rule(aten.channel_shuffle.default, "n c! ... -> n c! ...", linear=(0,))
 
 
 # Windows as columns: the batch dimension, if there is one, can be split.
-def _samples(rank: int) -> Any:
-    return leading(lambda operands: operands.inputs[0].dim() - rank)
-
-
-rule(aten.im2col.default, _samples(3), linear=(0,))
-rule(aten.col2im.default, _samples(2), linear=(0,))
+_each((aten.im2col.default,), 3, linear=True, batch=None)
+_each((aten.col2im.default,), 2, linear=True, batch=None)
 
 # Points of the grid are independent; the gradient of the image is the sum over them.
 rule(aten.grid_sampler_2d.default, "n c h! w!, n i j xy! -> n c i j", linear=(0,))
