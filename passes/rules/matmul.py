@@ -51,19 +51,20 @@ rule(aten._trilinear.default, _trilinear, linear=(0, 1, 2))
 
 
 def _convolution(operands: Operands) -> str:
-    window = "".join(f" w{i}!" for i in range(operands.inputs[0].dim() - 2))
-    weight = "".join(f" k{i}!" for i in range(operands.inputs[0].dim() - 2))
-    result = "".join(f" o{i}!" for i in range(operands.inputs[0].dim() - 2))
+    images, weight, result = _convolved(operands)
     bias = ", co!" if len(operands.inputs) == 3 else ""
-    return f"n ci!{window}, a! b!{weight}{bias} -> n co!{result}"
+    return f"{images}, {weight}{bias} -> {result}"
 
 
 def _convolution_backward(operands: Operands) -> str:
-    window = "".join(f" w{i}!" for i in range(operands.inputs[1].dim() - 2))
-    weight = "".join(f" k{i}!" for i in range(operands.inputs[1].dim() - 2))
-    result = "".join(f" o{i}!" for i in range(operands.inputs[1].dim() - 2))
-    outputs = compress([f"n ci!{window}", f"a! b!{weight}", "co!"], operands["output_mask"])
-    return f"n co!{result}, n ci!{window}, a! b!{weight} -> " + ", ".join(outputs)
+    images, weight, result = _convolved(operands)
+    return f"{result}, {images}, {weight} -> " + ", ".join(compress([images, weight, "co!"], operands["output_mask"]))
+
+
+def _convolved(operands: Operands) -> list[str]:
+    """Return the factors of images, weight and result; a window has as many dimensions in each."""
+    window, pairs = range(operands.inputs[0].dim() - 2), (("n ci!", "w"), ("a! b!", "k"), ("n co!", "o"))
+    return [" ".join([first, *(f"{name}{i}!" for i in window)]) for first, name in pairs]
 
 
 rule(aten.convolution.default, _convolution)

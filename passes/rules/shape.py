@@ -49,9 +49,8 @@ rule(aten.t.default, _mapped(lambda operands, letters: letters[::-1]), linear=(0
 rule(aten.transpose.int, _mapped(_swapped), linear=(0,))
 rule(aten.permute.default, _mapped(lambda o, letters: [letters[d] for d in o["dims"]]), linear=(0,))
 rule(aten.unsqueeze.default, _mapped(_unsqueezed), linear=(0,))
-rule(aten.squeeze.default, _mapped(_squeezed), linear=(0,))
-rule(aten.squeeze.dim, _mapped(_squeezed), linear=(0,))
-rule(aten.squeeze.dims, _mapped(_squeezed), linear=(0,))
+for _operator in (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims):
+    rule(_operator, _mapped(_squeezed), linear=(0,))
 
 
 def _reshaped(operands: Operands) -> str:
@@ -101,9 +100,8 @@ def _grouped(factors: list[list[str]], shape: Sequence[int], prefix: str) -> str
     return " ".join(text)
 
 
-rule(aten.view.default, _reshaped, linear=(0,))
-rule(aten._unsafe_view.default, _reshaped, linear=(0,))
-rule(aten.reshape.default, _reshaped, linear=(0,))
+for _operator in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+    rule(_operator, _reshaped, linear=(0,))
 rule(aten.as_strided.default, whole)
 
 
@@ -124,25 +122,20 @@ rule(
 )
 
 
-def cut(argument: str = "dim") -> Callable[[Operands], str]:
+def _cut(operands: Operands) -> str:
     """Return the notation of operators that take a part along one dimension; taking all of it leaves it splittable."""
-
-    def notation(operands: Operands) -> str:
-        source = operands.inputs[0].shape
-        dim = operands[argument] % len(source)
-        letters = dim_names(len(source))
-        whole = all(v.dim() == len(source) and v.shape[dim] == source[dim] for v in operands.outputs)
-        if whole:
-            text = " ".join(letters)
-            return f"{text} -> " + ", ".join([text] * len(operands.outputs))
-        before = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
-        after = []
-        for index, output in enumerate(operands.outputs):
-            part = [] if output.dim() < len(source) else [f"part{index}!"]
-            after.append(" ".join([*letters[:dim], *part, *letters[dim + 1 :]]))
-        return f"{before} -> " + ", ".join(after)
-
-    return notation
+    source = operands.inputs[0].shape
+    dim = operands["dim"] % len(source)
+    letters = dim_names(len(source))
+    if all(v.dim() == len(source) and v.shape[dim] == source[dim] for v in operands.outputs):
+        text = " ".join(letters)
+        return f"{text} -> " + ", ".join([text] * len(operands.outputs))
+    before = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
+    after = []
+    for index, output in enumerate(operands.outputs):
+        part = [] if output.dim() < len(source) else [f"part{index}!"]
+        after.append(" ".join([*letters[:dim], *part, *letters[dim + 1 :]]))
+    return f"{before} -> " + ", ".join(after)
 
 
 for _operator in (
@@ -157,7 +150,7 @@ for _operator in (
     aten.chunk.default,
     aten.narrow.default,
 ):
-    rule(_operator, cut(), linear=(0,))
+    rule(_operator, _cut, linear=(0,))
 
 
 def _joined(operands: Operands) -> str:
@@ -212,10 +205,8 @@ def _filled(operands: Operands) -> str:
     return "-> " + " ".join(dim_names(operands.outputs[0].dim()))
 
 
-rule(aten.full.default, _filled)
-rule(aten.zeros.default, _filled)
-rule(aten.ones.default, _filled)
-rule(aten.scalar_tensor.default, _filled)
+for _operator in (aten.full.default, aten.zeros.default, aten.ones.default, aten.scalar_tensor.default):
+    rule(_operator, _filled)
 # Each random number follows from its position in the global tensor.
 rule(uniform, _filled)
 
