@@ -423,6 +423,15 @@ class Kept(DataLoader[Any]):
         return (next(self.iterator) for _ in range(len(self)))
 
 
+class Numbered:
+    """Has its batches by number, and no ``__iter__``."""
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number == 2:
+            raise IndexError
+        return torch.arange(3.0) + number
+
+
 def read_in_unusual_ways(prepare: Prepare) -> list[Any]:
     dataset, whole = TensorDataset(torch.arange(10.0)), torch.arange(12.0).view(3, 4)
     _, growing, *others = prepare(nn.Linear(1, 1), Windows(), Doubled(dataset, 4), Kept(dataset, 4))
@@ -433,6 +442,9 @@ def read_in_unusual_ways(prepare: Prepare) -> list[Any]:
     plain.collate_fn = lambda samples: torch.stack([x for (x,) in samples]) + 1
     read += [*plain, next(stream), *stream, batches[-1], batches[0], *batches[1:]]
     read += [torch.tensor([isinstance(one, DataLoader) for one in (growing, plain, stream, *others)])]
+    sparse = DataLoader(dataset, 4, collate_fn=lambda samples: torch.stack([x for (x,) in samples]).to_sparse())
+    _, numbered, sparse = prepare(nn.Linear(1, 1), Numbered(), sparse)
+    read += [*numbered, *(batch.to_dense() for batch in sparse)]
     return [one.tolist() for one in read]
 
 

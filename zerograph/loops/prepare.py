@@ -158,7 +158,9 @@ def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.op
 def _prepared(one: Any, loop: Loop) -> Any:
     if isinstance(one, (nn.Module, torch.optim.Optimizer, LRScheduler)):
         return one
-    if isinstance(one, Iterable) and not isinstance(one, (Tensor, str, bytes, dict)):
+    # iter() takes what has items by number, too.
+    is_iterable = isinstance(one, Iterable) or hasattr(type(one), "__getitem__")
+    if is_iterable and not isinstance(one, (Tensor, str, bytes, dict)):
         return loop.loader(one)
     if callable(one):
         return _called_by(one, loop)

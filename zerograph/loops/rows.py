@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
@@ -132,6 +133,9 @@ def rows_of(batch: Any, share: Share, samples: int = 0) -> Any:
 
     def own(value: Any) -> Any:
         if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                unknown.append(f"tensor of layout {value.layout}")
+                return value
             return rows_of_tensor(value) if value.ndim else value
         if isinstance(value, Texts):
             return Texts(value.values[rows])
