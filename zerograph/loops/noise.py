@@ -1,4 +1,4 @@
-"""What reading a sample may change: random generators of torch, Python, NumPy and a dataset, and its counters."""
+"""Generators that reading a sample may move: of torch, Python, NumPy, and those of a dataset, with its counters."""
 
 from __future__ import annotations
 
