@@ -440,7 +440,8 @@ class Loop:
             return {}
         # By value: a change through parameter.data leaves no other trace.
         hashes = {store: _hashes(store) for store in self._shown}
-        facts = {"parameters that the loop may have changed": str([*hashes.values()])}
+        advice = "(zg.full_parameters(model, modifier_rank=0) gives all ranks those of rank 0)"
+        facts = {f"parameters that the loop may have changed {advice}": str([*hashes.values()])}
         agree(world().job, "the end of a change of parameters", digest(facts), lambda: facts)
         before, self._shown = self._shown, {}
         for store, now in hashes.items():
