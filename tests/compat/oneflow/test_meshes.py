@@ -78,7 +78,7 @@ class Predict(nn.Graph):
 
 
 # That stages agree does not depend on the mesh.
-STAGES: dict[str, tuple[int, ...]] = {"line": (1, 3), "grid": (3,), "grid, both split": (2,)}
+STAGES: dict[str, tuple[int, ...]] = {"line": (3,), "grid": (3,), "grid, both split": (2,)}
 
 
 def at_stages(layout: str) -> list[dict[str, Any]]:

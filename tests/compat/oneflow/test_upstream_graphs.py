@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zerograph as zg
 import zerograph.compat.oneflow as flow
+from tests.harness import sliced
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 from zerograph.compat.oneflow.nn.graph import GraphModule, GraphTensor
@@ -108,20 +109,12 @@ CLIPPED = {
 }
 
 
-def all_clipped(ranks: int) -> dict[str, list[Tensor]]:
-    return {name: clipped_in_graph(*case[1:]) for name, case in CLIPPED.items() if case[0] == ranks}
-
-
-@pytest.fixture(scope="module")
-def clipped(pool: Pool) -> dict[str, list[Tensor]]:
-    return all_clipped(1) | pool.run(2, all_clipped, 2)[1] | pool.run(4, all_clipped, 4)[3]
-
-
-@pytest.mark.parametrize("name", CLIPPED)
-def test_a_graph_clips_as_a_step_outside_it(clipped: dict[str, list[Tensor]], name: str) -> None:
-    norm_type, max_norm = CLIPPED[name][1:3]
+@sliced("name", ["acc", "dp_acc", "mp", "inf local", "inf dp", "inf dp_mp"], CLIPPED)
+def test_a_graph_clips_as_a_step_outside_it(pool: Pool, name: str) -> None:
+    ranks, norm_type, max_norm, *case = CLIPPED[name]
     eager = clipped_eagerly(norm_type, max_norm)
-    torch.testing.assert_close(clipped[name], eager, rtol=1e-10, atol=1e-12)
+    clipped = pool.run(ranks, clipped_in_graph, norm_type, max_norm, *case)[-1]
+    torch.testing.assert_close(clipped, eager, rtol=1e-10, atol=1e-12)
     # The clip takes part: without it the weights are others.
     assert not torch.allclose(clipped_eagerly(norm_type, 1e9)[1], eager[1])
 
