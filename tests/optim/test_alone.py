@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.models import TrainStep, part, train_plainly
 from tests.optim.test_update import data, matrices, model, vectors
 from tests.pool import Pool
@@ -235,7 +236,7 @@ def stacking(graph: bool, stage: int) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@sliced("stage", [0, 3], [2])
 def test_an_optimizer_that_stacks_parameters_communicates_and_has_scratch_tensors_is_the_plain_one(
     pool: Pool, stage: int
 ) -> None:

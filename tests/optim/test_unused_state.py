@@ -87,7 +87,7 @@ def test_state_that_an_update_does_not_use_is_there_again_later(name: str) -> No
     check(name, trained(name, 1)[0])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@sliced("stage", [3], [1])
 def test_split_state_that_an_update_does_not_use_is_there_again_later(pool: Pool, stage: int) -> None:
     states, _ = pool.run(2, trained, "momentum", stage)[0]
     check("momentum", states)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import LossStep, sum_of_squares
+from tests.harness import LossStep, covering, sliced, sum_of_squares
 from zerograph.ir.mesh import line
 
 aten = torch.ops.aten
@@ -36,16 +35,17 @@ def waiting(optimizer: type[torch.optim.Optimizer], ranks: int, options: Any, **
     return [str(node.target) for node in graph.nodes if waits(node)]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("clip", [None, 1.0])
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.AdamW, {"fused": True}),
-        (torch.optim.AdamW, {}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.Adagrad, {}),
-    ],
+UPDATES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adagrad, {}),
+]
+
+
+@sliced(
+    "optimizer, options, clip, ranks",
+    *covering((*update, clip, ranks) for update in UPDATES for clip in (None, 1.0) for ranks in (1, 4)),
 )
 def test_no_operator_waits(
     optimizer: type[torch.optim.Optimizer], options: Any, clip: float | None, ranks: int

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, mean_of_squares, sliced
+from tests.harness import LossStep, covering, mean_of_squares, sliced
 from tests.pool import Pool
 
 
@@ -172,10 +172,10 @@ def edited(name: str, stage: int, in_block: bool) -> list[Tensor]:
     return train(model, optimizer, EDITS[name], zg.full_parameters if in_block else lambda _: None)
 
 
-@pytest.mark.parametrize("in_block", [True, False])
-@pytest.mark.parametrize(
-    ("name", "stage", "ranks"), [("zero", 3, 2), ("set", 2, 2), ("clear", 3, 2), ("delete", 2, 2), ("nothing", 0, 1)]
-)
+EDITED = [("zero", 3, 2), ("set", 2, 2), ("clear", 3, 2), ("delete", 2, 2), ("nothing", 0, 1)]
+
+
+@sliced("name, stage, ranks, in_block", *covering((*edit, place) for edit in EDITED for place in (True, False)))
 def test_an_edit_of_the_optimizers_state_counts(pool: Pool, name: str, stage: int, ranks: int, in_block: bool) -> None:
     (expected,) = pool.run(1, plain_run, name)
     for losses in pool.run(ranks, edited, name, stage, in_block):
