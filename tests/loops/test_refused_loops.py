@@ -172,6 +172,18 @@ def penalty(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
+def penalty_before(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Compute a penalty, and its gradient only after another call has changed the statistics of batch norm."""
+    optimizer.zero_grad()
+    at = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(at).sum(), at, create_graph=True)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    gradient.square().mean().backward()
+    optimizer.step()
+    return loss
+
+
 def late_penalty(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     """Differentiate gradients from the third step on, when the calls are graphs."""
     optimizer.zero_grad()
@@ -262,6 +274,11 @@ def packed_rows() -> nn.Module:
     return Packed().double()
 
 
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
 def with_features() -> nn.Module:
     torch.manual_seed(0)
     return WithFeatures().double()
@@ -279,6 +296,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "detection of anomalies": (anomalies, network),
     "a penalty on gradients of an input": (penalty, network),
     "a late penalty": (late_penalty, network),
+    "a penalty before batch norm's next call": (penalty_before, normalized),
     "a new group with a gradient": (another_optimizer, with_extra),
     "rows packed by their lengths": (not_cleared, packed_rows),
     "a penalty on gradients of a result": (penalty_by_features, with_features),

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._functorch import pyfunctorch
-from torch.autograd import graph as autograd_graph
+from torch.autograd import grad_mode, graph as autograd_graph
 from torch.utils import checkpoint as checkpointing
 
 from zerograph._torch.tensors import plain_tensors
@@ -130,6 +130,12 @@ def reaches_all_leaves(*, deeply: bool = True) -> bool:
             elif deeply:
                 nodes.append(node)
     return True
+
+
+def same_versions(tensors: Iterable[Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Return a block whose writes to tensors count as none, as those of batch norm to its statistics do."""
+    counted = tuple(one for one in tensors if not one.is_inference())
+    return grad_mode._unsafe_preserve_version_counter(counted)
 
 
 def ambient_autocast() -> tuple[str, torch.dtype] | None:

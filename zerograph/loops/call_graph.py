@@ -376,11 +376,14 @@ class Begun:
         graph._check_replicas()
         self._inputs = graph._run_inputs(self.step, executor, self.batch)
         graph._passes_done += 1
+        written = graph.written(self.step)
         if not graph._optimizers:
-            results = executor(*self._inputs)
+            with _torch.same_versions(written):
+                results = executor(*self._inputs)
             return graph.result(self.step, self._globals(results))
-        self._buffers = {one: one.clone() for one in graph.written(self.step)}
-        values, self._finish = executor.start(*self._inputs)
+        self._buffers = {one: one.clone() for one in written}
+        with _torch.same_versions(written):
+            values, self._finish = executor.start(*self._inputs)
         outputs = self._globals(values)
         # Not those that the caller gets: their node, which holds this object, would never be freed if several share it.
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output.detach() for output in outputs]
@@ -436,7 +439,8 @@ class Begun:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._buffers_as_before())
                 sums = None if adds else stack.enter_context(owner.gradients_aside(self.parameters))
-                _, again._finish = again.step.executor.start(*again._inputs)
+                with _torch.same_versions(self._buffers):
+                    _, again._finish = again.step.executor.start(*again._inputs)
                 found = again._go_on(gradients)
         if sums is None:
             return found
@@ -508,13 +512,13 @@ class Begun:
     def _buffers_as_before(self) -> Iterator[None]:
         """Give the buffers that forward has changed the values of before inside the block."""
         now = {one: one.clone() for one in self._buffers}
-        with torch.no_grad():
+        with torch.no_grad(), _torch.same_versions(now):
             for buffer, before in self._buffers.items():
                 buffer.copy_(before)
         try:
             yield
         finally:
-            with torch.no_grad():
+            with torch.no_grad(), _torch.same_versions(now):
                 for buffer, after in now.items():
                     buffer.copy_(after)
 
