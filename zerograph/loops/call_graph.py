@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zerograph import _torch
 from zerograph.compiler.batch import Batch
@@ -41,6 +42,7 @@ CHANGED_BEFORE_BACKWARD = (
     "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
     "Call the model again, or change parameters after backward()."
 )
+_STATISTICS = ("running_mean", "running_var")
 # The result of the last trace. No part of the state that a trace can change.
 _TEMPLATE: ContextVar[Template | None] = ContextVar("template", default=None)
 
@@ -204,8 +206,9 @@ class CallGraph(LoopGraph):
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
         assert kind.results is not None
         self._results = kind.results
-        # The captured graph, the result and the buffers that it changes, by identity of the first.
-        self._templates: dict[int, tuple[object, Template, list[str]]] = {}
+        # The captured graph, the result and the buffers that it changes, by identity of the first. True: a statistic of
+        # batch norm.
+        self._templates: dict[int, tuple[object, Template, dict[str, bool]]] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
         # A prepared loader knows what a part is.
         compares = world().rows_of_ranks
@@ -284,17 +287,21 @@ class CallGraph(LoopGraph):
             raise CaptureError("a zg.local() region computes with the whole batch in a loop, as in one process")
         return step
 
-    def written(self, step: CompiledStep) -> list[Tensor]:
-        """Return the buffers that the calls change."""
+    def written(self, step: CompiledStep) -> dict[Tensor, bool]:
+        """Return the buffers that the calls change, and which of them are statistics of batch norm."""
         names = self._templates[id(step.captured)][2]
         if not names:
-            return []
+            return {}
         buffers = self._members().buffers
-        return [buffers[name] for name in names]
+        return {buffers[name]: is_statistic for name, is_statistic in names.items()}
 
     def _keep(self, step: CompiledStep, template: Template) -> None:
         roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
-        written = [role.name for role in roles if role.kind == "buffer"]
+        names, root = [role.name.rpartition(".") for role in roles if role.kind == "buffer"], self._members().root
+        written = {
+            ".".join((path, name)): isinstance(root.get_submodule(path), _NormBase) and name in _STATISTICS
+            for path, _, name in names
+        }
         self._templates[id(step.captured)] = step.captured, template, written
 
     def _template(self, step: CompiledStep) -> Template:
@@ -367,6 +374,8 @@ class Begun:
     _read: Sequence[int] = ()
     # The buffers that forward changes, as they were.
     _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Those among them to which batch norm writes without counting it.
+    _statistics: Sequence[Tensor] = ()
     # The rows of each rank of an output, by its number; None for equal ones.
     _rows: dict[int, tuple[int, ...] | None] = field(default_factory=dict)
 
@@ -377,12 +386,13 @@ class Begun:
         self._inputs = graph._run_inputs(self.step, executor, self.batch)
         graph._passes_done += 1
         written = graph.written(self.step)
+        self._statistics = [one for one, is_statistic in written.items() if is_statistic]
         if not graph._optimizers:
-            with _torch.same_versions(written):
+            with _torch.same_versions(self._statistics):
                 results = executor(*self._inputs)
             return graph.result(self.step, self._globals(results))
         self._buffers = {one: one.clone() for one in written}
-        with _torch.same_versions(written):
+        with _torch.same_versions(self._statistics):
             values, self._finish = executor.start(*self._inputs)
         outputs = self._globals(values)
         # Not those that the caller gets: their node, which holds this object, would never be freed if several share it.
@@ -439,7 +449,7 @@ class Begun:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._buffers_as_before())
                 sums = None if adds else stack.enter_context(owner.gradients_aside(self.parameters))
-                with _torch.same_versions(self._buffers):
+                with _torch.same_versions(self._statistics):
                     _, again._finish = again.step.executor.start(*again._inputs)
                 found = again._go_on(gradients)
         if sums is None:
@@ -512,13 +522,13 @@ class Begun:
     def _buffers_as_before(self) -> Iterator[None]:
         """Give the buffers that forward has changed the values of before inside the block."""
         now = {one: one.clone() for one in self._buffers}
-        with torch.no_grad(), _torch.same_versions(now):
+        with torch.no_grad(), _torch.same_versions(self._statistics):
             for buffer, before in self._buffers.items():
                 buffer.copy_(before)
         try:
             yield
         finally:
-            with torch.no_grad(), _torch.same_versions(now):
+            with torch.no_grad(), _torch.same_versions(self._statistics):
                 for buffer, after in now.items():
                     buffer.copy_(after)
 
