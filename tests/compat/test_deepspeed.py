@@ -240,6 +240,8 @@ def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
         settings = zg.from_deepspeed({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
     config = zg.Config()
     settings.configure(config)
+    # A rank that is done at once would close connections of the grid that another has not seen open yet.
+    torch.distributed.barrier()
     return None if config.placement is None else (config.placement.mesh.tolist(), config.shard_dims)
 
 
