@@ -163,7 +163,7 @@ def test_curves_have_a_line_for_each_stage() -> None:
     [
         ([SCRIPT, "--memory", "memory.txt"], "not the name of a picture"),
         ([SCRIPT, "--timeline", "nowhere/timeline.png"], "nowhere is not a writable folder"),
-        (["--params", "1e9", "--memory", "memory.png"], "need a script's step"),
+        (["--params", "1e9", "--memory", "memory.png"], "give a script's step for --memory"),
         ([SCRIPT, "--precision", "int8"], "choose fp32, bf16, fp16"),
     ],
 )

@@ -123,7 +123,7 @@ def plan(
         others = [name for name in context.params if name not in _OF_CLOSED_FORM]
         if given := [name for name in others if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise typer.BadParameter(f"{named}: needs a script's step; --params is all that the closed form knows")
+            raise typer.BadParameter(f"--params is all that the closed form knows: give a script's step for {named}")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
         with reported():
