@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -19,6 +20,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 nn_kernels: Any = torch._C._nn
 # The functions that modules of torch.nn.modules.rnn call: they look them up here.
 recurrent_functions: Any = torch._VF
+
+
+def is_norm_statistic(module: nn.Module, name: str) -> bool:
+    """Return whether a buffer is a statistic of a norm, to which its kernel writes without counting it."""
+    return isinstance(module, _NormBase) and name in ("running_mean", "running_var")
 
 
 def with_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
-from zerograph.ir.mesh import Mesh, global_shape, own_slices
+from zerograph.ir.mesh import Mesh, global_shape, slice_counts
 from zerograph.ir.sbp import Split, broadcast
 
 # Combinations of sizes that are remembered with what they select.
@@ -42,8 +42,7 @@ def local_sizes(batch: Batch) -> list[int]:
 
 def sizes_on(mesh: Mesh, batch: Batch) -> list[list[int]]:
     """Return :func:`local_sizes` of all ranks of a mesh that is seen from the one with this batch."""
-    slices = batch.slices or mesh.size
-    counts = [end - first for first, end in (own_slices(slices, mesh.size, rank) for rank in range(mesh.size))]
+    counts = slice_counts(batch.slices or mesh.size, mesh.size)
     sizes = [(size, not dim) for number in part_numbers(batch) for dim, size in enumerate(batch.tensors[number].shape)]
     return [[size * count // counts[mesh.rank] if is_rows else size for size, is_rows in sizes] for count in counts]
 
@@ -353,8 +352,7 @@ def _are_even(rows: Sequence[int], batch: Batch) -> bool:
     if batch.slices is None or batch.slices % len(rows) == 0:
         return len(set(rows)) == 1 and rows[0] % batch.micro_batches == 0
     size, rest = divmod(sum(rows), batch.slices)
-    parts = (own_slices(batch.slices, len(rows), rank) for rank in range(len(rows)))
-    return not rest and all(count == size * (end - first) for count, (first, end) in zip(rows, parts, strict=True))
+    return not rest and list(rows) == [count * size for count in slice_counts(batch.slices, len(rows))]
 
 
 def _check_limits(limits: tuple[int, int | None], name: str, dim: int, each: Sequence[int]) -> None:
@@ -432,8 +430,8 @@ def _unequal(batch: Batch, call: _Sizes, reason: str) -> str:
         else f"{batch.cut_by} does not divide the number of rows"
     )
     if batch.slices is not None and batch.slices % len(counts):
-        parts = [own_slices(batch.slices, len(counts), rank) for rank in range(len(counts))]
-        problem = f"ranks have {', '.join(str(end - first) for first, end in parts)} slices, not of equally many rows"
+        slices = ", ".join(map(str, slice_counts(batch.slices, len(counts))))
+        problem = f"ranks have {slices} slices, not of equally many rows"
     shown = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts))
     return (
         f"{problem}, and {reason}: {batch.names[first]} has {shown}\n"

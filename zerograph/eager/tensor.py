@@ -18,7 +18,7 @@ from zerograph.eager.dispatch import View
 from zerograph.eager.program import Spec, check_slices
 from zerograph.eager.world import world
 from zerograph.errors import InputError, PlacementError, RankMismatchError, ZeroGraphError
-from zerograph.ir.mesh import Mesh, global_shape, of_own_slices, own_slices, with_all_slices
+from zerograph.ir.mesh import Mesh, global_shape, of_own_slices, slice_counts, with_all_slices
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
@@ -197,8 +197,7 @@ class GlobalTensor(Tensor):
             rows = [part.shape[dim]] * now.job.size
         if rows is not None and now.slices is not None and sum(rows) % now.slices == 0:
             unit = sum(rows) // now.slices
-            bounds = [own_slices(now.slices, now.job.size, rank) for rank in range(now.job.size)]
-            if list(rows) != (needed := [(end - first) * unit for first, end in bounds]):
+            if list(rows) != (needed := [count * unit for count in slice_counts(now.slices, now.job.size)]):
                 raise InputError(
                     f"ranks pass {', '.join(map(str, rows))} rows: with config.virtual_ranks = {now.slices} each needs "
                     f"whole slices: {', '.join(map(str, needed))}\nPass these, or the loader to zg.prepare()."

@@ -163,6 +163,11 @@ def own_slices(slices: int, ranks: int, rank: int) -> tuple[int, int]:
     return first, first + share + (rank < rest)
 
 
+def slice_counts(slices: int, ranks: int) -> list[int]:
+    """Return the number of slices of each rank."""
+    return [end - first for first, end in (own_slices(slices, ranks, rank) for rank in range(ranks))]
+
+
 def with_all_slices(x: Tensor, dim: int, mesh: Mesh) -> Tensor:
     """Return a rank's rows with as many slices as the first rank has: its first ones come again before them."""
     if mesh.slices is None:

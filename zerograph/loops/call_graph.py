@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from zerograph import _torch
 from zerograph.compiler.batch import Batch
@@ -42,7 +41,6 @@ CHANGED_BEFORE_BACKWARD = (
     "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
     "Call the model again, or change parameters after backward()."
 )
-_STATISTICS = ("running_mean", "running_var")
 # The result of the last trace. No part of the state that a trace can change.
 _TEMPLATE: ContextVar[Template | None] = ContextVar("template", default=None)
 
@@ -299,8 +297,7 @@ class CallGraph(LoopGraph):
         roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
         names, root = [role.name.rpartition(".") for role in roles if role.kind == "buffer"], self._members().root
         written = {
-            ".".join((path, name)): isinstance(root.get_submodule(path), _NormBase) and name in _STATISTICS
-            for path, _, name in names
+            ".".join((path, name)): _torch.is_norm_statistic(root.get_submodule(path), name) for path, _, name in names
         }
         self._templates[id(step.captured)] = step.captured, template, written
 

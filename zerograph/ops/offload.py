@@ -40,8 +40,8 @@ def _write(*_: Tensor) -> None:
 
 
 # Two schemas declare a write, so that no pass moves the node past a reader or takes it for dead code. ``write_back``
-# changes the file behind its handle. The argument of ``wait_transfer`` is empty until then, or its memory is being
-# written to the disk.
+# changes the file behind its handle. Before ``wait_transfer`` its argument is empty, or a thread still writes its
+# memory to the disk.
 FETCH = define("fetch", "(Tensor handle, int[] size, ScalarType dtype) -> Tensor", None, _fetch)
 WRITE_BACK = define("write_back", "(Tensor(a!) handle, Tensor value) -> ()", None, _write)
 TRANSFER = define("transfer", "(Tensor value, ScalarType dtype, Device device) -> Tensor", None, _transfer)
