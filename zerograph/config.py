@@ -310,8 +310,8 @@ class Config:
         every norm of gradients, adds in one fixed order; gradients narrower than fp32 are added in fp32 unless
         ``reduce_dtype`` is set. Losses, norms, parameters and optimizer state are then bitwise equal on each number of
         ranks up to that of the slices, at all stages. If it does not divide them, the first ranks have one slice more.
-        In a loop of ``zg.prepare`` it must, and each operator computes slice by slice. The hardware and the threads of
-        a rank must be the same. See :doc:`numbers`. Default None: off.""",
+        In a loop of ``zg.prepare`` each operator computes slice by slice. The hardware and the threads of a rank must
+        be the same. See :doc:`numbers`. Default None: off.""",
     )
     accumulation_outputs: str = option(
         "whole",
