@@ -201,6 +201,12 @@ def stored_gradient(parameter: nn.Parameter) -> Tensor | None:
         return gradient
 
 
+def stored_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return :func:`stored_gradient` of the parameters that have one."""
+    with _torch.without_torch_function():
+        return {one: gradient for one in parameters if (gradient := _STORED.__get__(one)) is not None}
+
+
 def store_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     """Replace the gradient that :func:`stored_gradient` returns."""
     with _torch.without_torch_function():

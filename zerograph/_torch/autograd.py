@@ -106,6 +106,12 @@ def has_gradient_hooks(leaves: Iterable[Tensor]) -> bool:
         return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
 
 
+def trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that require a gradient; those without data, too."""
+    with plain_tensors():
+        return [one for one in parameters if one.requires_grad]
+
+
 def reaches_all_leaves(*, deeply: bool = True) -> bool:
     """Return whether the running backward accumulates the gradients of all leaves below the running node.
 

@@ -397,7 +397,7 @@ class Begun:
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
         self._read = list(map(_torch.version, self.tensors))
-        self.parameters = [one for one in self.all_parameters if one.requires_grad]
+        self.parameters = _torch.trained(self.all_parameters)
         wanted = [one for one in self.tensors if one.requires_grad]
         results = _Call.apply(self, outputs, *wanted, *self.parameters)
         for place in graph._template(self.step).inner:
@@ -427,7 +427,7 @@ class Begun:
         adds = (
             _torch.reaches_all_leaves(deeply=self._finish is None)
             # A parameter that was frozen since gets no gradient, and a hook sees it.
-            and all(one.requires_grad for one in self.parameters)
+            and len(_torch.trained(self.parameters)) == len(self.parameters)
             and not _torch.has_gradient_hooks(self.parameters)
         )
         goes_on = (

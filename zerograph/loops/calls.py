@@ -137,7 +137,7 @@ class Calls:
 
     def _can_accumulate(self, tree: _Tree) -> bool:
         """Return whether an optimizer trains every parameter of a module that gets a gradient, and no hook sees it."""
-        parameters = [one for one in tree.parameters if one.requires_grad]
+        parameters = _torch.trained(tree.parameters)
         trained = {*map(id, itertools.chain.from_iterable(map(parameters_of, self._owner.separate())))}
         return (
             bool(parameters) and trained.issuperset(map(id, parameters)) and not _torch.has_gradient_hooks(parameters)

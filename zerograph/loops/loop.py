@@ -37,6 +37,7 @@ from zerograph.runtime.parameters import (
     parameters_of,
     store_gradient,
     stored_gradient,
+    stored_gradients,
 )
 from zerograph.runtime.state import (
     Store,
@@ -204,7 +205,7 @@ class Loop:
                 result = closure()
         # What the loop has changed may make split gradients whole.
         parameters, update = parameters_of(optimizer), self.graph(optimizer)
-        gradients, split = _gradients_of(parameters), self._gradients.of(parameters)
+        gradients, split = stored_gradients(parameters), self._gradients.of(parameters)
         self._end_copies()
         if gradients or split:
             update.run(gradients, split)
@@ -232,7 +233,7 @@ class Loop:
     def unscale(self, optimizer: torch.optim.Optimizer, inverse: Tensor) -> bool:
         """Multiply the gradients of an optimizer; return whether they were all finite. A collective."""
         parameters, self.is_scaled = parameters_of(optimizer), True
-        whole = _gradients_of(parameters).values()
+        whole = stored_gradients(parameters).values()
         is_finite = all(bool(gradient.isfinite().all()) for gradient in whole) & self._gradients.are_finite(parameters)
         for gradient in whole:
             gradient.mul_(inverse.to(gradient.dtype))
@@ -245,7 +246,7 @@ class Loop:
         """Run a function that edits the gradients of parameters: on split ones as a graph. A collective."""
         split = self._gradients.of(parameters)
         mine = [one for optimizer in self.separate() for one in parameters_of(optimizer)]
-        if not split or _gradients_of(parameters) or len(split) < len(self._gradients.of(mine)):
+        if not split or stored_gradients(parameters) or len(split) < len(self._gradients.of(mine)):
             return function(parameters, **arguments)
         names = self._forward._members().names()
         edited = tuple(names[id(one)] for one in parameters)
@@ -374,6 +375,8 @@ class Loop:
         Raises:
             InputError: it has written to one of them too, and it is unknown in which order.
         """
+        if not self._copies:
+            return
         # What is written makes a split parameter whole, which takes copies.
         copies, self._copies = self._copies, []
         with torch.no_grad():
@@ -518,13 +521,8 @@ def _as_global(batch: Any) -> Any:
 
 
 def _clear(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-    for parameter in parameters:
-        gradient = stored_gradient(parameter)
-        if gradient is not None and set_to_none:
+    for parameter, gradient in stored_gradients(parameters).items():
+        if set_to_none:
             store_gradient(parameter, None)
-        elif gradient is not None:
+        else:
             gradient.detach_().zero_()
-
-
-def _gradients_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    return {one: gradient for one in parameters if (gradient := stored_gradient(one)) is not None}

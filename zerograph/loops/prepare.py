@@ -26,7 +26,7 @@ from zerograph.loops.loop import Loop
 from zerograph.loops.plain_calls import are_calls_plain, plain_calls
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
-from zerograph.runtime.parameters import SplitParameter, parameters_of, settle_gradient, stored_gradient
+from zerograph.runtime.parameters import SplitParameter, parameters_of, settle_gradient, stored_gradients
 from zerograph.runtime.state import holds_state_of
 
 One = TypeVar("One")
@@ -391,8 +391,8 @@ def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
     """Return whether a step on zero gradients at rate 0 creates the optimizer's state, as torch's checkpoints do."""
     if any(group.get("lr") != 0 for group in optimizer.param_groups) or loop.waits_for_step():
         return False
-    parameters = [one for one in parameters_of(optimizer) if one.requires_grad]
-    gradients = [gradient for one in parameters if (gradient := stored_gradient(one)) is not None]
+    parameters = _torch.trained(parameters_of(optimizer))
+    gradients = stored_gradients(parameters).values()
     if not gradients or len(gradients) < len(parameters) or holds_state_of(optimizer):
         return False
     return not any(bool(gradient.any()) for gradient in gradients)

@@ -16,7 +16,7 @@ from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.runtime.job.process_group import agree
-from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient
+from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient, stored_gradients
 from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
 
 
@@ -41,9 +41,8 @@ class SplitGradients:
         for parameter in parameters:
             self._parameters[id(parameter)] = parameter
         # What the loop has read it may read again by its own name.
-        for parameter in parameters:
-            if stored_gradient(parameter) is not None:
-                self.settle(parameter)
+        for parameter in stored_gradients(parameters):
+            self.settle(parameter)
 
     @contextlib.contextmanager
     def aside(self, parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
