@@ -53,17 +53,17 @@ class ShardedState(enum.Enum):
     Transitions::
 
         (new)        -- create_store                        --> SHARDED
-        (new)        -- create_provisional_store            --> PROVISIONAL
+        (new)        -- create_, plan_provisional_store     --> PROVISIONAL
         SHARDED     <-- unshard, reshard                    --> UNSHARDED
         PROVISIONAL <-- unshard, reshard                    --> PROVISIONAL_UNSHARDED
-        any          -- create_store, move, release         --> RELEASED
+        any          -- create_store, fill_in, move, release --> RELEASED
 
     ``create_store`` releases the stores that it takes the last parameter of. ``unshard`` leaves an unsplit bucket
     SHARDED: its parameters are usable as they are.
 
     Attributes:
-        PROVISIONAL: one split parameter that no step trains yet. Its optimizer still holds its state. The first step
-            that trains it moves it into a bucket.
+        PROVISIONAL: one parameter that no step trains yet. The store has its optimizer state if a checkpoint was
+            loaded, else the optimizer has it. The first step that trains it moves both into a bucket.
         SHARDED: a bucket of a step. Parameters are hidden if the bucket is split, else views of it.
         PROVISIONAL_UNSHARDED, UNSHARDED: the parameters have whole values for the user to read and change.
         RELEASED: the parameters belong to another store or to none. Final.
@@ -635,12 +635,12 @@ def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp
     create_provisional_store(job, layout, parameter, shard)
 
 
-def provisional_layout(job: Job, parameter: Tensor) -> Bucket:
-    """Return the layout of a bucket of this parameter alone, split along the last mesh dimension."""
+def provisional_layout(job: Job, parameter: Tensor, *, split: bool = True) -> Bucket:
+    """Return the layout of a bucket of this parameter alone, split along the last mesh dimension, or whole."""
     mesh = job.mesh
     with _torch.plain_tensors():
         ranks, numel = mesh.shape[-1], parameter.numel()
-        sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0))
+        sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0) if split else broadcast)
         slot = Slot("parameter", tuple(parameter.shape), 0, numel)
         kind = parameter.dtype, parameter.device, sbp
     return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, (mesh.dims - 1,))
@@ -657,6 +657,64 @@ def create_provisional_store(job: Job, layout: Bucket, parameter: nn.Parameter, 
     parameter._zerograph_store = store  # type: ignore[attr-defined]
     bind_parameters(store)
     return store
+
+
+def plan_provisional_store(
+    job: Job,
+    parameter: nn.Parameter,
+    optimizer: torch.optim.Optimizer | None,
+    entries: Mapping[str, tuple[StateSpec, Sequence[int]]],
+    *,
+    split: bool,
+) -> Store:
+    """Return a provisional store of a parameter and its optimizer state; :func:`fill_in` gives it memory.
+
+    Args:
+        entries: by name of an entry of the state what it is, and its shape.
+        split: False: every rank has the whole parameter and state.
+    """
+
+    def layout_of(shape: Sequence[int], dtype: torch.dtype) -> Bucket:
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        return replace(provisional_layout(job, like, split=split), device=parameter.device)
+
+    own = layout_of(parameter.shape, parameter.dtype)
+    # State of other shapes is that of an update of whole parameters.
+    plain = all(spec.scalar or spec.codec or tuple(shape) == parameter.shape for spec, shape in entries.values())
+    return Store(
+        job,
+        replace(own, one_by_one=not plain),
+        (parameter,),
+        torch.empty(0),
+        dict.fromkeys(entries, torch.empty(0)),
+        {name: spec for name, (spec, _) in entries.items()},
+        layouts={name: layout_of(shape, spec.stored_dtype) for name, (spec, shape) in entries.items() if shape},
+        fresh=not entries,
+        optimizer=optimizer if entries else None,
+        sharded_state=ShardedState.PROVISIONAL,
+    )
+
+
+def fill_in(store: Store) -> None:
+    """Give a planned provisional store memory and its parameter, which loses its values and optimizer state."""
+    (parameter,) = store.parameters
+    before = store_of(parameter)
+    parameter._zerograph_store = store  # type: ignore[attr-defined]
+    if before is not None:
+        _release_if_empty(before)
+    # Frees the values.
+    hide(parameter)
+    store.flat = _zeros(store.job, store.layout)
+    for name, spec in store.specs.items():
+        layout = store.layouts.get(name)
+        store.state[name] = torch.zeros((), dtype=spec.dtype) if layout is None else _zeros(store.job, layout)
+    if store.optimizer is not None:
+        guard_state(store.optimizer)
+    bind_parameters(store)
+
+
+def _zeros(job: Job, layout: Bucket) -> Tensor:
+    return torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=layout.dtype, device=layout.device)
 
 
 def split_part(job: Job, layout: Bucket, value: Tensor) -> Tensor:
@@ -711,10 +769,10 @@ def release(store: Store) -> None:
 
 
 def abandon(store: Store) -> None:
-    """Release the store without its values, parts of which are lost with their ranks. Parameters become plain zeros."""
-    for parameter, slot in store.slots():
+    """Release the store without its values, parts of which are lost with their ranks. A load gives others."""
+    for parameter in store.parameters:
         if store_of(parameter) is store:
-            show(parameter, torch.zeros(slot.shape, dtype=store.layout.dtype, device=store.layout.device))
+            hide(parameter)
             del parameter._zerograph_store  # type: ignore[attr-defined]
     _release_if_empty(store)
 

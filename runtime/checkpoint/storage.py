@@ -236,6 +236,15 @@ class Reader(_OfOneCheckpoint, StorageReader):
                 self._check(path, box, tensor)
                 yield box, tensor
 
+    def verify(self, boxes: Iterable[Box]) -> None:
+        """Read and check boxes, before anything is overwritten.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        for _ in self.read(boxes):
+            pass
+
     def _check(self, path: Folder, box: Box, tensor: Tensor) -> None:
         name, chunk = box
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self._dtype(name):

@@ -377,7 +377,7 @@ def _parameter_state(parameter: nn.Parameter, update: Update | None) -> _Paramet
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.optimizer if store is not None else None
     # State of another optimizer does not count.
-    own = store is not None and not store.is_provisional and store.optimizer is keeper
+    own = store is not None and store.optimizer is keeper
     values: Mapping[str, Any]
     if store is not None and own:
         values = {} if store.fresh else {name: store.state[name] for name in store.specs}
@@ -429,7 +429,8 @@ def _check_elementwise(
     Raises:
         CaptureError: it cannot.
     """
-    if store is not None and store.layout.one_by_one and not fresh and any(spec.scalar for spec in specs.values()):
+    lasting = store is not None and not store.is_provisional and store.layout.one_by_one
+    if lasting and not fresh and any(spec.scalar for spec in specs.values()):
         raise CaptureError(
             f"the update of {type(keeper).__name__} has become elementwise, but each parameter has step counts of its "
             "own\nBuild a new graph with these hyperparameters, and load this graph's state_dict() into it."
@@ -468,7 +469,7 @@ def _unused_shape(
 
 def _state_shapes(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
     index = next(index for index, other in enumerate(store.parameters) if other is parameter)
-    return {name: layout.slots[index].shape for name, layout in store.layouts.items()}
+    return {name: store.layouts[name].slots[index].shape if name in store.layouts else () for name in store.specs}
 
 
 def _scalars(values: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple[tuple[str, float], ...]:

@@ -248,7 +248,7 @@ class _Loop:
                 raise generations.JobLostError("a rank was lost at the end: the others had finished before this one")
             try:
                 worker.enter(len(generation.workers), "exchange")
-                reader = self._exchange()
+                snapshot = self._exchange(generation.ranks)
                 if len(generation.workers) > generation.ranks:
                     abandon("the exchange of snapshots")
                 if generation.workers.index(worker.number) >= generation.ranks:
@@ -257,35 +257,22 @@ class _Loop:
                     worker.enter(generation.ranks, "training")
             except RuntimeError as error:
                 raise CommunicationError(f"a rank was lost while a generation was formed: {error}") from error
-            self._begin(reader)
+            self._begin(snapshot)
             return
 
-    def _exchange(self) -> Reader | None:
-        """Return a reader of the newest snapshot of which the ranks have all parts; None if there is none."""
+    def _exchange(self, ranks: int) -> tuple[_Label, list[list[int]]] | None:
+        """Return the newest snapshot of which the ranks have all parts, and of each part the ranks that have it."""
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, [(label.__dict__, sorted(parts)) for label, parts in self.held.items()])
-        holders: dict[_Label, dict[int, int]] = {}
-        for rank, labels in enumerate(everybody):
+        holders: dict[_Label, dict[int, list[int]]] = {}
+        for rank, labels in enumerate(everybody[:ranks]):
             for label, origins in labels:
                 for origin in origins:
-                    holders.setdefault(_Label(**label), {}).setdefault(origin, rank)
-        whole = [label for label, ranks in holders.items() if len(ranks) == label.ranks]
-        if not whole:
-            return None
-        label, parts = max(whole), []
-        for origin in range(label.ranks):
-            holder = holders[label][origin]
-            part = self.held[label][origin] if dist.get_rank() == holder else torch.empty(0, dtype=torch.uint8)
-            length = torch.tensor([part.numel()])
-            dist.broadcast(length, holder)
-            part = part if dist.get_rank() == holder else torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(part, holder)
-            parts.append(part)
-        from zerograph.state.checkpoint.snapshot import snapshot_reader
+                    holders.setdefault(_Label(**label), {}).setdefault(origin, []).append(rank)
+        whole = [label for label, parts in holders.items() if len(parts) == label.ranks]
+        return (max(whole), [holders[max(whole)][origin] for origin in range(max(whole).ranks)]) if whole else None
 
-        return snapshot_reader(parts)
-
-    def _begin(self, reader: Reader | None = None) -> None:
+    def _begin(self, snapshot: tuple[_Label, list[list[int]]] | None = None) -> None:
         """Load the snapshot, else the latest checkpoint; at the beginning of a job share rank 0's parameters."""
         job = self.step._join()
         self.times.clear()
@@ -297,8 +284,13 @@ class _Loop:
             self.loader = self.loop.loader(self.whole_batches)
         worker = self.worker
         began = worker is not None and worker.store.check(["began"])
-        source = "the snapshot in memory"
-        if reader is None:
+        if snapshot is not None:
+            from zerograph.state.checkpoint.snapshot import snapshot_reader
+
+            label, holders = snapshot
+            reader: Reader | None = snapshot_reader(job, self.held.get(label, {}), holders)
+            source = "the snapshot in memory"
+        else:
             reader, source = self._checkpoint(), f"the checkpoint in {self.checkpoints}"
         if reader is not None:
             self._load(job, reader)

@@ -202,6 +202,9 @@ def load_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, 
 def _update_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     for own, loaded in zip(optimizer.param_groups, groups, strict=True):
         own.update(loaded)
+        # As torch does: "initial_lr" of a scheduler since would be the rate that the next one starts from.
+        for name in own.keys() - loaded.keys() - optimizer.defaults.keys() - {"params"}:
+            del own[name]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -212,13 +215,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     groups, converted = convert_state(optimizer, state["param_groups"], saved)
     entries = {id(parameter): converted.get(parameter, {}) for parameter in parameters}
     _update_groups(optimizer, groups)
-    for own, loaded in zip(optimizer.param_groups, groups, strict=True):
-        # As torch does: "initial_lr" of a scheduler since would be the rate that the next one starts from.
-        for name in own.keys() - loaded.keys() - optimizer.defaults.keys() - {"params"}:
-            del own[name]
-    # A provisional store has no optimizer state: the optimizer keeps it.
+
+    def keeps_none(store: Store | None) -> bool:
+        """Return True if the optimizer itself keeps the state of the store's parameter."""
+        return store is None or (store.is_provisional and store.optimizer is not optimizer)
+
     for store in stores_of(parameters):
-        if store.is_provisional:
+        if keeps_none(store):
             continue
         states = [
             {name: value for name, value in entries.get(id(parameter), {}).items() if value is not None}
@@ -229,7 +232,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         else:
             release(store)
     for parameter in parameters:
-        if (own_store := store_of(parameter)) is None or own_store.is_provisional:
+        if keeps_none(store_of(parameter)):
             own_state(optimizer).pop(parameter, None)
             if entries[id(parameter)]:
                 own_state(optimizer)[parameter] = {

@@ -259,9 +259,7 @@ class Stateful:
         seed = self._seed if self.config.seed is None else self.config.seed
         counts = (self.steps_done, self._passes_done, seed)
         members, job = self._adopted(), self._join()
-        return Parts(
-            members, self._optimizers, self._schedulers, self.config.scaler, counts, job, self._kinds_of_calls()
-        )
+        return Parts(members, self._optimizers, self._schedulers, self.config, counts, job, self._kinds_of_calls())
 
     def _kinds_of_calls(self) -> list[Call] | None:
         """Return the calls of a loop that are graphs, for a checkpoint; None if this is no graph of a loop."""

@@ -125,7 +125,7 @@ def plain_members(members: Members) -> dict[str, Tensor]:
     tensors = {f"modules.{name}": buffer for name, buffer in members.buffers.items() if name not in skipped}
     for name, parameter in members.parameters.items():
         if store_of(parameter) is None:
-            tensors[f"modules.{name}"] = parameter.detach()
+            tensors[f"modules.{name}"] = parameter
     return tensors
 
 

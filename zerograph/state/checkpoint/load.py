@@ -16,9 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
 from zerograph import _torch
+from zerograph.compiler.layout import stays_whole
 from zerograph.compiler.members import Members, Optimizers, parameters_of
+from zerograph.config import Config
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.coded_state import decode_saved, plain_name, saved_codec, saved_name
+from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Index
 from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
@@ -26,11 +29,13 @@ from zerograph.runtime.checkpoint.remote import folder_of
 from zerograph.runtime.checkpoint.storage import Box, Reader
 from zerograph.runtime.job.differences import SHOWN_WITH
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
-from zerograph.runtime.state import Store, load_states, store_of, stores_of
+from zerograph.runtime.parameters import SplitParameter
+from zerograph.runtime.state import Store, fill_in, load_states, own_state, plan_provisional_store, store_of, stores_of
 from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, names_of, pieces_to_fill, plain_members
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
 from zerograph.state.checkpoint.save import raise_interrupt
+from zerograph.state.checks import convert_state
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Reader:
@@ -54,10 +59,12 @@ class _LoadPlan:
 
     Attributes:
         stores: stores that are filled in place, each with whether its optimizer state is filled too.
+        new: those of them that do not exist yet: of parameters that no step trains yet.
         optimizers: numbers of the optimizers whose state is read whole, since it does not fit the stores' layouts.
     """
 
     stores: list[tuple[Store, bool]]
+    new: list[Store]
     optimizers: list[int]
 
 
@@ -68,8 +75,12 @@ def load(
     optimizers: Optimizers,
     groups: Sequence[Sequence[Mapping[str, Any]]],
     others: Iterable[str],
+    config: Config,
 ) -> None:
     """Load parameters, buffers and optimizer state from a checkpoint that fits the graph. Every rank calls it.
+
+    Each rank reads only its parts of what ZeRO splits. Parameters that no step trains yet are in provisional stores
+    then, with their optimizer state.
 
     Args:
         groups: saved parameter groups of each optimizer, with parameter numbers.
@@ -80,17 +91,25 @@ def load(
     """
     problem: BaseException | None = None
     named = names_of(members, optimizers)
-    plan = _LoadPlan([], [])
+    plan = _LoadPlan([], [], [])
     try:
-        plan = _plan(reader, members, optimizers)
-        _verify(reader, plan, members, named, others)
+        plan = _plan(job, reader, members, optimizers, groups, named, config)
+        reader.verify(_boxes(reader, plan, members, named, others))
     except BaseException as error:
         problem = error
     choices = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
     shown = {f"the checkpoint{SHOWN_WITH}": f" in {reader.folder}"}
     agree(job, "loading a checkpoint", digest(choices), lambda: choices | shown, problem)
-    for store, states in plan.stores:
-        _fill(job, reader, store, named, states=states)
+    for number, optimizer in enumerate(optimizers):
+        for parameter in () if number in plan.optimizers else parameters_of(optimizer):
+            own_state(optimizer).pop(parameter, None)
+    for store in plan.new:
+        fill_in(store)
+    existing = len(plan.stores) - len(plan.new)
+    # One by one those that may be in files.
+    for together in (*([one] for one in plan.stores[:existing]), plan.stores[existing:]):
+        if together:
+            _fill(job, reader, together, named)
     with torch.no_grad():
         for name, tensor in plain_members(members).items():
             tensor.copy_(reader.whole(name))
@@ -161,21 +180,87 @@ def _saved_states(checkpoint: Index, number: int) -> dict[int, set[str]]:
     return states
 
 
-def _plan(reader: Reader, members: Members, optimizers: Optimizers) -> _LoadPlan:
-    """Choose how to load each store and each optimizer."""
-    stores = stores_of(members.parameters.values())
+def _plan(
+    job: Job,
+    reader: Reader,
+    members: Members,
+    optimizers: Optimizers,
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    named: Named,
+    config: Config,
+) -> _LoadPlan:
+    """Choose how to load each store and each optimizer. Changes nothing."""
+    parameters = members.parameters.values()
+    stores = [store for store in stores_of(parameters) if not store.is_provisional]
+    splits = bool(optimizers) and config.policy.split and job.mesh.shape[-1] > 1
+    # Else a rank has the others whole, before the first call and after it, unless their values went with lost ranks.
+    takes_plain = splits or any(isinstance(one, SplitParameter) and store_of(one) is None for one in parameters)
+    loose = {
+        id(one): one
+        for one in parameters
+        if (takes_plain if (store := store_of(one)) is None else store.is_provisional)
+    }
+    keepers: dict[int, tuple[torch.optim.Optimizer, dict[str, tuple[StateSpec, tuple[int, ...]]]]] = {}
     whole = []
     for number, optimizer in enumerate(optimizers):
-        saved = _saved_states(reader.index, number)
+        saved, start = _saved_states(reader.index, number), f"optimizers.{number}.state."
         own = [store for store in stores if store.optimizer is optimizer]
         elsewhere = any(
-            (store := store_of(parameter)) is None or store.is_provisional or store.optimizer not in (None, optimizer)
+            not named.states[id(parameter)].startswith(start)
+            if id(parameter) in loose
+            else (store := store_of(parameter)) is None
+            or store.is_provisional
+            or store.optimizer not in (None, optimizer)
             for parameter in parameters_of(optimizer)
         )
-        if elsewhere or not all(_fits(reader, store, optimizer, number, saved) for store in own):
+        if (
+            elsewhere
+            or not all(_fits(reader, store, optimizer, number, saved) for store in own)
+            or (loose and _is_converted(reader, optimizer, number, groups[number]))
+        ):
             whole.append(number)
+            continue
+        for key, parameter in enumerate(parameters_of(optimizer)):
+            keepers[id(parameter)] = optimizer, _entries(reader.index, f"{start}{key}.", saved.get(key, ()))
+    new = [
+        plan_provisional_store(
+            job,
+            parameter,
+            *keepers.get(key, (None, {})),
+            split=(splits and bool(parameter.numel()) and not stays_whole(parameter, config))
+            if (store := store_of(parameter)) is None
+            else not store.layout.is_whole,
+        )
+        for key, parameter in loose.items()
+    ]
     kept = [optimizer for number, optimizer in enumerate(optimizers) if number not in whole]
-    return _LoadPlan([(store, store.optimizer in kept) for store in stores], whole)
+    filled = [(store, store.optimizer in kept) for store in stores] + [(store, bool(store.specs)) for store in new]
+    return _LoadPlan(filled, new, whole)
+
+
+def _entries(checkpoint: Index, start: str, names: Iterable[str]) -> dict[str, tuple[StateSpec, tuple[int, ...]]]:
+    """Return what the saved entries of a parameter's state are, and their shapes, by name."""
+    entries = {}
+    for name in sorted(names):
+        saved, codec = checkpoint.tensors[start + name], saved_codec(name)
+        dtype = index.DTYPES[saved.dtype] if codec is None else torch.float32
+        entries[plain_name(name)] = StateSpec(not saved.shape, dtype, None, dtype, codec), saved.shape
+    return entries
+
+
+def _is_converted(
+    reader: Reader, optimizer: torch.optim.Optimizer, number: int, groups: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return whether the optimizer's class adds to the saved state when it is loaded, or changes it."""
+    shapes = plain_shapes(optimizer, groups)
+    states = plain_optimizer_state(reader, number, groups, shapes, read=False)["state"]
+    saved = {one: states.get(key, {}) for one, key in zip(parameters_of(optimizer), shapes, strict=True)}
+    _, loaded = convert_state(optimizer, groups, saved)
+    return any(
+        state.keys() != loaded.get(one, {}).keys()
+        or any(loaded[one][name] is not value for name, value in state.items())
+        for one, state in saved.items()
+    )
 
 
 def _fits(
@@ -203,8 +288,8 @@ def _fits(
     return True
 
 
-def _verify(reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]) -> None:
-    """Read and check every box that this rank will load, before anything is overwritten."""
+def _boxes(reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]) -> dict[Box, None]:
+    """Return every box that this rank will read."""
     boxes: dict[Box, None] = {}
     for store, states in plan.stores:
         pieces, _ = pieces_to_fill(store, named, states=states and _has_state(reader, store, named), read=False)
@@ -212,10 +297,11 @@ def _verify(reader: Reader, plan: _LoadPlan, members: Members, named: Named, oth
             boxes.update((reader.box_at(item.storage_index), None) for item in piece.reads(name, reader.stored(name)))
     states_read = tuple(f"optimizers.{number}.state." for number in plan.optimizers)
     whole = [name for name in reader.index.tensors if name.startswith(states_read)]
-    for name in (*plain_members(members), *others, *whole):
+    in_new = {id(parameter) for store in plan.new for parameter in store.parameters}
+    plain = [name for name, tensor in plain_members(members).items() if id(tensor) not in in_new]
+    for name in (*plain, *others, *whole):
         boxes.update(((name, chunk), None) for chunk in reader.index.tensors[name].chunks)
-    for _ in reader.read(boxes):
-        pass
+    return boxes
 
 
 def _has_state(reader: Reader, store: Store, named: Named) -> bool:
@@ -225,23 +311,27 @@ def _has_state(reader: Reader, store: Store, named: Named) -> bool:
     return any(start + entry in reader.index.tensors for entry in entries)
 
 
-def _fill(job: Job, reader: Reader, store: Store, named: Named, *, states: bool) -> None:
-    """Fill a store in place; with ``states`` also its optimizer state, which is cleared if none was saved."""
-    has_state = states and _has_state(reader, store, named)
-    pieces, finish = pieces_to_fill(store, named, states=has_state)
+def _fill(job: Job, reader: Reader, stores: Sequence[tuple[Store, bool]], named: Named) -> None:
+    """Fill stores in place; where they say so also their optimizer state, which is cleared if none was saved."""
+    pieces: dict[str, Pieces] = {}
+    finishes = []
+    for store, states in stores:
+        own, finish = pieces_to_fill(store, named, states=states and _has_state(reader, store, named))
+        pieces |= own
+        finishes.append(finish)
     read_pieces(job, reader, pieces)
-    finish()
-    if not states:
-        return
-    if not has_state:
-        load_states(store, [{} for _ in store.parameters])
-        return
-    store.fresh = False
-    for name in store.specs:
-        if name not in store.layouts:
-            scalar = store.state[name]
-            assert isinstance(scalar, Tensor)
-            scalar.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
+    for finish in finishes:
+        finish()
+    for store in (store for store, states in stores if states):
+        if not _has_state(reader, store, named):
+            load_states(store, [{} for _ in store.parameters])
+            continue
+        store.fresh = False
+        for name in store.specs:
+            if name not in store.layouts:
+                scalar = store.state[name]
+                assert isinstance(scalar, Tensor)
+                scalar.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
 
 
 def read_pieces(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:

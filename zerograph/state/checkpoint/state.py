@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers
+from zerograph.config import Config
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.runtime.checkpoint.index import DTYPES, check_text
@@ -51,10 +52,15 @@ class Parts:
     members: Members
     optimizers: Optimizers
     schedulers: Sequence[LRScheduler | None]
-    scaler: GradScaler | None
+    config: Config
     counts: Counts
     job: Job
     calls: list[Call] | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The scaler of the loss."""
+        return self.config.scaler
 
 
 def state_of(parts: Parts, configuration: str, position: Mapping[str, Any]) -> tuple[dict[str, Pieces], dict[str, Any]]:
@@ -139,7 +145,7 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
             if name in saved.extra_state:
                 module.set_extra_state(saved.extra_state[name])
         load_schedulers(parts.schedulers, parts.scaler, saved.state)
-    load(job, reader, parts.members, parts.optimizers, groups, generators)
+    load(job, reader, parts.members, parts.optimizers, groups, generators, parts.config)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
     _set_generators(reader, generators)
