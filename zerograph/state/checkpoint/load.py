@@ -100,11 +100,11 @@ def load(
     choices = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
     shown = {f"the checkpoint{SHOWN_WITH}": f" in {reader.folder}"}
     agree(job, "loading a checkpoint", digest(choices), lambda: choices | shown, problem)
-    for number, optimizer in enumerate(optimizers):
-        for parameter in () if number in plan.optimizers else parameters_of(optimizer):
-            own_state(optimizer).pop(parameter, None)
     for store in plan.new:
         fill_in(store)
+        for optimizer in optimizers:
+            # What is read whole replaces it below.
+            own_state(optimizer).pop(store.parameters[0], None)
     existing = len(plan.stores) - len(plan.new)
     # One by one those that may be in files.
     for together in (*([one] for one in plan.stores[:existing]), plan.stores[existing:]):
