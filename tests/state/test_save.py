@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import zerograph as zg
 from tests.harness import sliced
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.peak_memory import most_allocated
 from tests.pool import Pool
 from zerograph.__main__ import app
 from zerograph.runtime.checkpoint import index
@@ -25,6 +26,10 @@ from zerograph.runtime.checkpoint.boxes import boxes
 from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
 from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
 from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.parameters import SplitParameter
+from zerograph.state.checkpoint import state_of
+from zerograph.state.checkpoint.snapshot import SnapshotReader, packed, snapshot_reader
+from zerograph.state.whole_values import loaded_facts
 
 State = dict[str, Tensor]
 
@@ -426,3 +431,63 @@ def test_a_process_plans_a_load_of_what_thousands_of_ranks_saved(tmp_path: Path)
     boxes_read, lines = lines_run(plan)
     assert lines < 1000 * ranks * len(names)
     assert boxes_read == [(name, chunk) for name in names for chunk in tensors[name].chunks]
+
+
+def whole_bytes(step: TrainStep) -> int:
+    """Bytes of all parameters and of AdamW's state."""
+    return 3 * sum(parameter.nbytes for parameter in step.model.parameters())
+
+
+def loaded_first(path: Path, stage: int) -> tuple[dict[str, str], dict[str, str], int, int]:
+    """Load into a graph that has not run; its texts before and after a save and a load, and bytes."""
+    step = step_of(stage)
+    step.load(path / str(stage))
+    assert all(isinstance(parameter, SplitParameter) for parameter in step.model.parameters())
+    with pytest.raises(zg.SplitParameterError, match="No graph trains the model yet"):
+        step.model.state_dict()["blocks.0.norm1.weight"].sum()
+    before = step.fingerprint()
+    step.save(path / f"again {stage}")
+    step.load(path / f"again {stage}")
+    return before, step.fingerprint(), step.state_bytes(), whole_bytes(step)
+
+
+@sliced("stage", [3], [1])
+def test_a_load_before_the_first_call_gives_each_rank_its_shards(pool: Pool, checkpoints: Any, stage: int) -> None:
+    expected = loaded_facts({**zg.read_checkpoint(checkpoints[0] / str(stage)), "grad_scaler": None})
+    for before, after, kept, whole in pool.run(2, loaded_first, checkpoints[0], stage):
+        names = [name for name in expected if "parameter" in name or name.startswith("model.")]
+        assert [before[name] for name in names] == [after[name] for name in names] == [expected[name] for name in names]
+        # Every rank has the numbers of steps.
+        assert kept < 0.51 * whole
+
+
+def parts_of(path: Path) -> dict[str, str]:
+    """Write what each rank keeps of a snapshot at stage 3."""
+    step = step_of(3)
+    go(step, batches("gpt_of_one_block", 1))
+    torch.save(packed(*state_of(step._parts(), "", {})), path / f"part {zg.rank()}")
+    return step.fingerprint()
+
+
+def loaded_from_parts(path: Path) -> tuple[dict[str, str], int, int, int]:
+    """Load the snapshot of two ranks on three, of which two hold a part."""
+    step, received = step_of(3), []
+    parts = {zg.rank(): torch.load(path / f"part {zg.rank()}")} if zg.rank() < 2 else {}
+    reader = snapshot_reader(step._join(), parts, [[0], [1]])
+
+    def exchange(ranges: Any) -> Any:
+        for content in SnapshotReader._exchange(reader, ranges):
+            received.append(content.nbytes)
+            yield content
+
+    reader._exchange = exchange  # type: ignore[method-assign]
+    most = most_allocated(lambda: step.load(reader))
+    return step.fingerprint(), sum(received), most, whole_bytes(step)
+
+
+def test_ranks_send_each_other_only_their_shards_of_a_snapshot(pool: Pool, tmp_path: Path) -> None:
+    expected = pool.run(2, parts_of, tmp_path)[0]
+    for texts, received, most, whole in pool.run(3, loaded_from_parts, tmp_path):
+        assert texts == expected
+        assert received < 0.35 * whole
+        assert most < 0.6 * whole
