@@ -769,10 +769,15 @@ def release(store: Store) -> None:
 
 
 def abandon(store: Store) -> None:
-    """Release the store without its values, parts of which are lost with their ranks. A load gives others."""
-    for parameter in store.parameters:
+    """Release the store without its values, parts of which are lost with their ranks. A load gives others.
+
+    Parameters that every rank has whole become plain zeros, as those of a rank that comes are plain.
+    """
+    for parameter, slot in store.slots():
         if store_of(parameter) is store:
             hide(parameter)
+            if store.layout.is_whole:
+                show(parameter, torch.zeros(slot.shape, dtype=store.layout.dtype, device=store.layout.device))
             del parameter._zerograph_store  # type: ignore[attr-defined]
     _release_if_empty(store)
 

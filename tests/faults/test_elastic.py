@@ -82,7 +82,13 @@ def check_same(outcome: Outcome, expected: Outcome, *, bitwise: bool = True) -> 
         (Fault(2, "snapshot", 2, 0.001), Options(pace=0.1, late=0.0), 1, [4, 3, 4]),
         (Fault(1, "comparison", 60), Options(loop=True), 0, [4, 3]),
     ],
-    [(Fault(3, "save", 2, 0.002), Options(virtual=None, save_every=2, checkpoints=True), 0, [4, 3])],
+    [
+        (Fault(3, "save", 2, 0.002), Options(virtual=None, save_every=2, checkpoints=True), 0, [4, 3]),
+        # Those that are left have lost the step's stores, and the one that joins never had any.
+        (Fault(2, "snapshot", 2, 0.001), Options(stage=0, pace=0.1, late=0.0), 1, [4, 3, 4]),
+        (Fault(2, "snapshot", 2, 0.001), Options(stage=3, pace=0.1, late=0.0), 1, [4, 3, 4]),
+        (Fault(1, "step", 5), Options(stage=3, loop=True, pace=0.1, late=0.0), 1, [4, 3, 4]),
+    ],
 )
 def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
     tmp_path: Path,

@@ -231,7 +231,8 @@ class Stateful:
     def load(self, path: str | os.PathLike[str] | Reader) -> None:
         """Load a checkpoint that :meth:`save` wrote. A collective: every rank calls it.
 
-        If the graph is compiled, each rank reads its shards only. Otherwise parameters and state are whole until it is.
+        Each rank reads its parts only of what ZeRO splits. Parameters that no step trains yet are split from then on:
+        reading them is an error, except inside ``full_parameters()``.
 
         Args:
             path: path or URL of a checkpoint, or of a folder of checkpoints: then the one that the file ``latest``
