@@ -775,9 +775,10 @@ def abandon(store: Store) -> None:
     """
     for parameter, slot in store.slots():
         if store_of(parameter) is store:
-            hide(parameter)
             if store.layout.is_whole:
                 show(parameter, torch.zeros(slot.shape, dtype=store.layout.dtype, device=store.layout.device))
+            else:
+                hide(parameter)
             del parameter._zerograph_store  # type: ignore[attr-defined]
     _release_if_empty(store)
 

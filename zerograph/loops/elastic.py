@@ -1,8 +1,8 @@
 """Train on the ranks that are there: after a loss of ranks the others go on from snapshots in their memory.
 
 Every few steps each rank copies its part of a checkpoint into its memory, and another rank, its *buddy*, keeps a copy.
-If ranks are lost, those that are left form a new generation (``runtime.job.elastic``), collect the parts of the newest
-snapshot of which all are there, load them in their own layout, and compute the steps since then again.
+If ranks are lost, those that are left form a new generation (``runtime.job.elastic``), load their shards of the newest
+snapshot of which all parts are there from each other's memory, and compute the steps since then again.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def _plan(
     loose = {
         id(one): one
         for one in parameters
-        if (takes_plain if (store := store_of(one)) is None else store.is_provisional)
+        if (takes_plain and not one.is_meta if (store := store_of(one)) is None else store.is_provisional)
     }
     keepers: dict[int, tuple[torch.optim.Optimizer, dict[str, tuple[StateSpec, tuple[int, ...]]]]] = {}
     whole = []
