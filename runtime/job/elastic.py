@@ -1,13 +1,15 @@
 """An elastic job as one of its processes sees it: generations of ranks, which the launcher forms.
 
-The launcher hosts the store, so that it survives every rank. It numbers the processes that it starts, *workers*, and
-writes one key for each generation. A worker that lost others leaves its process group, asks for the next generation and
-waits until the launcher has formed it of all workers that are left. Each worker tells the launcher through a pipe that
-it lives; one that is silent is killed, so that no collective waits for a stopped process until its timeout.
+The launcher of the first host has the store, so that it survives every rank. Launchers number the processes that they
+start, *workers*, and the first one writes one key for each generation. A worker that lost others leaves its process
+group, asks for the next generation and waits until the launcher has formed it of all workers that are left. Each worker
+tells its launcher through a pipe that it lives; one that is silent is killed, so that no collective waits for a stopped
+process until its timeout. Nobody can kill the workers of a host that is cut off: the others hang up.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import json
@@ -15,19 +17,20 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from zerograph.errors import CommunicationError
 from zerograph.runtime.job.environment import listen_on_loopback
-from zerograph.runtime.job.process_group import ELASTIC, enter
+from zerograph.runtime.job.process_group import ELASTIC, end_exchanges, enter
 
 # Variables of a worker's environment besides the launcher's store: its number, the file descriptor of its pipe.
 WORKER, PIPE = "ZEROGRAPH_WORKER", "ZEROGRAPH_PIPE"
-# Seconds between two signs of life, and between two looks at the store.
-_BEAT, _LOOK = 0.5, 0.02
+# Seconds between two signs of life, between two looks at the store, and in which a thread leaves the store at exit.
+_BEAT, _LOOK, _LEAVES = 0.5, 0.02, 2.0
 
 
 class JobLostError(CommunicationError):
@@ -42,11 +45,13 @@ class Generation:
         number: counts generations from 1.
         workers: all that take part in the exchange of snapshots; the first are the ranks, in order.
         ranks: number of ranks. Further workers are spare: they wait for the next generation.
+        hosts: of each worker, as the launchers name them.
     """
 
     number: int
     workers: tuple[int, ...]
     ranks: int
+    hosts: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -73,16 +78,34 @@ class Worker:
         number: this worker's.
         store: the launcher's.
         generation: the last one that this worker was in.
+        hang_up: ends exchanges with a generation that is broken, in whatever thread they wait.
     """
 
     number: int
     store: Any
     generation: Generation = Generation(0, (), 0)
+    hang_up: Callable[[], None] = end_exchanges
+    _over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         threading.Thread(
             target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True
         ).start()
+        watching = threading.Thread(target=self._watch, name="zerograph generation", daemon=True)
+        watching.start()
+        # See [Note: threads at exit] of liveness.py.
+        atexit.register(watching.join, _LEAVES)
+        atexit.register(self._over.set)
+
+    def _watch(self) -> None:
+        """Hang up when a worker of the generation is lost: a host that is cut off ends no exchange."""
+        # The connection of the main thread may be in use.
+        with contextlib.suppress(RuntimeError):
+            store = _connect()
+            while not self._over.wait(_BEAT):
+                number = self.generation.number
+                if store.check([f"broken/{number}"]) and number == self.generation.number and not self._over.is_set():
+                    self.hang_up()
 
     def next_generation(self, most: int | None) -> Generation | None:
         """Ask for the next generation and wait for it; return None if the others have finished meanwhile.
@@ -102,9 +125,9 @@ class Worker:
                 if self.store.check(["job is over"]):
                     raise JobLostError(self.store.get("job is over").decode())
                 if self.store.check(["generation"]):
-                    number, workers, ranks = json.loads(self.store.get("generation"))
+                    number, workers, ranks, hosts = json.loads(self.store.get("generation"))
                     if number > after and self.number in workers:
-                        self.generation = Generation(number, tuple(workers), ranks)
+                        self.generation = Generation(number, tuple(workers), ranks, tuple(hosts))
                         return self.generation
                 time.sleep(_LOOK)
         except RuntimeError as error:
@@ -122,9 +145,10 @@ class Worker:
         Raises:
             RuntimeError: a worker of the generation has ended.
         """
-        rank = self.generation.workers.index(self.number)
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        rank, hosts = self.generation.workers.index(self.number), self.generation.hosts
+        local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts[:size].count(hosts[rank])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
         listen_on_loopback()
         store: Any = dist.PrefixStore(f"generation {self.generation.number} {part}", _connect())  # type: ignore[attr-defined]
         store.add("arrived", 1)
@@ -136,12 +160,19 @@ class Worker:
         enter(store, rank, size)
 
     def is_broken(self, wait: float = 0.0) -> bool:
-        """Return whether a worker of the generation has ended, or ends within so many seconds."""
+        """Return whether a worker of the generation has ended, or ends within so many seconds.
+
+        Raises:
+            JobLostError: the launcher is gone.
+        """
         end = time.monotonic() + wait
-        while not self.store.check([f"broken/{self.generation.number}"]):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(_LOOK)
+        try:
+            while not self.store.check([f"broken/{self.generation.number}"]):
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_LOOK)
+        except RuntimeError as error:
+            raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
         return True
 
     def may_grow(self) -> bool:
@@ -155,6 +186,7 @@ class Worker:
 
     def finish(self) -> None:
         """Tell the launcher, and workers that wait, that all ranks have finished."""
+        self._over.set()
         self.store.set("done", "")
 
 

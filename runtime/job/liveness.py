@@ -413,13 +413,13 @@ def start_liveness(world: dist.ProcessGroup) -> Liveness:
     if size == 1 or dist.get_backend(world).startswith("fake"):
         return Liveness(rank, size)
     store: Any = world.get_group_store()
-    before = set(_connections(store))
+    before = set(connections(store))
     own_keys = dist.PrefixStore("zerograph liveness", store.clone())  # type: ignore[attr-defined]
-    connections = [socket.socket(fileno=os.dup(number)) for number in set(_connections(store)) - before]
+    own = [socket.socket(fileno=os.dup(number)) for number in set(connections(store)) - before]
     own_keys.add("events", 0)
-    liveness = Liveness(rank, size, own_keys, _store_rank(store), connections=connections)
+    liveness = Liveness(rank, size, own_keys, _store_rank(store), connections=own)
     _all.add(liveness)
-    weakref.finalize(liveness, _close, connections)
+    weakref.finalize(liveness, _close, own)
     # A weak reference: the thread ends with the group. The store is dropped at once: it may be a file in a folder that
     # is about to be removed, and torch aborts if the file disappears between its check and its sign-off in it.
     reference = weakref.ref(world, lambda _: liveness._end())
@@ -461,7 +461,7 @@ def _without_prefix(store: Any) -> Any:
     return store
 
 
-def _connections(store: Any) -> Iterator[int]:
+def connections(store: Any) -> Iterator[int]:
     """Yield the file descriptors that are connected to the port of a store, where the system lists descriptors."""
     store, folder = _without_prefix(store), "/proc/self/fd"
     if not isinstance(store, dist.TCPStore) or not os.path.isdir(folder):  # type: ignore[attr-defined]

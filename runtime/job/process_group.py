@@ -326,6 +326,13 @@ def abandon(why: str) -> None:
     _leave()
 
 
+def end_exchanges() -> None:
+    """End all exchanges of this process, in whatever thread they wait, with an error. Its groups stay."""
+    for job in tuple(_jobs.values()):
+        job.liveness.hang_up()
+    hang_up(dist.group.WORLD)
+
+
 def rank() -> int:
     """Return this process's rank, from 0; initialise the process group if needed."""
     initialise()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import shlex
 import shutil
@@ -12,9 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from zerograph.cli.elastic import Supervisor
 
 _PORT = 29500
 
@@ -32,7 +37,9 @@ def launch(
     elastic: Annotated[
         str | None, typer.Option(help="MIN:MAX ranks for zg.elastic(): it goes on without lost ones")
     ] = None,
-    patience: Annotated[float, typer.Option(min=1, help="seconds of silence until an elastic rank is lost")] = 30.0,
+    patience: Annotated[
+        float, typer.Option(min=1, help="seconds of silence until an elastic rank or host is lost")
+    ] = 30.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the commands only")] = False,
 ) -> None:
     """Print and run the command that starts a script on all ranks: torchrun here, on several hosts, or srun.
@@ -57,11 +64,21 @@ def launch(
     slurm = slurm or (hosts is None and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ)
     if (slurm and hosts is not None) or (host is not None and hosts is None) or (nodes is not None and not slurm):
         raise typer.BadParameter("give --hosts (and --host), or --slurm (and --nodes), not both")
-    started = [str(script), *arguments]
+    started, names = [str(script), *arguments], [] if hosts is None else hosts.split(",")
+    if not all(names) or len(set(names)) < len(names):
+        raise typer.BadParameter(f"--hosts {hosts}: give each host once, with commas between them")
+    if host is not None and host not in names:
+        raise typer.BadParameter(f"--host {host} is not one of --hosts {hosts}")
     if elastic is not None:
-        if slurm or hosts is not None or ranks is not None:
-            raise typer.BadParameter("--elastic is for one host yet, without --ranks, --hosts, --slurm")
-        raise typer.Exit(_run_elastic(elastic, max_restarts, patience, started, dry_run=dry_run))
+        if slurm or (ranks is not None and hosts is None) or (hosts is not None and host is None):
+            raise typer.BadParameter(
+                "--elastic is for one host without --ranks and --slurm, or for the part of one of several: give "
+                "--hosts and --host, and start such a launcher on each of them"
+            )
+        place = {} if host is None else {"hosts": names, "host": host, "port": port}
+        supervisor = _supervisor(elastic, started, restarts=max_restarts, patience=patience, each=ranks, **place)
+        typer.echo(f"{supervisor.each} x {shlex.join(supervisor.command)}", err=True)
+        raise typer.Exit(0 if dry_run else _supervise(supervisor))
     each = ranks or _gpus()
     if slurm:
         if max_restarts:
@@ -72,7 +89,7 @@ def launch(
     elif hosts is None:
         commands = [_torchrun("--standalone", "--nproc-per-node", str(each), *_restarts(max_restarts), *started)]
     else:
-        commands = _on_hosts(hosts.split(","), host, each, port, max_restarts, started)
+        commands = _on_hosts(names, host, each, port, max_restarts, started)
     for command in commands:
         typer.echo(shlex.join(command), err=True)
     if dry_run:
@@ -86,20 +103,30 @@ def launch(
     raise typer.Exit(_run(commands))
 
 
-def _run_elastic(ranks: str, restarts: int, patience: float, started: Sequence[str], *, dry_run: bool) -> int:
-    """Run an elastic job on MIN:MAX ranks of this host, and return its exit code."""
+def _supervisor(ranks: str, started: Sequence[str], each: int | None, **options: Any) -> Supervisor:
+    """Return the launcher of this host's part of an elastic job on MIN:MAX ranks."""
+    from zerograph.cli.elastic import Supervisor
+
     least, _, most = ranks.partition(":")
     if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
         raise typer.BadParameter(f"--elastic {ranks}: give the least and the most ranks, such as 2:4")
-    command = [sys.executable, *started]
-    typer.echo(f"{most} x {shlex.join(command)}", err=True)
-    if dry_run:
-        return 0
-    from zerograph.cli.elastic import Supervisor
+    hosts = options.get("hosts", ["this host"])
+    digest = hashlib.blake2b(Path(started[0]).read_bytes(), digest_size=4).hexdigest()
+    terms = {"--elastic": ranks, "--hosts": ",".join(hosts), "the script": shlex.join(started), "its digest": digest}
+    each = each or math.ceil(int(most) / len(hosts))
+    return Supervisor([sys.executable, *started], int(least), int(most), each=each, terms=terms, **options)
+
+
+def _supervise(supervisor: Supervisor) -> int:
+    """Run this host's part of an elastic job, and return its exit code."""
+    from zerograph.cli.elastic import LauncherError
 
     before = signal.signal(signal.SIGTERM, _exit)
     try:
-        return Supervisor(command, int(least), int(most), restarts, patience).run()
+        return supervisor.run()
+    except LauncherError as error:
+        typer.echo(f"zerograph: {error}", err=True)
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -122,10 +149,6 @@ def _on_hosts(
     hosts: Sequence[str], host: str | None, ranks: int, port: int, max_restarts: int, started: Sequence[str]
 ) -> list[list[str]]:
     """Return a command for each host; one only if ``host`` names it."""
-    if not all(hosts) or len(set(hosts)) < len(hosts):
-        raise typer.BadParameter(f"--hosts {','.join(hosts)}: give each host once, with commas between them")
-    if host is not None and host not in hosts:
-        raise typer.BadParameter(f"--host {host} is not one of --hosts {','.join(hosts)}")
     commands = []
     for number, name in enumerate(hosts):
         place = ("--nnodes", str(len(hosts)), "--node-rank", str(number))

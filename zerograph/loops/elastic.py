@@ -1,8 +1,9 @@
 """Train on the ranks that are there: after a loss of ranks the others go on from snapshots in their memory.
 
-Every few steps each rank copies its part of a checkpoint into its memory, and another rank, its *buddy*, keeps a copy.
-If ranks are lost, those that are left form a new generation (``runtime.job.elastic``), load their shards of the newest
-snapshot of which all parts are there from each other's memory, and compute the steps since then again.
+Every few steps each rank copies its part of a checkpoint into its memory, and another rank, its *buddy*, keeps a copy:
+one of another host, where there is one. If ranks are lost, those that are left form a new generation
+(``runtime.job.elastic``), load their shards of the newest snapshot of which all parts are there from each other's
+memory, and compute the steps since then again.
 """
 
 from __future__ import annotations
@@ -38,14 +39,13 @@ from zerograph.runtime.job import elastic as generations
 from zerograph.runtime.job.channel import hang_up
 from zerograph.runtime.job.exchange import broadcast_from_first
 from zerograph.runtime.job.launchers import number_of
-from zerograph.runtime.job.process_group import Job, abandon, agree, new_group
+from zerograph.runtime.job.process_group import Job, abandon, agree, end_exchanges, new_group
 from zerograph.runtime.state import store_of
 
 # The tag of a copy that is sent to its buddy.
 _TAG = 47
-# Steps to the second snapshot, seconds from a loss of ranks to the next, and the most that snapshots may take of the
-# time.
-_FIRST, _LOSS_EVERY, _SHARE = 10, 3600.0, 0.02
+# Steps to the second snapshot, and the most that snapshots may take of the time.
+_FIRST, _SHARE = 10, 0.02
 # Failures in a row, without a lost rank and without a further step, that are worth another try.
 _MOST_FALSE_ALARMS = 3
 
@@ -75,6 +75,7 @@ def elastic(
     snapshot_every: int | None = None,
     checkpoints: str | os.PathLike[str] | None = None,
     save_every: int | None = None,
+    losses_per_hour: float = 1.0,
 ) -> None:
     """Call ``train_step(number, batch)`` for each batch, on the ranks that are there.
 
@@ -93,10 +94,11 @@ def elastic(
             reads its rows of them.
         epochs: how often the loader is read.
         snapshot_every: steps from one snapshot to the next: the most that are computed again. None: by the measured
-            times of a snapshot and of a step, for one loss of ranks an hour, and at most 2 % of the time.
+            times of a snapshot and of a step and ``losses_per_hour``, and at most 2 % of the time.
         checkpoints: a folder of checkpoints. The job begins with the latest in it, if there is one, and goes on from it
             if ranks were lost that held the only copies of a part of the state.
         save_every: steps from one checkpoint to the next, of which two are kept.
+        losses_per_hour: how often the job loses ranks, as far as you know. More losses are worth more snapshots.
 
     Raises:
         ConfigError: an argument, the loader or the graph does not suit an elastic job.
@@ -105,6 +107,8 @@ def elastic(
     """
     if min(epochs, 1 if snapshot_every is None else snapshot_every, 1 if save_every is None else save_every) < 1:
         raise ConfigError("zg.elastic(): epochs, snapshot_every and save_every are whole numbers from 1 up")
+    if not 0 < losses_per_hour < math.inf:
+        raise ConfigError(f"zg.elastic(): losses_per_hour={losses_per_hour} is not a number above 0")
     if save_every is not None and checkpoints is None:
         raise ConfigError("zg.elastic(): save_every needs a folder, checkpoints=")
     loop = None
@@ -121,7 +125,7 @@ def elastic(
     elif isinstance(step, LoopGraph):
         raise ConfigError("zg.elastic() of zg.step_of(): pass the prepared module, whose loop it then knows")
     _check(step, loader)
-    _Loop(train_step, step, loop, loader, epochs, snapshot_every, checkpoints, save_every).run()
+    _Loop(train_step, step, loop, loader, epochs, snapshot_every, checkpoints, save_every, losses_per_hour).run()
 
 
 def _check(step: ZeroGraph, loader: Any) -> None:
@@ -176,6 +180,7 @@ class _Loop:
     snapshot_every: int | None
     checkpoints: str | os.PathLike[str] | None
     save_every: int | None
+    losses_per_hour: float
     steps: int = 0
     epoch: int = 0
     held: dict[_Label, dict[int, Tensor]] = field(default_factory=dict)
@@ -193,6 +198,7 @@ class _Loop:
             self._begin()
             self._train()
             return
+        self.worker.hang_up = self._hang_up
         alarms, furthest = 0, -1
         while True:
             try:
@@ -214,6 +220,10 @@ class _Loop:
                     raise
                 why = f"{error}".splitlines()[0]
             self._leave(why)
+
+    def _hang_up(self) -> None:
+        hang_up(self.group)
+        end_exchanges()
 
     def _leave(self, why: str) -> None:
         if dist.is_initialized() and dist.get_rank() == 0:
@@ -459,14 +469,15 @@ class _Loop:
         facts = [part.numel(), int(worker.may_grow()), int(cost * 1e6), int(step * 1e6)]
         everybody = agree(job, f"the snapshot of step {self.steps}", self.steps, dict, problem, facts)
         sizes, grow, costs, steps = zip(*everybody, strict=True)
-        self.due = self.steps + (self.snapshot_every or _interval(max(costs), max(steps)))
+        self.due = self.steps + (self.snapshot_every or _interval(max(costs), max(steps), self.losses_per_hour))
         label = _Label(self.steps, worker.generation.number, job.size)
         self.held[label] = {job.rank: part}
+        buddies = _buddies(worker.generation.hosts[: job.size])
         self.sending = sending = Future[None]()
 
         def send() -> None:
             try:
-                self._send(label, sizes[job.rank - 1], self.group)
+                self._send(label, sizes, buddies, self.group)
                 sending.set_result(None)
             except BaseException as error:
                 sending.set_exception(error)
@@ -476,15 +487,22 @@ class _Loop:
             self._wait()
             raise _MoreRanksError
 
-    def _send(self, label: _Label, size: int, group: dist.ProcessGroup | None) -> None:
+    def _send(
+        self, label: _Label, sizes: Sequence[int], buddies: Sequence[int], group: dist.ProcessGroup | None
+    ) -> None:
         """Exchange parts with the buddies; forget older snapshots once all ranks have this one."""
         if group is not None:
-            start, rank, ranks = time.monotonic(), group.rank(), group.size()
-            copy = torch.empty(size, dtype=torch.uint8)
-            sending = group.send([self.held[label][rank]], (rank + 1) % ranks, _TAG)
-            group.recv([copy], (rank - 1) % ranks, _TAG).wait()
+            start, rank = time.monotonic(), group.rank()
+            sending = group.send([self.held[label][rank]], buddies[rank], _TAG)
+            copies = {
+                origin: torch.empty(sizes[origin], dtype=torch.uint8)
+                for origin, buddy in enumerate(buddies)
+                if buddy == rank
+            }
+            for origin, copy in copies.items():
+                group.recv([copy], origin, _TAG).wait()
             sending.wait()
-            self.held[label][(rank - 1) % ranks] = copy
+            self.held[label].update(copies)
             group.barrier().wait()
             self.sent_in = time.monotonic() - start
         self.held = {label: self.held[label]}
@@ -503,12 +521,34 @@ class _Loop:
                 raise CommunicationError(f"a rank was lost while a snapshot was sent: {error}") from error
 
 
-def _interval(cost: int, step: int) -> int:
+def _buddies(hosts: Sequence[str]) -> list[int]:
+    """Return the buddy of each rank: a rank of another host, each with as few parts as that allows.
+
+    Ranks of the same host follow each other in a ring. A buddy is as far as the largest host has ranks, or one of the
+    few that are not on a host with more than half of them. On a single host each rank counts as a host.
+
+    Args:
+        hosts: of each rank.
+    """
+    places: Sequence[str | int] = hosts if len(set(hosts)) > 1 else range(len(hosts))
+    ring = sorted(range(len(places)), key=lambda rank: (places.index(places[rank]), rank))
+    most = max(map(places.count, places))
+    buddies = [0] * len(places)
+    for at, rank in enumerate(ring):
+        own = [other for other in ring if places[other] == places[rank]]
+        first = ring.index(own[0])
+        others = ring[first + len(own) :] + ring[:first]
+        buddies[rank] = others[(at - first + most - len(own)) % len(others)] if others else rank
+    return buddies
+
+
+def _interval(cost: int, step: int, losses_per_hour: float) -> int:
     """Return the steps from a snapshot to the next, by Young's formula (J. W. Young, 1974), within the share of time.
 
     Args:
         cost, step: microseconds of a snapshot and of a step; 0: it is not known yet.
+        losses_per_hour: of ranks, by the whole job.
     """
     if not step:
         return _FIRST
-    return max(1, round(max(math.sqrt(2e6 * _LOSS_EVERY * cost), cost / _SHARE) / step))
+    return max(1, round(max(math.sqrt(2e6 * 3600 / losses_per_hour * cost), cost / _SHARE) / step))
