@@ -25,6 +25,8 @@ NOT_RUN = {
     "checkpoints.md": {"torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt"},
     "elastic.md": {
         "zerograph launch --elastic 2:4 --max-restarts 10 train.py",
+        "zerograph launch --elastic 2:4 --hosts host1,host2 --host host1 train.py",
+        "zerograph launch --elastic 2:4 --hosts host1,host2 --host host2 train.py",
         "torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint host1:29500"
         " train.py",
     },

@@ -7,13 +7,16 @@ import contextlib
 import json
 import multiprocessing as mp
 import os
+import pickle
+import platform
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
-from zerograph.cli.elastic import Supervisor
+from benchmarks.measure.hosts import Host
+from zerograph.cli.elastic import LauncherError, Supervisor
 from zerograph.compiler.compiler import Compiler
 from zerograph.loops import elastic as loop
 from zerograph.runtime.executor import Executor
@@ -149,9 +153,11 @@ def script(folder: Path, options: Options) -> None:
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         generation = restarts if worker is None else worker.generation.number
         line = [number, generation, zg.rank(), zg.world_size(), loss.item().hex(), own, time.monotonic()]
-        with open(folder / f"{os.getpid()}.jsonl", "a") as file:
+        with open(folder / f"{platform.node()}-{os.getpid()}.jsonl", "a") as file:
             print(json.dumps(line), file=file)
         time.sleep(options.pace)
+        while (folder / "hold").exists():
+            time.sleep(0.02)
 
     where = folder / "checkpoints" if options.checkpoints else None
     zg.elastic(
@@ -164,7 +170,9 @@ def script(folder: Path, options: Options) -> None:
         save_every=options.save_every,
     )
     end = zg.step_of(optimizer) if options.loop else graph
-    (folder / f"end {os.getpid()}").write_text(json.dumps([zg.world_size(), end.steps_done, end.fingerprint()]))
+    (folder / f"end {platform.node()} {os.getpid()}").write_text(
+        json.dumps([zg.world_size(), end.steps_done, end.fingerprint()])
+    )
 
 
 class _Forked:
@@ -236,9 +244,17 @@ def _work(start: socket.socket, function: Callable[[int], None]) -> None:
     os._exit(code)
 
 
-def _supervise(
-    folder: Path, faults: list[Fault], options: Options, least: int, most: int, restarts: int, patience: float
-) -> None:
+def supervise(
+    folder: Path,
+    faults: Sequence[Fault],
+    options: Options,
+    least: int,
+    most: int,
+    restarts: int,
+    patience: float,
+    **place: Any,
+) -> int:
+    """Run a launcher, of one host, or of the host that ``place`` names; return its exit code."""
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -255,12 +271,18 @@ def _supervise(
             time.sleep(options.late)
         script(folder, options)
 
-    supervisor = _Forking([], least, most, restarts, patience)
-    supervisor.fork(most + restarts, work)
-    code = supervisor.run()
+    each = most // len(place.get("hosts", [""]))
+    supervisor = _Forking([], least, most, restarts, patience, each, **place)
+    supervisor.fork(each + restarts, work)
+    try:
+        code = supervisor.run()
+    except LauncherError as error:
+        print(f"zerograph: {error}", file=sys.stderr)
+        code = 1
     for pid, _ in supervisor.idle:
         os.kill(pid, signal.SIGKILL)
     (folder / "code").write_text(str(code))
+    return code
 
 
 @dataclass(frozen=True)
@@ -327,7 +349,7 @@ def run(
 ) -> Outcome:
     """Run an elastic job with these faults."""
     job = mp.get_context("forkserver").Process(
-        target=_supervise, args=(folder, faults, options, least, most, restarts, patience)
+        target=supervise, args=(folder, faults, options, least, most, restarts, patience)
     )
     job.start()
     job.join(PATIENCE)
@@ -337,6 +359,62 @@ def run(
         job.join()
     code = folder / "code"
     return read(folder, int(code.read_text()) if code.exists() and not hung else None)
+
+
+class Launchers:
+    """Launchers of a job of two hosts with two ranks each; a context, at whose end none runs."""
+
+    def __init__(self, hosts: Sequence[Host], folder: Path, options: Options, *faults: Fault) -> None:
+        self.hosts, self.folder = hosts, folder
+        names = [host.address for host in hosts]
+        self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": names}
+        self.arguments |= {"least": 1, "most": 4, "restarts": 0, "patience": 5.0, "port": 29500}
+        self.processes: dict[Host, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Launchers:
+        for host in self.hosts:
+            self.start(host)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def start(self, host: Host) -> None:
+        arguments = pickle.dumps(self.arguments | {"host": host.address})
+        program = f"from tests.faults.elastic_jobs import *; sys.exit(supervise(**pickle.loads({arguments!r})))"
+        place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        self.processes[host] = subprocess.Popen([*host.enter(), sys.executable, "-c", program], env=place)
+
+    def kill(self, host: Host) -> None:
+        """Kill a launcher, and no worker."""
+        os.kill(min(host.processes()), signal.SIGKILL)
+        self.processes[host].wait()
+
+    def wait_for(self, is_so: Callable[[Outcome], bool]) -> None:
+        """Wait until the job has come so far."""
+        limit = time.monotonic() + PATIENCE
+        while not is_so(read(self.folder, 0)):
+            assert time.monotonic() < limit, read(self.folder, 0).output
+            time.sleep(0.1)
+
+    def wait(self) -> tuple[Outcome, list[int]]:
+        """Wait for the end of all launchers; return the outcome, and the exit codes. No process is left."""
+        codes = [self.processes[host].wait(PATIENCE) for host in self.hosts]
+        limit = time.monotonic() + 5.0
+        while any(_runs(process) for host in self.hosts for process in host.processes()):
+            assert time.monotonic() < limit, "processes are left"
+            time.sleep(0.05)
+        return read(self.folder, codes[0]), codes
+
+
+def _runs(process: int) -> bool:
+    """Return whether a process is more than what its parent has not waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def read(folder: Path, code: int | None) -> Outcome:

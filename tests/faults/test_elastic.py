@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typer.testing import CliRunner
 
 import zerograph as zg
+from benchmarks.measure.hosts import two_hosts, unavailable
 from tests.faults.elastic_jobs import (
     PATIENCE,
     PLACES,
     STEPS,
     Fault,
+    Launchers,
     Options,
     Outcome,
     Step,
@@ -37,6 +39,8 @@ from tests.faults.test_restart import environment
 from tests.harness import sliced
 from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
+from zerograph.cli.elastic import Supervisor
+from zerograph.loops.elastic import _buddies, _interval
 
 ROOT = Path(__file__).parents[2]
 NO_COPY = "the only copies of a part of the state"
@@ -107,6 +111,136 @@ def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
     row.add(True, lost_steps=outcome.repeated(), seconds=outcome.seconds)
 
 
+# A step may take a while, so that the loss comes before the end; in the last the host's parts would else be lost.
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+@sliced(
+    "event, options",
+    [("cut", Options(pace=0.2)), ("comes back", Options(pace=0.5))],
+    [
+        ("a rank", Options(pace=0.2, loop=True)),
+        ("its launcher", Options(pace=0.2, stage=3)),
+        ("its launcher ends", Options(pace=0.2, loop=True)),
+        ("cut", Options(pace=0.2, loop=True)),
+        ("cut", Options(pace=0.2, virtual=None)),
+    ],
+)
+def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
+    tmp_path: Path, expected: Callable[[Options], Outcome], event: str, options: Options
+) -> None:
+    wanted = expected(options)
+    fault = [Fault(3, "step", 5)] if event == "a rank" else []
+    with two_hosts() as hosts, Launchers(hosts, tmp_path, options, *fault) as launchers:
+        launchers.wait_for(lambda job: any(line[0] >= 5 and line[3] == 4 for line in job.lines) or job.happened > 0)
+        if event == "cut":
+            hosts[1].cut()
+        elif event == "its launcher ends":
+            os.kill(min(hosts[1].processes()), signal.SIGTERM)
+        elif event != "a rank":
+            launchers.kill(hosts[1])
+        if event == "comes back":
+            (tmp_path / "hold").touch()
+            launchers.start(hosts[1])
+            launchers.wait_for(lambda job: job.output.count("has come, with 2") == 2)
+            (tmp_path / "hold").unlink()
+        outcome, codes = launchers.wait()
+    check_same(outcome, wanted, bitwise=options.virtual is not None)
+    sizes = {"a rank": [4, 3], "comes back": [4, 2, 4]}.get(event, [4, 2])
+    assert outcome.sizes() == sizes or (event == "comes back" and outcome.sizes() == [4, 4]), outcome.output
+    assert outcome.repeated() <= 3
+    if event == "cut":
+        assert codes[1] == 1
+        assert "does not answer at 10.77.0.1:29500" in outcome.output
+        assert "host 10.77.0.2 is lost: its launcher is silent for 5 seconds" in outcome.output
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_the_loss_of_the_first_host_ends_the_job_and_a_rerun_goes_on(
+    tmp_path: Path, expected: Callable[[Options], Outcome]
+) -> None:
+    options = Options(pace=0.2, checkpoints=True, save_every=2)
+    with two_hosts() as hosts:
+        with Launchers(hosts, tmp_path, options) as launchers:
+            launchers.wait_for(lambda job: any(line[0] >= 5 and line[3] == 4 for line in job.lines))
+            launchers.kill(hosts[0])
+            _, codes = launchers.wait()
+            assert codes[1] == 1
+        with Launchers(hosts, tmp_path, options) as launchers:
+            outcome, codes = launchers.wait()
+    assert codes == [0, 0], outcome.output
+    assert "the launcher of the first host does not answer" in outcome.output
+    assert outcome.losses() == expected(options).losses()
+    assert outcome.repeated() <= 2
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+@pytest.mark.parametrize("number", range(int(os.environ.get("KILLS", 300)) // 10))
+def test_a_host_that_is_lost_at_a_drawn_moment_changes_nothing(
+    tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], number: int
+) -> None:
+    draw = random.Random(number)
+    options = Options(stage=draw.choice([1, 2, 3]), loop=draw.random() < 0.3, every=draw.choice([1, 3]), pace=0.1)
+    with two_hosts() as hosts, Launchers(hosts, tmp_path, options) as launchers:
+        first = draw.randint(1, STEPS - 3)
+        launchers.wait_for(lambda job: any(line[0] >= first and line[3] == 4 for line in job.lines))
+        time.sleep(draw.uniform(0, 0.3))
+        event = draw.choice(["its wire is cut", "its launcher is killed"])
+        (hosts[1].cut if event == "its wire is cut" else lambda: launchers.kill(hosts[1]))()
+        outcome, _ = launchers.wait()
+    check_same(outcome, expected(options))
+    tally(f"elastic: a host is lost: {event}").add(True, lost_steps=outcome.repeated())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "buddies"),
+    [
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("aaabb", [3, 4, 3, 1, 2]),
+        ("aaab", [3, 3, 3, 2]),
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+        ("aaa", [1, 2, 0]),
+        ("a", [0]),
+    ],
+)
+def test_the_buddy_is_on_another_host(hosts: str, buddies: list[int]) -> None:
+    assert _buddies(hosts) == buddies
+
+
+@pytest.mark.parametrize(("losses", "steps"), [(1.0, 268), (4.0, 134), (0.01, 2683), (1e6, 50)])
+def test_more_losses_are_worth_more_snapshots(losses: float, steps: int) -> None:
+    # A snapshot of 0.1 s, steps of 0.1 s: the root of 2 x 0.1 s x 3600 s is 26.8 s; 2 % of the time is 5 s.
+    assert _interval(100_000, 100_000, losses) == steps
+
+
+def test_launchers_that_do_not_fit_together_say_so_at_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('nothing starts')")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+        def launch(*arguments: str) -> str:
+            place = ["--port", str(port), "--patience", "1", str(script)]
+            done = CliRunner().invoke(app, ["launch", "--elastic", *arguments, *place])
+            assert done.exit_code == 1, done.output
+            return done.output
+
+        assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in launch(
+            "1:2", "--hosts", "127.0.0.1,b", "--host", "127.0.0.1"
+        )
+        # Of documentation: no machine has it.
+        assert "cannot listen at 192.0.2.1" in launch("1:2", "--hosts", "192.0.2.1,b", "--host", "192.0.2.1")
+    assert "does not answer at 127.0.0.1" in launch("1:2", "--hosts", "127.0.0.1,b", "--host", "b")
+    assert "does not answer at no.invalid" in launch("1:2", "--hosts", "no.invalid,b", "--host", "b")
+    terms = {"--elastic": "1:2", "--hosts": "127.0.0.1,b", "the script": str(script), "its digest": "0"}
+    first = Supervisor([], 1, 2, 0, 1.0, 1, ["127.0.0.1", "b"], "127.0.0.1", port, terms)
+    store = first._listen()
+    assert "--elastic is 1:3 on b, and 1:2 on 127.0.0.1" in launch("1:3", "--hosts", "127.0.0.1,b", "--host", "b")
+    assert "its digest is" in launch("1:2", "--hosts", "127.0.0.1,b", "--host", "b")
+    del store
+
+
 def test_without_a_copy_and_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:
     outcome = run(tmp_path, [Fault(1, "step", 5), Fault(2, "step", 5)], Options())
     assert outcome.code == 1
@@ -130,13 +264,20 @@ def test_what_an_elastic_job_cannot_do_is_refused_by_name(tmp_path: Path) -> Non
     for message, loader in loaders.items():
         with pytest.raises(zg.ConfigError, match=message):
             zg.elastic(lambda *_: None, step, loader)  # type: ignore[arg-type]
+    with pytest.raises(zg.ConfigError, match="losses_per_hour"):
+        zg.elastic(lambda *_: None, step, DataLoader(dataset), losses_per_hour=0.0)
     with pytest.raises(zg.ConfigError, match="needs a folder"):
         zg.elastic(lambda *_: None, step, DataLoader(dataset), save_every=2)
     with pytest.raises(zg.ConfigError, match=r"that zg.prepare\(\) has not prepared"):
         zg.elastic(lambda *_: None, nn.Linear(4, 4), DataLoader(dataset))
     script = tmp_path / "train.py"
     script.write_text("")
-    for arguments in (["--elastic", "4:2"], ["--elastic", "2:4", "--ranks", "2"], ["--elastic", "2"]):
+    for arguments in (
+        ["--elastic", "4:2"],
+        ["--elastic", "2:4", "--ranks", "2"],
+        ["--elastic", "2"],
+        ["--elastic", "2:4", "--hosts", "a,b"],
+    ):
         assert CliRunner().invoke(app, ["launch", *arguments, str(script)]).exit_code == 2
 
 
