@@ -80,9 +80,12 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
             dtype = spec.plain_dtype if spec.codec is None else layout.dtype
             _add_slots(pieces, layout, entries, dtype, reader.flat(state), mesh)
             continue
+        assert isinstance(state, Tensor)
+        # Wider where the optimizer's own dtype would round, such as NAdam's product: training goes on bit by bit.
+        dtype = spec.plain_dtype if state.to(spec.plain_dtype) == state else spec.dtype
         for number, entry in enumerate(entries):
             if entry is not None:
-                pieces[entry] = Pieces((), spec.plain_dtype)
+                pieces[entry] = Pieces((), dtype)
                 if number % mesh.size == store.job.rank:
                     pieces[entry].add(0, 1, reader.flat(state), 0)
     return pieces
