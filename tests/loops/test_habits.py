@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
 
 import zerograph as zg
@@ -217,10 +219,45 @@ def gradients_of_samples(model: nn.Module, optimizer: torch.optim.Optimizer, x: 
 
 def changed_state(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
-    # As averages of models do.
+    # As averages of models do. No version counts the second.
     for one in model.state_dict().values():
         one.mul_(0.9)
+        one.data.mul_(0.9)
     return loss.item()
+
+
+def assigned_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = F.cross_entropy(model(x), y)
+    # The parameters are a generator.
+    gradients = torch.autograd.grad(loss, model.parameters())  # type: ignore[arg-type]
+    for one, gradient in zip(model.parameters(), gradients, strict=True):
+        one.grad = gradient
+    optimizer.step()
+    return loss.item()
+
+
+class Scaled(nn.Module):
+    """It returns a parameter, as models of images and texts return their scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = perceptron(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.scale
+
+
+def returned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    out, scale = model(x)
+    loss = update(optimizer, F.cross_entropy(out * scale, y))
+    return loss.item() + scale.item()
+
+
+def computed_once(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    # Only the first call of a block iterates for the norm, which changes buffers.
+    with parametrize.cached():
+        loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x * 0.5), y)
+    return update(optimizer, loss).item()
 
 
 def draw_of_one_row(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
@@ -383,6 +420,9 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "an attack": (attack, perceptron),
     "gradients of samples": (gradients_of_samples, perceptron),
     "a changed state dict": (changed_state, perceptron),
+    "assigned gradients": (assigned_gradients, perceptron),
+    "returned parameters": (returned_parameters, Scaled),
+    "norms computed once": (computed_once, lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4)))),
     "a draw of one row": (draw_of_one_row, perceptron),
     "packed sequences": (packed_sequences, Packed),
     "hooks of the optimizer": (hooks_of_the_optimizer, perceptron),
@@ -596,9 +636,31 @@ def test_changes_by_what_was_read_or_copied_reach_parameters_in_order(
         torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
 
 
-def test_an_unknown_order_of_changes_is_an_error(pool: Pool) -> None:
+def kept_state(is_trained: bool, prepare: Prepare) -> Seen:
+    """Change a model in each step by a state dict that was read before the loop."""
+    model, other = seeded(perceptron), seeded(perceptron)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, other, optimizer, loader = prepare(model, other, optimizer, DataLoader(samples(24, 6), batch_size=8))
+    kept, printed = (model if is_trained else other).state_dict().values(), []
+    for x, y in loader:
+        printed.append(update(optimizer, F.cross_entropy(model(x), y)).item())
+        for one in kept:
+            one.mul_(0.9)
+        printed.append(other(x).sum().item())
+    return printed, [dict(other.state_dict())]
+
+
+def test_a_state_dict_that_is_kept_changes_a_model_that_is_not_trained(pool: Pool) -> None:
+    printed, states = kept_state(False, unprepared)
+    for seen, seen_states in pool.run(2, kept_state, False, prepare_at(3)):
+        assert seen == pytest.approx(printed, rel=1e-9)
+        torch.testing.assert_close(seen_states, states)
+
+
+@pytest.mark.parametrize("train", [changed_in_turn, functools.partial(kept_state, True)])
+def test_an_unknown_order_of_changes_is_an_error(pool: Pool, train: Callable[[Prepare], Seen]) -> None:
     with pytest.raises(RanksError, match=r"was changed, and so was its copy in a state_dict\(\)"):
-        pool.run(2, changed_in_turn, prepare_at(0))
+        pool.run(2, train, prepare_at(0))
 
 
 def prepared_only() -> int:

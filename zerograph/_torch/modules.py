@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, parametrize
 from torch.nn.utils.stateless import _reparametrize_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,6 +20,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 nn_kernels: Any = torch._C._nn
 # The functions that modules of torch.nn.modules.rnn call: they look them up here.
 recurrent_functions: Any = torch._VF
+
+
+def caches_parametrizations() -> bool:
+    """Return whether values of parametrized tensors are kept now, as ``parametrize.cached()`` notes it."""
+    return parametrize._cache_enabled > 0
 
 
 def is_norm_statistic(module: nn.Module, name: str) -> bool:

@@ -157,6 +157,8 @@ class Kind:
         """Return a result that notes which of its tensors the loop differentiates, and how."""
         self.template = Template.of(result)
         self.results = len(self.template.differentiable)
+        # The loop may read a parameter that a call returns after the next update.
+        self.is_eager |= any(isinstance(one, nn.Parameter) for one in found_in(result, Tensor))
         places = itertools.count()
         runs: dict[int, int] = {}
 

@@ -195,7 +195,8 @@ def _tensors_of(module: nn.Module) -> list[int]:
 
 def _is_plain_here() -> bool:
     """Return whether no mode around a call changes what its operators do."""
-    return not (_torch.active_modes() or _torch.is_transforming() or torch.is_anomaly_enabled())
+    modes = _torch.active_modes() or _torch.is_transforming() or _torch.caches_parametrizations()
+    return not (modes or torch.is_anomaly_enabled())
 
 
 def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:

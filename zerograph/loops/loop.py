@@ -7,7 +7,9 @@ Loaders yield global tensors. A call of a prepared model computes at once, autog
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -104,8 +106,7 @@ class Loop:
         self._watched: list[nn.Parameter] = []
         # How often each parameter was split again, by id: as often its version has changed without a change.
         self._hidings: dict[int, int] = {}
-        # Copies in state dicts since the last call or update, what they are copies of, and the versions of both.
-        self._copies: list[tuple[Tensor, Tensor, int, int | None]] = []
+        self._copies: list[_Copy] = []
         # States of optimizers that are whole until the next update.
         self._states: list[StoredState] = []
 
@@ -366,7 +367,7 @@ class Loop:
         with torch.inference_mode(False):
             # Their writes are counted. Tied parameters have one copy.
             copies = {key: one.detach().clone() for key, one in tensors.items()}
-        self._copies += [(copies[key], one, 0, self._version(one)) for key, one in tensors.items()]
+        self._copies += [_Copy.of(copies[key], one, self._version(one)) for key, one in tensors.items()]
         return type(state)((name, copies.get(id(one), one)) for name, one in state.items())
 
     def _take_copies(self) -> None:
@@ -379,17 +380,20 @@ class Loop:
             return
         # What is written makes a split parameter whole, which takes copies.
         copies, self._copies = self._copies, []
-        with torch.no_grad():
-            for copy, one, before, version in copies:
-                if _torch.version(copy) == before:
-                    continue
-                if None not in (now := self._version(one), version) and now != version:
-                    raise InputError(
-                        f"a tensor of shape {tuple(one.shape)} was changed, and so was its copy in a state_dict()"
-                        "\nCall state_dict() again after a change, or change one of the two."
-                    )
-                one.copy_(copy)
-        self._copies += [(copy, one, _torch.version(copy), self._version(one)) for copy, one, *_ in copies]
+        for place, one in enumerate(copies):
+            tensor = one.reference()
+            if tensor is None or not one.is_written(tensor):
+                continue
+            if None not in (now := self._version(one.source), one.source_version) and now != one.source_version:
+                self._copies = copies
+                raise InputError(
+                    f"a tensor of shape {tuple(tensor.shape)} was changed, and so was its copy in a state_dict()"
+                    "\nCall state_dict() again after a change, or change one of the two."
+                )
+            with torch.no_grad():
+                one.source.copy_(tensor)
+            copies[place] = _Copy.of(tensor, one.source, self._version(one.source))
+        self._copies += [one for one in copies if one.reference() is not None]
 
     def _version(self, tensor: Tensor) -> int | None:
         """Return the number of writes to a parameter or buffer; None for one that inference mode does not count."""
@@ -399,7 +403,7 @@ class Loop:
 
     def _end_copies(self) -> None:
         self._take_writes()
-        self._copies.clear()
+        self._copies = [replace(one, kept=None) for one in self._copies]
 
     def _take_writes(self) -> None:
         """Write to parameters what the loop has written to their copies, and to what it has read from them."""
@@ -488,6 +492,35 @@ class Loop:
             return result
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A copy of a parameter or buffer in a state dict, as it was made.
+
+    Attributes:
+        reference: the copy, as long as the loop has it.
+        kept: the copy until the next call or update; the loop may have written to it and dropped it.
+        source: the parameter or buffer.
+        version, source_version: the number of writes to each of them.
+        bits: the hash of the copy's values, which change without a write that is counted: by ``copy.data.mul_()``.
+    """
+
+    reference: weakref.ref[Tensor]
+    kept: Tensor | None
+    source: Tensor
+    version: int
+    source_version: int | None
+    bits: int
+
+    @staticmethod
+    def of(copy: Tensor, source: Tensor, source_version: int | None) -> _Copy:
+        return _Copy(weakref.ref(copy), copy, source, _torch.version(copy), source_version, int(hash_bits(copy)))
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Return whether the loop has changed the copy, whose values are compared until the next call or update."""
+        is_same = _torch.version(tensor) == self.version
+        return not is_same or (self.kept is not None and int(hash_bits(tensor)) != self.bits)
 
 
 def _hashes(store: Store) -> list[int]:

@@ -422,9 +422,8 @@ def _by_origins(original: Callable[..., Any]) -> Callable[..., Any]:
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         several = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         origins = [vars(one).get(ORIGIN) if isinstance(one, Tensor) else None for one in several]
-        if any(origins):
-            inputs = [one if origin is None else origin() for one, origin in zip(several, origins, strict=True)]
-        return original(outputs, inputs, *args, **kwargs)
+        several = [one if origin is None else origin() for one, origin in zip(several, origins, strict=True)]
+        return original(outputs, several, *args, **kwargs)
 
     return grad
 
