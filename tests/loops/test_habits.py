@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader
@@ -253,6 +254,28 @@ def returned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: T
     return loss.item() + scale.item()
 
 
+class Policy(nn.Module):
+    """It returns a distribution, which holds the sizes of its batch, or a function of what it has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x: Tensor, kind: str) -> Any:
+        mean = self.net(x)
+        return Independent(Normal(mean, 1.0), 1) if kind == "distribution" else lambda y: (y - mean).square()
+
+
+def returned_distributions(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    return update(optimizer, -model(x, "distribution").log_prob(x[:, :4]).mean()).item()
+
+
+def returned_functions(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    with torch.no_grad():
+        before = model(x, "function")(x[:, :4]).mean()
+    return returned_distributions(model, optimizer, x, y) + before.item()
+
+
 def computed_once(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     # Only the first call of a block iterates for the norm, which changes buffers.
     with parametrize.cached():
@@ -422,6 +445,8 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a changed state dict": (changed_state, perceptron),
     "assigned gradients": (assigned_gradients, perceptron),
     "returned parameters": (returned_parameters, Scaled),
+    "returned distributions": (returned_distributions, Policy),
+    "returned functions": (returned_functions, Policy),
     "norms computed once": (computed_once, lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4)))),
     "a draw of one row": (draw_of_one_row, perceptron),
     "packed sequences": (packed_sequences, Packed),

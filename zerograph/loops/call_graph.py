@@ -30,7 +30,7 @@ from zerograph.ir.mesh import of_own_slices
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
-from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped
+from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped, opaque_in
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.loop_graph import LoopGraph
 from zerograph.runtime.job.process_group import agree
@@ -228,8 +228,13 @@ class CallGraph(LoopGraph):
         results = found_in(result, Tensor)
         if len(results) != self._results:
             raise CaptureError("a call returns another number of tensors than before")
-        if found_in(result, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+        sizes = itertools.chain(*found_in(result, torch.Size))
+        if found_in(result, symbolic) or any(isinstance(size, symbolic) for size in sizes):
             raise CaptureError("a call returns a number that depends on the sizes of its inputs")
+        if opaque := opaque_in(result):
+            kind = type(opaque[0]).__name__
+            raise CaptureError(f"a call returns a value of type {kind}, which may hold what the call has computed")
         _TEMPLATE.set(Template.of(result))
         if not self._optimizers:
             return results

@@ -63,6 +63,21 @@ def found_in(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     return found
 
 
+def opaque_in(value: Any) -> list[Any]:
+    """Return the values inside a value that are no tensors and not plain, and that :func:`mapped` leaves themselves."""
+    found: list[Any] = []
+
+    def note(one: Any) -> Any:
+        if has_parts(one):
+            return INSIDE
+        if not isinstance(one, (*PLAIN, Tensor, torch.Size, type)):
+            found.append(one)
+        return one
+
+    mapped(value, note)
+    return found
+
+
 def has_parts(one: Any) -> bool:
     """Return whether :func:`mapped` takes a value apart."""
     if isinstance(one, (*PLAIN, nn.Module, type, Tensor, numpy.ndarray, torch.Generator, torch.Size)) or callable(one):
