@@ -254,6 +254,26 @@ def returned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: T
     return loss.item() + scale.item()
 
 
+class Changing(nn.Module):
+    """It changes its arguments: a list, or else the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x: Tensor, kept: list[Tensor] | None = None) -> Tensor:
+        out: Tensor = self.net(x if kept is not None else x.mul_(0.5))
+        if kept is not None:
+            kept.append(out)
+        return out
+
+
+def changed_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    kept: list[Tensor] = []
+    loss = F.cross_entropy(model(x), y) + F.cross_entropy(model(x, kept), y) + x.mean()
+    return update(optimizer, loss + sum(one.square().mean() for one in kept)).item()
+
+
 class Policy(nn.Module):
     """It returns a distribution, which holds the sizes of its batch, or a function of what it has computed."""
 
@@ -445,6 +465,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a changed state dict": (changed_state, perceptron),
     "assigned gradients": (assigned_gradients, perceptron),
     "returned parameters": (returned_parameters, Scaled),
+    "changed arguments": (changed_arguments, Changing),
     "returned distributions": (returned_distributions, Policy),
     "returned functions": (returned_functions, Policy),
     "norms computed once": (computed_once, lambda: nn.Sequential(spectral_norm(nn.Linear(6, 4)))),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
+from zerograph._torch import pytree
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.step_key import StepKey
@@ -184,6 +185,12 @@ class Kind:
         return tensor
 
 
+def _contents(arguments: Any) -> Any:
+    """Return what tells arguments from those that a call has changed."""
+    leaves, structure = pytree.tree_flatten(arguments)
+    return structure, [(id(one), _torch.version(one)) if isinstance(one, Tensor) else one for one in leaves]
+
+
 class CallGraph(LoopGraph):
     """The calls of one kind: forward, and with optimizers a pause and backward from the gradients of the results."""
 
@@ -222,9 +229,12 @@ class CallGraph(LoopGraph):
             one.detach().requires_grad_() if wanted else one
             for one, wanted in zip(tensors, self._differentiable, strict=True)
         ]
-        args, kwargs = _filled(self._arguments, given)
+        args, kwargs = arguments = _filled(self._arguments, given)
+        before = _contents(arguments)
         with contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast):
             result = getattr(self, self._name)(*args, **kwargs)
+        if _contents(arguments) != before:
+            raise CaptureError("a call changes its arguments, which the loop may read")
         results = found_in(result, Tensor)
         if len(results) != self._results:
             raise CaptureError("a call returns another number of tensors than before")
