@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -274,6 +275,36 @@ def changed_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, x: Ten
     return update(optimizer, loss + sum(one.square().mean() for one in kept)).item()
 
 
+_KINDS = ("array", "set", "list", "iterator")
+
+
+class Keeping(nn.Module):
+    """Each call changes an array, a set, tensors in a list, and an iterator."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = perceptron(), kind
+        self.seen, self.ids, self.means = numpy.zeros(2000), {0}, [torch.zeros(4).double()]
+        self.factors = itertools.cycle([0.5, 1.0, 1.5])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        if self.kind == "array":
+            self.seen[0] += 1
+        elif self.kind == "set":
+            self.ids.add(len(self.ids))
+        elif self.kind == "list":
+            self.means[0] = 0.5 * self.means[0] + out.detach().mean(0)
+        else:
+            out = out * next(self.factors)
+        return out
+
+
+def kept_by_calls(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    return loss.item() + model.seen[0] + len(model.ids) + model.means[0].sum().item()  # type: ignore[index, arg-type]
+
+
 class Policy(nn.Module):
     """It returns a distribution, which holds the sizes of its batch, or a function of what it has computed."""
 
@@ -465,6 +496,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a changed state dict": (changed_state, perceptron),
     "assigned gradients": (assigned_gradients, perceptron),
     "returned parameters": (returned_parameters, Scaled),
+    **{f"{kind} of the module": (kept_by_calls, functools.partial(Keeping, kind)) for kind in _KINDS},
     "changed arguments": (changed_arguments, Changing),
     "returned distributions": (returned_distributions, Policy),
     "returned functions": (returned_functions, Policy),

@@ -73,6 +73,10 @@ class Recorder(_torch.PlainMode):
             return args[0].device
         if not isinstance(func, _torch.OpOverload):
             raise self._higher_order_refused(func)
+        if any(getattr(one, "has_parts_of_ranks", False) for one in types):
+            raise CaptureError(
+                "a zg.GlobalTensor is read that is no argument, such as one that an earlier call has kept"
+            )
         if self._entered and (result := self._of_composite(func, args, kwargs or {})) is not NotImplemented:
             return result
         if (truth := known_truth(func, args)) is not None:

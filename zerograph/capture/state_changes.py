@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.base import source
@@ -75,6 +75,7 @@ class Snapshot:
         values: every place with its token, by key.
         restores: functions that restore a container or an object, by ``id``, or a value in a root, by its key.
         random: every generator, by its name in messages.
+        iterators: names of iterators and files, whose state cannot be compared or restored.
     """
 
     def __init__(self, state: PythonState) -> None:
@@ -82,13 +83,18 @@ class Snapshot:
         self.restores: dict[Hashable, Callable[..., None]] = {id(table): _restorer(table) for table in state.tables()}
         self.values: dict[Hashable, tuple[Place, Hashable]] = {}
         self.random: dict[str, Generator] = {}
+        self.iterators: list[str] = []
         places = [*state.places()]
         self.restores |= {place.key: functools.partial(place.assign, value) for place, value in places}
         for place, value, is_entered in walk(places):
             if (generator := _generator(value)) is not None:
                 self.random.setdefault(place.name, generator)
             elif not is_entered:
-                self.values[place.key] = place, token(value)
+                self.values[place.key] = place, value.tobytes() if _is_array(value) else token(value)
+                if hasattr(type(value), "__next__") and (not place.own or place.steps[0][1] in state.texts):
+                    self.iterators.append(place.name)
+                if isinstance(value, set) or _is_array(value):
+                    self.restores[id(value)] = functools.partial(_put_back, value, value.copy())
             elif not isinstance(value, tuple):
                 self.restores[id(value)] = _restorer(value)
             if isinstance(value, CONTAINERS):
@@ -150,6 +156,15 @@ class StateComparison:
             self._before.restore()
             raise
 
+    def check_restorable(self) -> None:
+        """Raise if the trace may change Python state that cannot be restored.
+
+        Raises:
+            CaptureError: names an iterator or a file.
+        """
+        if self._before.iterators:
+            raise CaptureError(f"a call may advance or write to {self._before.iterators[0]}")
+
     def check_unchanged(self, stored: Iterable[str]) -> None:
         """Raise if the trace has changed Python state.
 
@@ -160,7 +175,11 @@ class StateComparison:
             CaptureError: names a place that has changed.
         """
         after = Snapshot(self._state)
-        changed = [*stored, *(place.name for place in self._before.changed(after)), *self._before.drawn(after)]
+        # A recurrent layer has a list of its weights, which are fake in a trace.
+        own = ((one, value) for one, value, _ in walk(self._state.places()) if one.own)
+        kept = [one for one, value in own if _holds_tensors(value, 1) and not isinstance(one.root, nn.RNNBase)]
+        places = [place.name for place in (*kept, *self._before.changed(after))]
+        changed = [*stored, *places, *self._before.drawn(after)]
         if changed or self._read_guards() != self._guards_before:
             raise CaptureError(f"a call changes {changed[0] if changed else 'its module'}")
 
@@ -434,6 +453,21 @@ def _restorer(value: Any) -> Callable[..., None]:
                 del entries[key]
 
     return restore
+
+
+def _put_back(value: Any, before: Any, *, tensors: bool = False) -> None:
+    """Restore the entries of a set, or the numbers of an array."""
+    if not isinstance(value, set):
+        if value.flags.writeable:
+            value[...] = before
+    elif value != before:
+        value.clear()
+        value.update(before)
+
+
+def _is_array(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _entries(value: Any) -> dict[Any, Any]:

@@ -183,6 +183,8 @@ class Capture:
 
     def _captured(self, hints: Mapping[str, int]) -> Captured:
         tracer = _Tracer(self, hints)
+        if self.pure:
+            tracer.python_state.check_restorable()
         with tracer.environment():
             graph, trace, stored = self._traced(tracer)
             _refuse_foreign_parameters(graph)

@@ -48,6 +48,8 @@ class GlobalTensor(Tensor):
         known: number of writes to a 0-d tensor when all ranks learned its value, and the value.
     """
 
+    # A trace refuses such tensors.
+    has_parts_of_ranks = True
     spec: Spec
     local: Tensor
     viewed: View | None
