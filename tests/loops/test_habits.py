@@ -305,6 +305,25 @@ def kept_by_calls(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor,
     return loss.item() + model.seen[0] + len(model.ids) + model.means[0].sum().item()  # type: ignore[index, arg-type]
 
 
+class Weighted(nn.Module):
+    """Its factors are tensors in a list and in a namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.factors = perceptron(), [torch.ones(4).double()]
+        self.options = SimpleNamespace(factor=torch.ones(4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.factors[0] * self.options.factor  # type: ignore[no-any-return]
+
+
+def replaced_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    model.factors[0] = model.factors[0] * 1.1  # type: ignore[index, operator]
+    model.options.factor = model.options.factor * 0.8  # type: ignore[assignment, union-attr]
+    return loss.item()
+
+
 class Policy(nn.Module):
     """It returns a distribution, which holds the sizes of its batch, or a function of what it has computed."""
 
@@ -497,6 +516,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "assigned gradients": (assigned_gradients, perceptron),
     "returned parameters": (returned_parameters, Scaled),
     **{f"{kind} of the module": (kept_by_calls, functools.partial(Keeping, kind)) for kind in _KINDS},
+    "replaced tensors": (replaced_tensors, Weighted),
     "changed arguments": (changed_arguments, Changing),
     "returned distributions": (returned_distributions, Policy),
     "returned functions": (returned_functions, Policy),

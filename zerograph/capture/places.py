@@ -281,7 +281,8 @@ def walk(
 ) -> Iterator[tuple[Place, Any, bool]]:
     """Yield places and values with all that is inside these, and whether a value counts by what is inside.
 
-    A container or object is entered once, by the first place that leads to it. With names, all such places are yielded.
+    A container or object is entered once, by the first place that leads to it. With names, all such places are yielded,
+    and the tensors in containers and objects that modules hold, too.
 
     Args:
         places: where to begin, with the values there.
@@ -290,7 +291,7 @@ def walk(
     waiting, entered, number = [*places][::-1], set[int](), 0
     while waiting:
         place, value = waiting.pop()
-        if place.own and isinstance(value, Tensor):
+        if place.own and isinstance(value, Tensor) and (names is None or place.is_in_root):
             continue
         inside = [*_inside(value, names)] if len(place.steps) <= _MAX_DEPTH else []
         is_entered = bool(inside) or isinstance(value, CONTAINERS)
