@@ -317,6 +317,14 @@ class Weighted(nn.Module):
         return self.net(x) * self.factors[0] * self.options.factor  # type: ignore[no-any-return]
 
 
+def wrapped_layers(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    if isinstance(model[2], nn.Linear) and loss < 1.5:  # type: ignore[index]
+        # Its parameters have other names then.
+        model[2] = nn.Sequential(model[2], nn.Tanh())  # type: ignore[index, operator]
+    return loss.item()
+
+
 def replaced_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
     model.factors[0] = model.factors[0] * 1.1  # type: ignore[index, operator]
@@ -516,6 +524,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "assigned gradients": (assigned_gradients, perceptron),
     "returned parameters": (returned_parameters, Scaled),
     **{f"{kind} of the module": (kept_by_calls, functools.partial(Keeping, kind)) for kind in _KINDS},
+    "wrapped layers": (wrapped_layers, perceptron),
     "replaced tensors": (replaced_tensors, Weighted),
     "changed arguments": (changed_arguments, Changing),
     "returned distributions": (returned_distributions, Policy),

@@ -188,9 +188,9 @@ class _Tree:
         self._tables = Dictionaries([*members, *hooks])
 
 
-def _tensors_of(module: nn.Module) -> list[int]:
-    """Return what tells the parameters and buffers of a module from others in their place."""
-    return [*map(id, module.parameters()), *map(id, module.buffers())]
+def _tensors_of(module: nn.Module) -> list[tuple[str, int]]:
+    """Return what tells the parameters and buffers of a module from others in their place, or the same in another."""
+    return [(name, id(one)) for name, one in itertools.chain(module.named_parameters(), module.named_buffers())]
 
 
 def _is_plain_here() -> bool:
