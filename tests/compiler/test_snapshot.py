@@ -105,6 +105,21 @@ def test_other_values_and_another_learning_rate_run_the_same_step() -> None:
     assert torch.equal(step.model[0].linear.weight, before)
 
 
+def test_another_default_dtype_traces_again() -> None:
+    class Constants(zg.ZeroGraph):
+        def build(self, x: Tensor) -> Tensor:
+            return x + torch.ones(3)
+
+    step, x, dtypes = Constants(), torch.zeros(3), []
+    try:
+        for dtype in (torch.float32, torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            dtypes += [step(x).dtype for _ in range(2)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert dtypes == [*[torch.float32] * 4, *[torch.float64] * 2, *[torch.float32] * 2]
+
+
 def test_the_snapshot_keeps_no_batch_alive() -> None:
     step, _ = repeated()
     assert step._steps._snapshot is not None

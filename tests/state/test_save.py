@@ -349,6 +349,19 @@ def test_every_stretch_of_a_flat_tensor_is_boxes_in_their_order(shape: tuple[int
             assert torch.equal(torch.cat([*found, torch.empty(0, dtype=torch.int64)]), torch.arange(start, end))
 
 
+def test_a_number_that_the_optimizer_itself_would_round_goes_on_bitwise(tmp_path: Path) -> None:
+    # NAdam keeps a product of all steps in fp32.
+    steps = []
+    for _ in range(2):
+        model = make("mlp", torch.float64)
+        steps.append(TrainStep(model, torch.optim.NAdam(model.parameters()), 0))
+    data = batches("mlp", 6, dtype=torch.float64)
+    go(steps[0], data[:3])
+    steps[0].save(tmp_path)
+    steps[1].load(tmp_path)
+    assert go(steps[0], data[3:]) == go(steps[1], data[3:])
+
+
 def test_a_name_that_is_no_unicode_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     step = zg.ZeroGraph()
     step.model = nn.Sequential()

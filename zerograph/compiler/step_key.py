@@ -169,7 +169,7 @@ class Snapshot:
         self._dictionaries = Dictionaries([vars(call.config), *map(vars, parameters), *hooks])
         self._optimizers = [(optimizer, type(optimizer)) for optimizer in call.optimizers]
         self._groups = [_Group(group) for optimizer in call.optimizers for group in optimizer.param_groups]
-        self._of_optimizers = call.of_optimizers()
+        self._of_optimizers, self._default_dtype = call.of_optimizers(), torch.get_default_dtype()
         leaves: list[Any] = []
         self._nesting = collect_leaves(call.arguments, leaves)
         # Without its tensors, which live no longer than their step.
@@ -203,6 +203,7 @@ class Snapshot:
             and len(groups) == len(self._groups)
             and all(before.is_same(group) for before, group in zip(self._groups, groups, strict=True))
             and call.of_optimizers() == self._of_optimizers
+            and torch.get_default_dtype() is self._default_dtype
             and not torch.is_autocast_enabled("cpu")
             and not torch.is_autocast_enabled("cuda")
         )

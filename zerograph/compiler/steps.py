@@ -411,6 +411,8 @@ class Steps:
         runs = request is None or request.gradients not in ("accumulated", "edit")
         constants = compiler.updates.constants
         facts = capture_facts(members, self._attributes(), compiler.optimizers, constants, runs_modules=runs)
+        if runs and torch.get_default_dtype() is not torch.float32:
+            facts |= {"the default dtype": torch.get_default_dtype()}
         if compiler.config.virtual_ranks is not None:
             # Some kernels add in another order with another number of threads.
             facts |= {
