@@ -13,28 +13,28 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1_170,
-    "zerograph/_torch": 1_150,
+    "zerograph/_torch": 1_155,
     "zerograph/artifact": 1_135,
     "zerograph/base": 545,
-    "zerograph/capture": 3_595,
-    "zerograph/cli": 1_200,
+    "zerograph/capture": 3_620,
+    "zerograph/cli": 1_380,
     "zerograph/compat": 3_175,
     "zerograph/compiler": 4_365,
     "zerograph/eager": 1_025,
     "zerograph/inspection": 2_510,
     "zerograph/integrations": 805,
     "zerograph/ir": 2_990,
-    "zerograph/loops": 2_650,
+    "zerograph/loops": 2_705,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_610,
     "zerograph/planner": 2_020,
-    "zerograph/state": 3_255,
+    "zerograph/state": 3_410,
     "passes": 8_275,
-    "runtime": 6_175,
+    "runtime": 6_250,
     "benchmarks": 6_075,
-    "tests": 41_060,
+    "tests": 41_435,
 }
-PACKAGE = 48_730
+PACKAGE = 49_235
 
 
 @pytest.fixture(scope="module")
