@@ -33,6 +33,9 @@ from zerograph.base import source
 from zerograph.capture.places import CONTAINERS, MISSING, Place, PythonState, object_attributes, parts, token, walk
 from zerograph.errors import CaptureError
 
+# Bytes of an array up to which its numbers are copied, to be compared and restored.
+_COPIED = 1 << 26
+
 
 @dataclass(frozen=True)
 class StateChanges:
@@ -466,8 +469,9 @@ def _put_back(value: Any, before: Any, *, tensors: bool = False) -> None:
 
 
 def _is_array(value: Any) -> bool:
+    """Return whether a value is an array that is not too large to be copied."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _COPIED
 
 
 def _entries(value: Any) -> dict[Any, Any]:
