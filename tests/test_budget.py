@@ -14,9 +14,9 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 BUDGET = {
     "zerograph": 1_170,
     "zerograph/_torch": 1_155,
-    "zerograph/artifact": 1_135,
+    "zerograph/artifact": 1_140,
     "zerograph/base": 545,
-    "zerograph/capture": 3_620,
+    "zerograph/capture": 3_625,
     "zerograph/cli": 1_380,
     "zerograph/compat": 3_175,
     "zerograph/compiler": 4_365,
@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks": 6_075,
     "tests": 41_435,
 }
-PACKAGE = 49_235
+PACKAGE = 49_240
 
 
 @pytest.fixture(scope="module")
