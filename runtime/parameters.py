@@ -296,9 +296,8 @@ def _advice(args: Any) -> str:
     split = next((argument for argument in args or () if isinstance(argument, SplitParameter)), None)
     if getattr(getattr(split, "_zerograph_store", None), "is_provisional", False):
         return (
-            "sharded_init() or load() has split them, and no step has run yet: give it to a ZeroGraph, which computes "
-            "with them. Its state_dict() and load_state_dict() use whole tensors, and 'with step.full_parameters():' "
-            "gives whole parameters."
+            "By sharded_init() or load(), and no step has run yet: give it to a ZeroGraph. Its state_dict() and "
+            "load_state_dict() use whole tensors, and 'with step.full_parameters():' gives whole parameters."
         )
     if hasattr(split, "_zerograph_loop"):
         return (

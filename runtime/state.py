@@ -630,7 +630,7 @@ def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp
     (layout,) = plan_buckets(
         [described], mesh=job.mesh, zero_dims=(split_mesh_dim,), split=True, min_split_numel=0, bucket_bytes=None
     )
-    shard = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=piece.dtype, device=piece.device)
+    shard = zero_part(job, layout)
     shard[0, : piece.numel()] = piece.reshape(-1)
     create_provisional_store(job, layout, parameter, shard)
 
@@ -704,16 +704,17 @@ def fill_in(store: Store) -> None:
         _release_if_empty(before)
     # Frees the values.
     hide(parameter)
-    store.flat = _zeros(store.job, store.layout)
+    store.flat = zero_part(store.job, store.layout)
     for name, spec in store.specs.items():
         layout = store.layouts.get(name)
-        store.state[name] = torch.zeros((), dtype=spec.dtype) if layout is None else _zeros(store.job, layout)
+        store.state[name] = torch.zeros((), dtype=spec.dtype) if layout is None else zero_part(store.job, layout)
     if store.optimizer is not None:
         guard_state(store.optimizer)
     bind_parameters(store)
 
 
-def _zeros(job: Job, layout: Bucket) -> Tensor:
+def zero_part(job: Job, layout: Bucket) -> Tensor:
+    """Return this rank's part of a bucket of zeros."""
     return torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=layout.dtype, device=layout.device)
 
 
@@ -723,7 +724,7 @@ def split_part(job: Job, layout: Bucket, value: Tensor) -> Tensor:
     Args:
         value: the parameter's value, equal on all ranks.
     """
-    part = torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=layout.dtype, device=layout.device)
+    part = zero_part(job, layout)
     load_part(job, layout, part, [value])
     return part
 

@@ -35,6 +35,7 @@ from zerograph._torch import OpOverload, compiled_original, is_inherited, operat
 from zerograph.artifact.allowed import REFLECTION, is_bindings, refused_in_c, refused_in_python
 from zerograph.base import source
 from zerograph.base.names import named_values, names_in, with_inner
+from zerograph.base.sizes import LARGE
 from zerograph.capture.places import PLAIN, WRAPPERS, object_attributes, parts
 
 _NN, _OPTIM = (str(Path(torch.__file__).parent / name) + os.sep for name in ("nn", "optim"))
@@ -64,8 +65,6 @@ _OF_CLASSES = ADDED | frozenset(
 _OURS = frozenset({"_zerograph_prepared", "_zerograph_reader"})
 # Longer containers, and objects nested deeper, are digested by their type and length.
 _MAX_LENGTH, _MAX_DEPTH = 10_000, 100
-# Hashing takes about a second for each of some 2**30 bytes.
-_MAX_BYTES = 1 << 26
 # Types of what has no value besides its name, and the object that it belongs to.
 _NAMED = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType),
@@ -233,7 +232,7 @@ class Digest:
         if id(value) in self._own:
             return f"of the graph {self._own[id(value)]}"
         is_dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta
-        if is_dense and value.nbytes <= _MAX_BYTES:
+        if is_dense and value.nbytes <= LARGE:
             raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             content = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
         else:
@@ -307,7 +306,7 @@ class Digest:
         if isinstance(value, _TEXTS) or kind.__module__ == "torch._ops":
             return f"{name} {value!r}"
         if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not value.dtype.hasobject:
-            if value.nbytes > _MAX_BYTES:
+            if value.nbytes > LARGE:
                 return self._unknown(value, "it is large")
             return f"{name} {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
         if isinstance(value, logging.Logger):

@@ -1,4 +1,7 @@
-"""Convert bytes and seconds to text and back. Torch is not imported, so that commands without it start fast."""
+"""Convert bytes and seconds to text and back. Torch is not imported, so that commands without it start fast.
+
+Here is also the size up to which values that code reads are looked at.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import re
 
 _UNITS = {"": 1, "b": 1} | {f"{unit}{end}": 1000**power for power, unit in enumerate("kmgt", 1) for end in ("", "b")}
 _UNITS |= {f"{unit}i{end}": 1024**power for power, unit in enumerate("kmgt", 1) for end in ("", "b")}
+# Bytes of an array or a tensor up to which its numbers are copied or hashed. A hash takes a second for some 2**30.
+LARGE = 1 << 26
 
 
 def in_bytes(size: int | str) -> int | None:

@@ -30,11 +30,9 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.base import source
+from zerograph.base.sizes import LARGE
 from zerograph.capture.places import CONTAINERS, MISSING, Place, PythonState, object_attributes, parts, token, walk
 from zerograph.errors import CaptureError
-
-# Bytes of an array up to which its numbers are copied, to be compared and restored.
-_COPIED = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -471,7 +469,7 @@ def _put_back(value: Any, before: Any, *, tensors: bool = False) -> None:
 def _is_array(value: Any) -> bool:
     """Return whether a value is an array that is not too large to be copied."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= _COPIED
+    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= LARGE
 
 
 def _entries(value: Any) -> dict[Any, Any]:

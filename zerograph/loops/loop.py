@@ -403,7 +403,7 @@ class Loop:
 
     def _end_copies(self) -> None:
         self._take_writes()
-        self._copies = [replace(one, kept=None) for one in self._copies]
+        self._copies = [one if one.kept is None else replace(one, kept=None) for one in self._copies]
 
     def _take_writes(self) -> None:
         """Write to parameters what the loop has written to their copies, and to what it has read from them."""

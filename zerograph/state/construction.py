@@ -26,10 +26,9 @@ from zerograph._torch import OpOverload, TorchDispatchMode, pytree
 from zerograph.base import source
 from zerograph.errors import CaptureError
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.mesh import local_shape
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import Job, agree, digest
-from zerograph.runtime.state import provisional_layout, split_part
+from zerograph.runtime.state import provisional_layout, split_part, zero_part
 from zerograph.runtime.tensor_hash import hash_bits
 
 aten = torch.ops.aten
@@ -164,7 +163,7 @@ class Construction(TorchDispatchMode):
         memory: Memory = self._memories[storage]
         self._cut({_torch.storage_key(storage)})
         if not storage.nbytes() and _is_all(tensor, memory):
-            return _zero_part(self._job, layout) if memory.part is None else memory.part
+            return zero_part(self._job, layout) if memory.part is None else memory.part
         self.make_whole(storage)
         return split_part(self._job, layout, tensor)
 
@@ -348,10 +347,6 @@ def _is_all(tensor: Tensor, memory: Memory) -> bool:
     """Return whether the tensor has all elements of a memory that has been hollow, in order."""
     plain = tensor.is_contiguous() and tensor.dtype == memory.dtype and not tensor.is_conj() and not tensor.is_neg()
     return plain and memory.layout is not None and tensor.numel() == memory.layout.numel
-
-
-def _zero_part(job: Job, layout: Bucket) -> Tensor:
-    return torch.zeros(local_shape(layout.shape, layout.sbp, job.mesh), dtype=layout.dtype, device=layout.device)
 
 
 def _check_plain(func: OpOverload, inputs: Sequence[Tensor]) -> None:

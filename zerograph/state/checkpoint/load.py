@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
@@ -195,11 +195,18 @@ def _plan(
     splits = bool(optimizers) and config.policy.split and job.mesh.shape[-1] > 1
     # Else a rank has the others whole, before the first call and after it, unless their values went with lost ranks.
     takes_plain = splits or any(isinstance(one, SplitParameter) and store_of(one) is None for one in parameters)
-    loose = {
-        id(one): one
-        for one in parameters
-        if (takes_plain and not one.is_meta if (store := store_of(one)) is None else store.is_provisional)
-    }
+
+    def is_loose(parameter: nn.Parameter) -> bool:
+        store = store_of(parameter)
+        return takes_plain and not parameter.is_meta if store is None else store.is_provisional
+
+    def is_split(parameter: nn.Parameter) -> bool:
+        store = store_of(parameter)
+        if store is not None:
+            return not store.layout.is_whole
+        return splits and bool(parameter.numel()) and not stays_whole(parameter, config)
+
+    loose = {id(one): one for one in parameters if is_loose(one)}
     keepers: dict[int, tuple[torch.optim.Optimizer, dict[str, tuple[StateSpec, tuple[int, ...]]]]] = {}
     whole = []
     for number, optimizer in enumerate(optimizers):
@@ -223,14 +230,7 @@ def _plan(
         for key, parameter in enumerate(parameters_of(optimizer)):
             keepers[id(parameter)] = optimizer, _entries(reader.index, f"{start}{key}.", saved.get(key, ()))
     new = [
-        plan_provisional_store(
-            job,
-            parameter,
-            *keepers.get(key, (None, {})),
-            split=(splits and bool(parameter.numel()) and not stays_whole(parameter, config))
-            if (store := store_of(parameter)) is None
-            else not store.layout.is_whole,
-        )
+        plan_provisional_store(job, parameter, *keepers.get(key, (None, {})), split=is_split(parameter))
         for key, parameter in loose.items()
     ]
     kept = [optimizer for number, optimizer in enumerate(optimizers) if number not in whole]

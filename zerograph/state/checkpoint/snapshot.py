@@ -50,10 +50,10 @@ def packed(pieces: Mapping[str, Pieces], document: Mapping[str, Any]) -> Tensor:
         for offsets, (sizes, flat, start) in piece.parts.items():
             boxes.append((end, math.prod(sizes), piece.dtype, flat, start))
             tensors[name].append([offsets, sizes, end])
-            end += -(-boxes[-1][1] * piece.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += _aligned(boxes[-1][1] * piece.dtype.itemsize)
         shared = end if _is_shared(name, piece) else shared
     header = json.dumps([tensors, document]).encode()
-    begin = -(-(16 + len(header)) // _ALIGNMENT) * _ALIGNMENT
+    begin = _aligned(16 + len(header))
     content = torch.empty(begin + end, dtype=torch.uint8)
     content[:16] = torch.tensor([len(header), begin + shared]).view(torch.uint8)
     content[16 : 16 + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -61,6 +61,10 @@ def packed(pieces: Mapping[str, Pieces], document: Mapping[str, Any]) -> Tensor:
         box = content[begin + at : begin + at + numel * dtype.itemsize].view(dtype)
         box.copy_(flat()[start : start + numel])
     return content
+
+
+def _aligned(length: int) -> int:
+    return -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_shared(name: str, piece: Pieces) -> bool:
@@ -183,7 +187,7 @@ def snapshot_reader(job: Job, parts: Mapping[int, Tensor], holders: Sequence[Seq
     heads = [torch.frombuffer(bytearray(shared[number]), dtype=torch.uint8) for number in range(len(holders))]
     for number, one in enumerate(heads):
         length = int(one[:8].view(torch.int64))
-        begin = -(-(16 + length) // _ALIGNMENT) * _ALIGNMENT
+        begin = _aligned(16 + length)
         tensors, document = json.loads(shared[number][16 : 16 + length])
         for name, (dtype, shape, *boxes) in tensors.items():
             kinds[name] = dtype, tuple(shape)
