@@ -122,6 +122,11 @@ def _total_norm(
     return emitter.root(terms) if terms else emitter.nothing()
 
 
+def rows_add_alike(device: torch.device) -> bool:
+    """Return whether a sum along rows adds each row in an order that does not depend on the number of rows."""
+    return device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class _Norm:
     """Emits one p-norm. Sums are in fp64, which hides the order of the terms; a maximum is exact in any order."""
@@ -191,12 +196,25 @@ class _Norm:
                 f"depends on the number of ranks\n{bucket.slots[0].name} has an owner: use the mode "
                 "'distributed_split' and an elementwise optimizer, or do not clip."
             )
-        shape = [bucket.padded // bucket.norm_block, bucket.norm_block]
-        blocks = self.emit(aten.view.default, self.powers(term), shape)
-        sums = self.emit(aten.sum.dim_IntList, blocks, [1], False, dtype=torch.float64)
+        size = bucket.norm_block
+        blocks = self.emit(aten.view.default, self.powers(term), [bucket.padded // size, size])
+        if rows_add_alike(bucket.device):
+            sums = self.emit(aten.sum.dim_IntList, blocks, [1], False, dtype=torch.float64)
+        else:
+            sums = self.halved(blocks, size)
         whole = self.box(sums, all_broadcast(self.mesh_dims), TensorRef("value", "the gradients' norm"))
         used = self.emit(aten.slice.Tensor, whole, 0, 0, -(-bucket.numel // bucket.norm_block))
         return self.emit(aten.sum.dim_IntList, used, [0])
+
+    def halved(self, blocks: fx.Node, size: int) -> fx.Node:
+        """Emit the sums of rows, whose halves are added again and again, in fp64."""
+        while size > 1:
+            size //= 2
+            left, right = (self.emit(aten.slice.Tensor, blocks, 1, start, start + size) for start in (0, size))
+            if left.meta["val"].dtype is not torch.float64:
+                left = self.emit(aten._to_copy.default, left, dtype=torch.float64)
+            blocks = self.emit(aten.add.Tensor, left, right)
+        return self.emit(aten.select.int, blocks, 1, 0)
 
     def summed(self, term: fx.Node) -> fx.Node:
         dims = list(range(term.meta["val"].dim()))

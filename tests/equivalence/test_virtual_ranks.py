@@ -23,7 +23,9 @@ from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
 from tests.scripts import run_script
 from zerograph.ir.buckets import VECTOR_BYTES
+from zerograph.ir.mesh import line
 from zerograph.ops.tree_sum import sum_in_tree
+from zerograph.passes.buckets import flat_gradients
 from zerograph.runtime.backends import pieces
 from zerograph.runtime.backends.pieces import Piece, cut, cut_exactly
 from zerograph.runtime.state import text_of
@@ -298,6 +300,29 @@ def test_three_five_and_six_ranks_have_the_same_8_slices_and_eight_the_same_12(e
                 assert_equal(run, wanted, f"{slices} slices on {ranks} ranks")
 
 
+def trained_by_halves(stages: tuple[int, ...]) -> list[Run]:
+    with patch.object(flat_gradients, "rows_add_alike", lambda device: False):
+        return trained("mlp", 4, stages, {})
+
+
+def test_blocks_of_a_norm_that_are_summed_as_on_accelerators_have_the_bits_of_one(pool: Pool) -> None:
+    (wanted,) = pool.run(1, trained_by_halves, (0,))[0]
+    (other,) = pool.run(1, trained, "mlp", 4, (0,), {})[0]
+    # Sums in fp64, of another order.
+    assert wanted["loss 1"] == other["loss 1"]
+    for ranks in (2, 3):
+        for run in pool.run(ranks, trained_by_halves, (0, 3))[0]:
+            assert_equal(run, wanted, f"{ranks} ranks")
+
+
+def test_a_norm_on_an_accelerator_sums_no_rows() -> None:
+    step, x, y = new_step("mlp", 4, {"model": lambda: make("mlp").to("meta")}), *batches("mlp", 1, 8)[0]
+    text = step.prepare(line(2, 0, "ranks"), x, y, device="meta").text()
+    halves = re.findall(r" = add\(.*\)  f64 S\(0\) \(4, (\d+)\)", text)
+    assert halves == ["32", "16", "8", "4", "2", "1"]
+    assert not re.search(r" = sum.*  f64 S\(0\)", text)
+
+
 @sliced("name", ["conv"], ["mlp"])
 def test_slices_compute_what_one_device_computes_on_the_whole_batch(pool: Pool, name: str) -> None:
     plain = plain_run(name, 3, 8, torch.float64)
@@ -431,7 +456,7 @@ def test_a_sum_in_a_tree_adds_pairs() -> None:
         (1, {"wire": "int8"}, "wire"),
         (1, {"optimizer_state": "int8"}, "optimizer_state"),
         (1, {"memory_budget": "1GiB"}, "memory_budget without bucket_size"),
-        (1, {"backend": "cudagraph"}, "config.backend = 'eager' or 'inductor'"),
+        (1, {"backend": "cudagraph"}, "config.backend = 'eager', or 'inductor' on the CPU"),
         (2, {"context_parallel": 2}, "context_parallel"),
         (2, {"mode": "non_distributed", "clip_grad_norm": 1.0}, "has an owner"),
     ],

@@ -15,6 +15,8 @@ from tests.pool import Pool
 from zerograph.runtime.backends import cudagraph
 
 RANKS = 2
+# The pass gathers into memory that the group reads from, which a copy through the CPU does not allow.
+APART = (zg.PassEdit.disable("gather_in_place"),)
 
 
 def ranks_apart_from_one(
@@ -30,11 +32,26 @@ def ranks_apart_from_one(
     apart = {}
     for stage in stages:
         model = comparison.family(name, device, 0).model
-        # The pass gathers into memory that the group reads from, which a copy through the CPU does not allow.
-        passes = (zg.PassEdit.disable("gather_in_place"),)
-        step = FamilyStep(model, stage, device, "fp32", passes=passes, backend=backend)
+        step = FamilyStep(model, stage, device, "fp32", passes=APART, backend=backend)
         apart[stage] = deviation([float(step(**part(batch))) for batch in family.batches], expected)
     return apart
+
+
+def bits(name: str, stages: tuple[int, ...], device: str, steps: int) -> list[dict[str, str]]:
+    """Return the bits that each stage ends with, of a batch in two slices, on one or two ranks."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for stage in stages:
+            family = comparison.family(name, device, steps, rows=RANKS * ROWS)
+            options = {"virtual_ranks": RANKS, "clip_grad_norm": 0.1, "passes": APART}
+            step = FamilyStep(family.model, stage, device, "fp32", **options)
+            losses = [float(step(**part(batch))) for batch in family.batches]
+            runs.append({"losses": str(losses)} | step.fingerprint())
+        return runs
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +83,13 @@ def test_two_ranks_on_one_device_train_as_one(
     apart = two.run(RANKS, ranks_apart_from_one, name, stages, device, steps)[0]
     record_property("deviation", apart)
     assert max(apart.values()) < LIMITS["fp32"]
+
+
+@pytest.mark.parametrize("name", [pytest.param("conv", marks=pytest.mark.long), "llama"])
+def test_two_ranks_on_one_device_have_the_bits_of_one(name: str, two: Pool, device: str, steps: int) -> None:
+    (wanted,) = two.run(1, bits, name, (0,), device, steps)[0]
+    for run in two.run(RANKS, bits, name, (0, 3), device, steps)[0]:
+        assert run == wanted
 
 
 def test_two_ranks_replay_the_stretches_between_collectives(

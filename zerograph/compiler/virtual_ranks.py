@@ -71,13 +71,19 @@ def check_target(config: Config, backend: backends.Backend, device: torch.device
 
     Raises:
         ConfigError: it is compiled by a backend whose code may round otherwise for other sizes, or computes on an
-            accelerator.
+            accelerator with kernels that torch chooses by trial or that add by atomic operations.
     """
-    if backend not in (backends.eager, backends.inductor) or device.type not in ("cpu", "meta"):
+    on_accelerator = device.type not in ("cpu", "meta")
+    if backend is not backends.eager and (on_accelerator or backend is not backends.inductor):
         raise ConfigError(
-            f"config.virtual_ranks = {config.virtual_ranks}: what a compiler makes of a part of the step, and kernels "
-            "of accelerators, may add in another order on another number of ranks\nUse config.backend = 'eager' or "
-            "'inductor' and a model on the CPU."
+            f"config.virtual_ranks = {config.virtual_ranks}: what a compiler makes of a part of the step may add in "
+            "another order on another number of ranks\nUse config.backend = 'eager', or 'inductor' on the CPU."
+        )
+    if on_accelerator and (torch.get_deterministic_debug_mode() < 2 or torch.backends.cudnn.benchmark):
+        raise ConfigError(
+            f"config.virtual_ranks = {config.virtual_ranks}: some kernels of accelerators add in another order each "
+            "time, and cuDNN may choose others by trial\nCall torch.use_deterministic_algorithms(True), set "
+            "torch.backends.cudnn.benchmark = False, and for CUDA the environment's CUBLAS_WORKSPACE_CONFIG=:4096:8."
         )
     if backend is backends.inductor and not _torch.inductor_rounds_each_operator():
         raise ConfigError(
