@@ -188,6 +188,20 @@ def accumulated(store: Store) -> Tensor:
     return store.accumulated
 
 
+def add_gradients(stores: Sequence[Store], gradients: Sequence[Tensor]) -> None:
+    """Add to the sum of each bucket this rank's part of a gradient, which a graph has joined; the first is the sum."""
+    taken: set[int] = set()
+    for store, gradient in zip(stores, gradients, strict=True):
+        if store.accumulated is not None:
+            store.accumulated.add_(gradient)
+            continue
+        storage = gradient.untyped_storage()
+        # Several buckets may have been reduced together, or have equal gradients.
+        is_own = storage.nbytes() == gradient.nbytes and storage.data_ptr() not in taken
+        taken.add(storage.data_ptr())
+        store.accumulated = gradient if is_own else gradient.clone()
+
+
 def accumulated_gradients(store: Store) -> list[Tensor]:
     """Return the whole accumulated gradient of each parameter, views of one bucket. A collective where split."""
     layout = store.layout

@@ -34,17 +34,18 @@ _UPDATE = Origin("update")
 def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Make parameters views of buckets; reduce one flat gradient per bucket, which updates it in one call.
 
-    A graph that accumulates adds the flat gradient to the bucket's sum instead; another graph updates by these sums.
+    A graph that accumulates returns the flat gradients instead, after its outputs; another graph updates by their sums.
     """
     graph = module.graph
     edited = edited_gradients(graph)
     _drop_gradient_outputs(graph)
     flat = {bucket.name: _bucket_input(graph, bucket) for bucket in context.buckets}
     updated = [bucket for bucket in context.buckets if bucket.name in context.updates]
-    sums = {} if context.gradients == "update" else {bucket.name: _sum_input(graph, bucket) for bucket in updated}
+    from_sums = context.gradients in ("accumulated", "edit")
+    sums = {bucket.name: _sum_input(graph, bucket) for bucket in updated} if from_sums else {}
     gradients = [
         _accumulated_gradient(graph, bucket, flat[bucket.name], sums[bucket.name], edited)
-        if context.gradients in ("accumulated", "edit")
+        if from_sums
         else _flat_gradient(graph, bucket, flat[bucket.name], edited, context)
         for bucket in updated
     ]
@@ -55,8 +56,12 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         with graph.inserting_before(graph.output_node()):
             final = _moved_home(graph, gradient.final(graph), gradient.bucket)
         bucket, update = gradient.bucket, context.updates[gradient.bucket.name]
-        if context.gradients in ("accumulate", "edit"):
-            _emit_sum(graph, sums[bucket.name], final, adds=context.gradients == "accumulate")
+        if context.gradients == "accumulate":
+            _return_gradient(graph, bucket, final)
+            continue
+        if context.gradients == "edit":
+            with graph.inserting_before(graph.output_node()):
+                emit(graph, aten.copy_.default, (sums[bucket.name], final), _UPDATE)
             continue
         emit_update = _emit_owner_update if bucket.one_by_one or update.program.is_coded else _emit_update
         emit_update(graph, bucket, gradient.flat, final, update)
@@ -84,10 +89,20 @@ def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
     return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.storage_device)
 
 
+def _sum_role(bucket: Bucket) -> Role:
+    return Role("accumulated", f"{bucket.name}.accumulated_gradient")
+
+
 def _sum_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
     """Add an input for the sum of the bucket's gradients."""
-    sum_role = Role("accumulated", f"{bucket.name}.accumulated_gradient")
-    return _input(graph, sum_role, bucket.shape, bucket.dtype, bucket.storage_device)
+    return _input(graph, _sum_role(bucket), bucket.shape, bucket.dtype, bucket.storage_device)
+
+
+def _return_gradient(graph: fx.Graph, bucket: Bucket, gradient: fx.Node) -> None:
+    """Add the bucket's gradient to what the graph returns."""
+    output = graph.output_node()
+    output.args = ((*output_nodes(graph), gradient),)
+    meta(output)["roles"] = [*meta(output)["roles"], _sum_role(bucket)]
 
 
 def _input(
@@ -224,13 +239,6 @@ def _accumulated_gradient(
         "a gradient is edited after several calls of backward() in a way that is not the same for every element\n"
         "Clip by torch.nn.utils.clip_grad_norm_() or clip_grad_value_(), or call backward() once for each step."
     )
-
-
-def _emit_sum(graph: fx.Graph, total: fx.Node, gradient: fx.Node, *, adds: bool) -> None:
-    """Write a bucket's gradient to its sum, or add it, at the end of the graph."""
-    with graph.inserting_before(graph.output_node()):
-        new = emit(graph, aten.add.Tensor, (total, gradient), _UPDATE) if adds else gradient
-        emit(graph, aten.copy_.default, (total, new), _UPDATE)
 
 
 def _reduce_dtype(bucket: Bucket, context: Context) -> torch.dtype:

@@ -48,8 +48,8 @@ class PlacementProblem:
         is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
         batch_only: along time, the nodes that can be computed from the whole batch before the first micro-batch.
         along_slices: the solved problem along all slices of ``config.virtual_ranks``.
-        wanted: SBP in which some outputs are returned; the others keep the one in which they are computed. None: as
-            :meth:`output_sbp` says.
+        wanted: SBP in which some outputs are returned.
+        outside: the operators are those of no step, whose other outputs keep the SBP in which they are computed.
         output_sbps: SBP of graph outputs if no parameter were split along this dimension. Empty unless the user splits
             parameters along it.
         sbp: SBP along this dimension of every tensor that a node yields.
@@ -67,7 +67,8 @@ class PlacementProblem:
     is_time: bool = False
     batch_only: frozenset[fx.Node] = frozenset()
     along_slices: PlacementProblem | None = None
-    wanted: Mapping[TensorId, Sbp] | None = None
+    wanted: Mapping[TensorId, Sbp] = field(default_factory=dict)
+    outside: bool = False
     output_sbps: Mapping[TensorId, Sbp] = field(default_factory=dict)
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
     signature: dict[fx.Node, Signature] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class PlacementProblem:
         """
         if self.is_time:
             return have
-        if self.wanted is not None:
+        if tensor in self.wanted or self.outside:
             return self.wanted.get(tensor, have)
         have = self.output_sbps.get(tensor, have)
         return have if isinstance(have, Split) and self.batch_is_split else broadcast
@@ -236,11 +237,23 @@ def placement_problem(
     ranks = context.mesh.shape[dim]
     zero_dims = context.policy.dims
     sizes = ranks, context.mesh.divisor(dim)
-    problem = PlacementProblem(graph, dim, zero_dims, batch_is_split, *sizes, values, is_sequence, is_time, batch_only)
+    return PlacementProblem(
+        *(graph, dim, zero_dims, batch_is_split, *sizes, values, is_sequence, is_time, batch_only),
+        wanted={} if is_time else _wanted(graph, context, dim),
+        outside=context.batch.outputs is not None,
+    )
+
+
+def _wanted(graph: fx.Graph, context: Context, dim: int) -> dict[TensorId, Sbp]:
+    """Return the SBP along ``dim`` of the outputs that have one, whatever computes them; gradients do."""
+    outputs = output_nodes(graph)
     if context.batch.outputs is not None:
-        pairs = zip(output_nodes(graph), context.batch.outputs, strict=True)
-        problem.wanted = {rules.output_of(node): sbp[dim] for node, sbp in pairs if sbp is not None}
-    return problem
+        pairs = list(zip(outputs, context.batch.outputs, strict=True))
+    else:
+        of_gradients = {bucket.name: bucket.gradient_sbp for bucket in context.buckets}
+        roles = meta(graph.output_node())["roles"]
+        pairs = [(node, of_gradients.get(role.bucket or "")) for node, role in zip(outputs, roles, strict=True)]
+    return {rules.output_of(node): sbp[dim] for node, sbp in pairs if sbp is not None}
 
 
 def _local_part(value: Any, sbp: NdSbp, mesh: Mesh) -> Tensor:

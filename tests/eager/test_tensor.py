@@ -69,6 +69,13 @@ def gradients() -> None:
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
 
 
+def sums_that_an_operator_needs() -> None:
+    """Backward of a mean over labels divides by the count that forward has added up over the ranks."""
+    scores, labels = distributed(whole(), (4, 4)), distributed(torch.arange(8) % 4, (4, 4))
+    mean, count = torch.ops.aten.nll_loss_forward(scores.log_softmax(1), labels, None, 1, -100)
+    assert (mean.sbp, count.sbp) == ((zg.sbp.partial_sum,), (zg.sbp.broadcast,))
+
+
 def gradients_of_gradients() -> None:
     def penalty(x: Tensor, weight: Tensor) -> Tensor:
         scores = torch.tanh(x @ weight).sum(1)
@@ -139,7 +146,10 @@ def numbered_cpu() -> None:
     assert torch.nn.functional.embedding(x.long().abs() % 3, torch.ones(3, 2)).sbp == (zg.sbp.split(0),)
 
 
-CHECKS = [metadata, reading, gradients, gradients_of_gradients, hooks, conversions, dtensors, copies, numbered_cpu]
+CHECKS = [
+    *(metadata, reading, gradients, sums_that_an_operator_needs, gradients_of_gradients, hooks, conversions, dtensors),
+    *(copies, numbered_cpu),
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

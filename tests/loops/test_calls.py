@@ -114,8 +114,10 @@ def forms_of_gradients() -> list[tuple[bool, int, float]]:
     seen = []
     for x, y in loader:
         optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
         parameters = list(model.parameters())
+        # Between steps gradients take no memory.
+        assert all(store.accumulated is None for store in stores_of(parameters))
+        F.cross_entropy(model(x), y).backward()
         is_split = stored_gradient(parameters[0]) is None
         elements = sum(store.accumulated.numel() for store in stores_of(parameters) if store.accumulated is not None)
         norm = nn.utils.clip_grad_norm_(parameters, 0.1)

@@ -30,6 +30,7 @@ def graph_of(function: Callable[[Tensor], Tensor]) -> fx.GraphModule:
     with _torch.fake_mode(), torch.no_grad():
         module = _torch.trace(lambda x: [function(x)], [torch.empty(SIZE, SIZE)])
     placeholders(module.graph)[0].meta["role"] = Role("input", "0")
+    module.graph.output_node().meta["roles"] = [Role("output", "0")]
     return module
 
 

@@ -118,7 +118,13 @@ class CompiledStep:
     def flags(self) -> tuple[str, ...]:
         """Names of the 0-d tensors that the graph returns after the user's outputs."""
         roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
-        return tuple(role.name for role in roles if role.kind != "output")
+        return tuple(role.name for role in roles if role.kind not in ("output", "accumulated"))
+
+    @functools.cached_property
+    def summed(self) -> tuple[Store, ...]:
+        """The stores to whose gradients the graph's last outputs are added."""
+        roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
+        return tuple(self.stores[role.bucket] for role in roles if role.kind == "accumulated" and role.bucket)
 
     @functools.cached_property
     def gradient_places(self) -> tuple[int, ...]:

@@ -175,10 +175,16 @@ class Compilation:
         with _torch.raw_sizes():
             for entry in _PLACING:
                 module = apply_pass(entry, module, placing)
+            results = module.graph.output_node()
             if is_cut:
                 # What is partial could be added once only.
-                needs_of_results: list[NdSbp] = meta(module.graph.output_node())["needs"]
-                meta(module.graph.output_node())["needs"] = list(map(_complete, needs_of_results))
+                meta(results)["needs"] = list(map(_complete, meta(results)["needs"]))
+            elif outputs is None:
+                # What the function adds up itself need not be added again by who reads it.
+                read = {pair for node in module.graph.nodes if node is not results for pair in needed(node)}
+                meta(results)["needs"] = [
+                    whole if (one, whole := _complete(sbp)) in read else sbp for one, sbp in needed(results)
+                ]
             single = None if operator is None or is_cut else _single(module.graph, inputs)
             needs = {} if single is None else dict(needed(single))
             before = None if single is None else _described(single)

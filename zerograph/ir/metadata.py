@@ -29,7 +29,7 @@ RoleKind = Literal[
     # Memory that a bucket is gathered into; the shard is this rank's slice of it.
     "gather_buffer",
     "state",
-    # The sum of gradients that earlier graphs have added up for a bucket.
+    # A bucket's gradient that a graph returns, and the sum of such gradients that another graph takes.
     "accumulated",
     # What this rank's codes of a bucket's gradient have lacked; see ``passes/communication/error_feedback``.
     "residual",

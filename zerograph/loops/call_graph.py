@@ -35,7 +35,7 @@ from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped, op
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.loop_graph import LoopGraph
 from zerograph.runtime.job.process_group import agree
-from zerograph.runtime.state import Store, stores_of
+from zerograph.runtime.state import Store, add_gradients, stores_of
 from zerograph.state.threads import one_thread
 
 CHANGED_BEFORE_BACKWARD = (
@@ -487,6 +487,9 @@ class Begun:
                 gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0], self._rows[place]).local
             parts.append(gradient.contiguous() if world().slices is None else from_whole_vector(gradient))
         values = finish(self.step.number_values(), parts)
+        if stores := self.step.summed:
+            values, gradients = values[: -len(stores)], values[-len(stores) :]
+            add_gradients(stores, gradients)
         self.graph._owner.note_gradients(self.step.differentiated)
         # None where a tensor has no part in the result.
         leaves = self.step.returned(self.batch)[len(self._outputs) :]

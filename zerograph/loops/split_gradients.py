@@ -17,7 +17,7 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient, stored_gradients
-from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
+from zerograph.runtime.state import accumulated_gradients, load_accumulated, store_of, stores_of
 
 
 class SplitGradients:
@@ -85,7 +85,7 @@ class SplitGradients:
                     store_gradient(other, whole)
                 else:
                     before.add_(whole)
-        _clear(store)
+        store.accumulated = None
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return None: :meth:`settle` has stored the gradient, if there is one."""
@@ -102,7 +102,7 @@ class SplitGradients:
         own = set(map(id, cleared))
         for store in stores_of(cleared):
             if all(id(one) in own for one in self.of(store.parameters)):
-                _clear(store)
+                store.accumulated = None
             else:
                 zeros = [torch.zeros(one.shape) if id(one) in own else None for one in store.parameters]
                 load_accumulated(store, zeros)
@@ -126,9 +126,3 @@ class SplitGradients:
 def _whole(gradient: Tensor) -> Tensor:
     gradient = gradient.clone()
     return gradient if world().is_alone else dispatch.wrapped_whole(GlobalTensor, gradient)
-
-
-def _clear(store: Store) -> None:
-    """Set a bucket's sum to zero. It stays the same tensor: a call that is between forward and backward adds to it."""
-    if store.accumulated is not None:
-        store.accumulated.zero_()
