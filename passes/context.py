@@ -19,9 +19,9 @@ from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.ir.zero import ZeroPolicy
 
-# A graph uses the gradients that it computes to "update", or only returns them for sums ("accumulate"). Or it computes
-# none, and updates by sums ("accumulated") or edits sums ("edit").
-GradientUse = Literal["update", "accumulate", "accumulated", "edit"]
+# A graph uses the gradients that it computes to "update", or it only returns them for sums ("accumulate"), or what each
+# rank adds to them ("unreduced"). Or it computes none, and updates by sums ("accumulated") or edits sums ("edit").
+GradientUse = Literal["update", "accumulate", "unreduced", "accumulated", "edit"]
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Store:
         gather_buffer: memory for the whole bucket; ``flat`` is this rank's piece of it, and the other pieces are those
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
         accumulated: the sum of gradients that the next update uses; None: none were added up.
+        is_unreduced: ``accumulated`` is what this rank adds to the sum.
         residuals: by mesh dimension, what this rank's codes of gradients have lacked; see ``feedback``.
         own_residual: the mesh dimension of the residual of gradients that no two ranks share; None: there is none.
         received: the bucket as all ranks have it from gathers that send differences; see ``feedback``.
@@ -114,7 +115,8 @@ class Store:
     optimizer: torch.optim.Optimizer | None = None
     keeps_unused: bool = False
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
-    accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``
+    accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``; unreduced [padded]
+    is_unreduced: bool = False
     residuals: dict[int, Tensor] = field(default_factory=dict)
     own_residual: int | None = None
     received: Tensor | None = None  # this rank's part of a bucket with ``layout.gathered``
@@ -181,25 +183,12 @@ def in_memory(value: TensorOrExtent) -> Tensor:
 
 def accumulated(store: Store) -> Tensor:
     """Return this rank's part of the bucket's accumulated gradient; zeros where none was added yet."""
+    assert not store.is_unreduced
     if store.accumulated is None:
         layout = store.layout
         shape = local_shape(layout.shape, layout.gradient_sbp, store.job.mesh)
         store.accumulated = torch.zeros(shape, dtype=layout.dtype, device=layout.storage_device)
     return store.accumulated
-
-
-def add_gradients(stores: Sequence[Store], gradients: Sequence[Tensor]) -> None:
-    """Add to the sum of each bucket this rank's part of a gradient, which a graph has joined; the first is the sum."""
-    taken: set[int] = set()
-    for store, gradient in zip(stores, gradients, strict=True):
-        if store.accumulated is not None:
-            store.accumulated.add_(gradient)
-            continue
-        storage = gradient.untyped_storage()
-        # Several buckets may have been reduced together, or have equal gradients.
-        is_own = storage.nbytes() == gradient.nbytes and storage.data_ptr() not in taken
-        taken.add(storage.data_ptr())
-        store.accumulated = gradient if is_own else gradient.clone()
 
 
 def accumulated_gradients(store: Store) -> list[Tensor]:

@@ -56,7 +56,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         with graph.inserting_before(graph.output_node()):
             final = _moved_home(graph, gradient.final(graph), gradient.bucket)
         bucket, update = gradient.bucket, context.updates[gradient.bucket.name]
-        if context.gradients == "accumulate":
+        if context.gradients in ("accumulate", "unreduced"):
             _return_gradient(graph, bucket, final)
             continue
         if context.gradients == "edit":
@@ -217,7 +217,8 @@ def _flat_gradient(
     dtype = _reduce_dtype(bucket, context)
     own_raw = {name: _as_dtype(graph, gradient, dtype) for name, gradient in raw.items()}
     ready = [*(edit.raw for edit in bucket_edits), *own_raw.values()]
-    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, own_raw, ready), bucket_edits)
+    reduces = context.gradients != "unreduced"
+    return FlatGradient(bucket, flat, _bucket_gradient(graph, bucket, own_raw, ready, reduces=reduces), bucket_edits)
 
 
 def _accumulated_gradient(
@@ -260,9 +261,9 @@ def _as_dtype(graph: fx.Graph, gradient: fx.Node, dtype: torch.dtype) -> fx.Node
 
 
 def _bucket_gradient(
-    graph: fx.Graph, bucket: Bucket, gradients: Mapping[str, fx.Node], ready: Sequence[fx.Node]
+    graph: fx.Graph, bucket: Bucket, gradients: Mapping[str, fx.Node], ready: Sequence[fx.Node], *, reduces: bool
 ) -> fx.Node:
-    """Emit the gradients in the bucket's layout, reduced to its SBP, right after the last node of ``ready``."""
+    """Emit the gradients in the bucket's layout, reduced to its SBP or not, right after the last node of ``ready``."""
     last = max(ready)
     backward = replace(origin(last), phase="backward")
     slots = sorted(bucket.slots, key=lambda slot: slot.offset)
@@ -277,6 +278,8 @@ def _bucket_gradient(
             parts.append(part)
         joined = emit(graph, aten.cat.default, (parts, 0 if bucket.rows is None else 1), backward)
         meta(joined)["gradient"] = bucket.name
+        if not reduces:
+            return joined
         reduced = emit_boxing(graph, joined, bucket.gradient_sbp, TensorRef("gradient", bucket.name), backward)
     if bucket.by_user:
         # No stage decides this boxing, so placement may count its cost.

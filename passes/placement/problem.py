@@ -49,6 +49,7 @@ class PlacementProblem:
         batch_only: along time, the nodes that can be computed from the whole batch before the first micro-batch.
         along_slices: the solved problem along all slices of ``config.virtual_ranks``.
         wanted: SBP in which some outputs are returned.
+        unreduced: those of them that are partial stay so.
         outside: the operators are those of no step, whose other outputs keep the SBP in which they are computed.
         output_sbps: SBP of graph outputs if no parameter were split along this dimension. Empty unless the user splits
             parameters along it.
@@ -68,6 +69,7 @@ class PlacementProblem:
     batch_only: frozenset[fx.Node] = frozenset()
     along_slices: PlacementProblem | None = None
     wanted: Mapping[TensorId, Sbp] = field(default_factory=dict)
+    unreduced: bool = False
     outside: bool = False
     output_sbps: Mapping[TensorId, Sbp] = field(default_factory=dict)
     sbp: dict[fx.Node, tuple[Sbp, ...]] = field(default_factory=dict)
@@ -99,7 +101,7 @@ class PlacementProblem:
         if self.is_time:
             return have
         if tensor in self.wanted or self.outside:
-            return self.wanted.get(tensor, have)
+            return have if self.unreduced and isinstance(have, PartialSum) else self.wanted.get(tensor, have)
         have = self.output_sbps.get(tensor, have)
         return have if isinstance(have, Split) and self.batch_is_split else broadcast
 
@@ -240,6 +242,7 @@ def placement_problem(
     return PlacementProblem(
         *(graph, dim, zero_dims, batch_is_split, *sizes, values, is_sequence, is_time, batch_only),
         wanted={} if is_time else _wanted(graph, context, dim),
+        unreduced=context.gradients == "unreduced",
         outside=context.batch.outputs is not None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -107,6 +108,52 @@ def graph_and_loop() -> tuple[list[str], list[str]]:
 def test_a_loop_has_the_bits_of_the_graph_of_the_same_lines(pool: Pool) -> None:
     for of_graph, of_loop in pool.run(2, graph_and_loop):
         assert of_graph == of_loop
+
+
+# Of each update: whether a call is inside of no_sync(), and whether the loop reads gradients after it.
+WINDOWS = [[(True, False)] * 2, [(True, False), (True, False), (False, False)], [(False, False), (True, True)]]
+WINDOWS += [[(True, True), (False, False)], [(True, False), (True, False), (False, True), (True, False)]]
+# The calls that reduce gradients, where ranks can keep what they add.
+REDUCING = [[False] * 2, [False] * 3, [True, False], [False, True], [False] * 4]
+
+
+def unsynced(stage: int | None) -> list[tuple[float, float, list[bool]]]:
+    """Return the loss and the norm of each update, and which calls of it reduce gradients; None: in plain PyTorch."""
+    model: Any = seeded(plain)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage is not None:
+        model, optimizer, _ = prepare_at(stage)(model, optimizer, batches(1))
+    seen = []
+    for number, window in enumerate(WINDOWS * 2):
+        reduces = []
+        for (x, y), (is_unsynced, reads) in zip(batches(4), window, strict=False):
+            if stage is not None:
+                x, y = (zg.global_tensor(one.chunk(2)[zg.rank()], zg.sbp.split(0)) for one in (x, y))
+            with model.no_sync() if is_unsynced and stage is not None else contextlib.nullcontext():
+                loss = F.cross_entropy(model(x), y) / len(window)
+                loss.backward()
+            if stage is not None and number >= len(WINDOWS):
+                text = zg.step_of(model).text()
+                reduces.append(any(line.startswith(">>") and ".grad:" in line for line in text.splitlines()))
+            if reads:
+                model[0].bias.grad *= 0.5
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.2) if number % 2 else loss
+        seen.append((loss.item(), norm.item(), reduces))
+        optimizer.step()
+        # Some of a bucket, then all.
+        model[2].zero_grad()
+        optimizer.zero_grad()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_no_sync_are_reduced_once_for_each_update(pool: Pool, stage: int) -> None:
+    expected = unsynced(None)
+    for seen in pool.run(2, unsynced, stage):
+        for mine, others in zip(seen, expected, strict=True):
+            assert mine[:2] == pytest.approx(others[:2], rel=1e-12)
+        wanted = REDUCING if stage < 2 else [[True] * len(window) for window in WINDOWS]
+        assert [reduces for *_, reduces in seen[len(WINDOWS) :]] == wanted
 
 
 def forms_of_gradients() -> list[tuple[bool, int, float]]:

@@ -22,7 +22,7 @@ from zerograph.ir.dims import Dim, SizeInput
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.metadata import Role, meta
 from zerograph.ir.pause import pause_of
-from zerograph.ir.sbp import NdSbp
+from zerograph.ir.sbp import NdSbp, partial_sum
 from zerograph.ir.step_graph import output_nodes, placeholders, writes
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
@@ -121,10 +121,12 @@ class CompiledStep:
         return tuple(role.name for role in roles if role.kind not in ("output", "accumulated"))
 
     @functools.cached_property
-    def summed(self) -> tuple[Store, ...]:
-        """The stores to whose gradients the graph's last outputs are added."""
-        roles: list[Role] = meta(self.executor.graph.graph.output_node())["roles"]
-        return tuple(self.stores[role.bucket] for role in roles if role.kind == "accumulated" and role.bucket)
+    def summed(self) -> tuple[tuple[Store, bool], ...]:
+        """The stores to whose gradients the graph's last outputs are added, and whether these are unreduced."""
+        output = self.executor.graph.graph.output_node().meta
+        pairs = zip(output["roles"], output["needs"], strict=True)
+        summed = [(role.bucket, partial_sum in sbp) for role, sbp in pairs if role.kind == "accumulated"]
+        return tuple((self.stores[bucket], is_unreduced) for bucket, is_unreduced in summed)
 
     @functools.cached_property
     def gradient_places(self) -> tuple[int, ...]:

@@ -229,8 +229,9 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
-        yield
+        """Return a block whose gradients are reduced with those of the first call after it, at stages off and 1."""
+        with getattr(model, "no_sync", contextlib.nullcontext)():
+            yield
 
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks in order. Ranks may have unequal numbers of rows.

@@ -34,8 +34,10 @@ from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped, opaque_in
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.loop_graph import LoopGraph
+from zerograph.loops.split_gradients import add_gradients
+from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree
-from zerograph.runtime.state import Store, add_gradients, stores_of
+from zerograph.runtime.state import Store, stores_of
 from zerograph.state.threads import one_thread
 
 CHANGED_BEFORE_BACKWARD = (
@@ -51,6 +53,10 @@ class Owner(Protocol):
 
     modules: dict[str, nn.Module]
     config: Config
+
+    @property
+    def keeps_summands(self) -> bool:
+        """Return whether each rank keeps what it adds to the sums of gradients until these are read."""
 
     def separate(self) -> Sequence[torch.optim.Optimizer]:
         """Return the optimizers that share no parameter with an earlier one."""
@@ -260,6 +266,9 @@ class CallGraph(LoopGraph):
             ZeroGraphError: as calling a graph does.
         """
         _TEMPLATE.set(None)
+        unreduced = self._owner.keeps_summands or any(store.is_unreduced for store in stores_of(parameters))
+        gradients: GradientUse = "unreduced" if unreduced else "accumulate"
+        self._request = replace(self._request, gradients=gradients)
         # A step of the cache is not traced, which would tell the result.
         self._steps.may_be_cached = self._kind.template is not None
         with one_thread("a call of a prepared module"):
@@ -278,7 +287,7 @@ class CallGraph(LoopGraph):
         Raises:
             InputError: it must be traced anew, and what it reads has changed.
         """
-        request = replace(self._request, differentiated=used)
+        request = replace(begun.key.request, differentiated=used)
         with one_thread("a call of a prepared module"):
             step = self._steps.variant(world().job, begun.key, begun.batch, request, self._doing())
         self._keep(step, self._template(begun.step))

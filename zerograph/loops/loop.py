@@ -99,7 +99,7 @@ class Loop:
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._edits: dict[Hashable, Edit] = {}
-        self.calls, self._gradients = Calls(self), SplitGradients()
+        self.calls, self._gradients, self._is_unsynced = Calls(self), SplitGradients(), False
         self._is_shared = False
         # Stores whose parameters are whole from a call to the next update, with hashes of these.
         self._shown: dict[Store, list[int]] = {}
@@ -144,6 +144,21 @@ class Loop:
         if isinstance(function, nn.Module):
             return self.calls.run(function, args, kwargs)
         return self.run_eagerly(function, args, kwargs)
+
+    @contextlib.contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Return a block whose calls leave to each rank what it adds to gradients, where these are whole on all."""
+        before, self._is_unsynced = self._is_unsynced, True
+        try:
+            yield
+        finally:
+            self._is_unsynced = before
+
+    @property
+    def keeps_summands(self) -> bool:
+        """Return whether each rank keeps what it adds to the sums of gradients until these are read."""
+        policy, is_exact = self.config.policy, self.config.wire == "exact" and world().slices is None
+        return self._is_unsynced and is_exact and world().job.size > 1 and not (policy.split and policy.reduce_early)
 
     def _use_slices(self, config: Config) -> None:
         """Have global tensors consist of the slices of ``config.virtual_ranks``.

@@ -19,7 +19,8 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.graph import ZeroGraph
 from zerograph.ir.mesh import local_part
-from zerograph.ir.sbp import PartialSum, partial_sum
+from zerograph.ir.sbp import PartialSum
+from zerograph.loops.split_gradients import reduce_sums, reduced
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
 from zerograph.runtime.parameters import parameters_read
@@ -126,6 +127,7 @@ class Update(LoopGraph):
         Raises:
             ZeroGraphError: as calling a graph does.
         """
+        reduce_sums(stores_of(split))
         parameters = dict.fromkeys((*gradients, *split))
         has_gradient = set(map(id, parameters))
         accumulated = tuple(name for name, one in self._members().parameters.items() if id(one) in has_gradient)
@@ -194,14 +196,11 @@ def _add_up(store: Store, gradients: Mapping[nn.Parameter, Tensor]) -> None:
     flat = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     load_part(store.job, replace(layout, sbp=now.whole), flat, parts)
     if now.slices is None and now.job.size > 1:
-        held = (partial_sum,) * now.job.mesh.dims
-        spec = now.spec(tuple(flat.shape), flat.stride(), flat.dtype, flat.device, held)
-        part = dispatch.boxed(GlobalTensor, GlobalTensor(flat, spec), layout.gradient_sbp).local
+        own = reduced(layout, flat)
     else:
         # What every rank has is cut, not added: a sum with zeros would lose the sign of a zero.
         part = flat[local_part(flat.shape, layout.gradient_sbp, store.job.mesh)]
-        part = part if part.shape == flat.shape else part.clone()
-    own = part.to(layout.storage_device)
+        own = (part if part.shape == flat.shape else part.clone()).to(layout.storage_device)
     store.accumulated = own if store.accumulated is None else store.accumulated + own
 
 

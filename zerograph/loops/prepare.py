@@ -208,8 +208,8 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
             return kind.load_state_dict(self, *args, **kwargs)
 
     def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a block without effect: the step reduces gradients when its ZeRO stage says."""
-        return contextlib.nullcontext()
+        """Return a block whose gradients are reduced with those of the first call after it, at stages off and 1."""
+        return loop.unsynced()
 
     def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
         """Generate with gathered parameters, by the model's own loop."""

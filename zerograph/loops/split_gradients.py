@@ -7,7 +7,7 @@ calls add to them and the update reads them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
+from zerograph.ir.buckets import Bucket
+from zerograph.ir.sbp import partial_sum
 from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient, stored_gradients
-from zerograph.runtime.state import accumulated_gradients, load_accumulated, store_of, stores_of
+from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
 
 
 class SplitGradients:
@@ -47,13 +49,15 @@ class SplitGradients:
     @contextlib.contextmanager
     def aside(self, parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Return a block whose gradients are whole in a dictionary at its end, and in no parameter. A collective."""
-        sums, result = {store: store.accumulated for store in stores_of(parameters)}, dict[nn.Parameter, Tensor]()
+        sums = {store: (store.accumulated, store.is_unreduced) for store in stores_of(parameters)}
+        result = dict[nn.Parameter, Tensor]()
         self._aside = []
         for store in sums:
-            store.accumulated = None
+            _drop(store)
         try:
             yield result
             own = set(map(id, self._aside))
+            reduce_sums(sums)
             for store in sums:
                 for parameter, gradient in zip(store.parameters, accumulated_gradients(store), strict=True):
                     if id(parameter) in own:
@@ -61,7 +65,7 @@ class SplitGradients:
         finally:
             self._aside = None
             for store, before in sums.items():
-                store.accumulated = before
+                store.accumulated, store.is_unreduced = before
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._parameters
@@ -75,6 +79,7 @@ class SplitGradients:
         store = store_of(parameter)
         if parameter not in self or store is None:
             return
+        reduce_sums([store])
         gradients = accumulated_gradients(store)
         with torch.no_grad():
             for other, gradient in zip(store.parameters, gradients, strict=True):
@@ -85,7 +90,7 @@ class SplitGradients:
                     store_gradient(other, whole)
                 else:
                     before.add_(whole)
-        store.accumulated = None
+        _drop(store)
 
     def read(self, parameter: nn.Parameter) -> Tensor | None:
         """Return None: :meth:`settle` has stored the gradient, if there is one."""
@@ -102,8 +107,9 @@ class SplitGradients:
         own = set(map(id, cleared))
         for store in stores_of(cleared):
             if all(id(one) in own for one in self.of(store.parameters)):
-                store.accumulated = None
+                _drop(store)
             else:
+                reduce_sums([store])
                 zeros = [torch.zeros(one.shape) if id(one) in own else None for one in store.parameters]
                 load_accumulated(store, zeros)
         if set_to_none:
@@ -112,7 +118,9 @@ class SplitGradients:
 
     def are_finite(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether the split gradients of parameters are finite on all ranks. A collective."""
-        sums = [store.accumulated for store in stores_of(self.of(parameters)) if store.accumulated is not None]
+        stores = stores_of(self.of(parameters))
+        reduce_sums(stores)
+        sums = [store.accumulated for store in stores if store.accumulated is not None]
         own = [int(all(bool(one.isfinite().all()) for one in sums))]
         return all(flag for (flag,) in agree(world().job, "unscaling gradients", 0, dict, None, own))
 
@@ -126,3 +134,47 @@ class SplitGradients:
 def _whole(gradient: Tensor) -> Tensor:
     gradient = gradient.clone()
     return gradient if world().is_alone else dispatch.wrapped_whole(GlobalTensor, gradient)
+
+
+def add_gradients(stores: Iterable[tuple[Store, bool]], gradients: Sequence[Tensor]) -> None:
+    """Add to the sum of each bucket a gradient, which a graph has joined; the first is the sum. A collective.
+
+    Args:
+        stores: the buckets, and whether the gradient is what this rank adds to it.
+        gradients: this rank's part of each.
+    """
+    taken: set[int] = set()
+    for (store, is_unreduced), gradient in zip(stores, gradients, strict=True):
+        if not is_unreduced:
+            reduce_sums([store])
+        elif store.accumulated is not None and not store.is_unreduced:
+            gradient, is_unreduced = reduced(store.layout, gradient), False
+        if store.accumulated is not None:
+            store.accumulated.add_(gradient)
+            continue
+        storage = gradient.untyped_storage()
+        # Several buckets may have been reduced together, or have equal gradients.
+        is_own = storage.nbytes() == gradient.nbytes and storage.data_ptr() not in taken
+        taken.add(storage.data_ptr())
+        store.accumulated, store.is_unreduced = gradient if is_own else gradient.clone(), is_unreduced
+
+
+def reduce_sums(stores: Iterable[Store]) -> None:
+    """Reduce sums of which each rank has what it adds. A collective if there are any."""
+    for store in stores:
+        if store.is_unreduced and store.accumulated is not None:
+            store.accumulated = reduced(store.layout, store.accumulated)
+        store.is_unreduced = False
+
+
+def reduced(layout: Bucket, summand: Tensor) -> Tensor:
+    """Return this rank's part of the sum of what the ranks have, where it is stored. A collective."""
+    now = world()
+    held = (partial_sum,) * now.job.mesh.dims
+    spec = now.spec(tuple(summand.shape), summand.stride(), summand.dtype, summand.device, held)
+    part: Tensor = dispatch.boxed(GlobalTensor, GlobalTensor(summand, spec), layout.gradient_sbp).local
+    return part.to(layout.storage_device)
+
+
+def _drop(store: Store) -> None:
+    store.accumulated, store.is_unreduced = None, False
