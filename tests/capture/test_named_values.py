@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import types
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +23,9 @@ from tests.pool import Pool
 FACTOR = 1.0
 TABLE: dict[str, Any] = {"factor": 1.0, "deep": [1.0, {"last": 1.0}]}
 WEIGHT = torch.ones(1, dtype=torch.float64)
+IN_CONTEXT: ContextVar[float] = ContextVar("factor")
+DAY = datetime.date(2026, 1, 1)
+LARGE = numpy.ones(5000)
 
 
 class Options:
@@ -29,6 +36,16 @@ class Options:
 
     def scaled(self, x: Tensor) -> Tensor:
         return x * self.factor * self.inner.factor * self.of_class
+
+
+class Schedule:
+    """An object that is called, with others inside."""
+
+    def __init__(self) -> None:
+        self._factor, self._inner = 1.0, [types.SimpleNamespace(_last=1.0)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self._factor * self._inner[0]._last
 
 
 class Others(Options):
@@ -78,9 +95,11 @@ class Model(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4, dtype=torch.float64)
         self.options, self.table = Options(), {"factor": 1.0}
-        self.loss = 1.0
+        self.loss, self.schedule, self.called = 1.0, Schedule(), Schedule().__call__
+        self.ordered = OrderedDict(first=1.0, second=2.0)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.called(self.schedule(x)) * IN_CONTEXT.get() * DAY.day * LARGE[0] * next(iter(self.ordered.values()))
         x = self.linear(x) * FACTOR * TABLE["factor"] * TABLE["deep"][1]["last"] * WEIGHT * self.loss
         x = scaled(activation(x)) * slots.factor * self.table["factor"]
         return options.scaled(self.options.scaled(x))
@@ -104,6 +123,15 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "an object in an option of the model": lambda model: setattr(model.options.inner, "factor", 0.8),
     "options in place of others": lambda model: setattr(model, "options", Options(0.3)),
     "options of another class": lambda model: setattr(model, "options", Others()),
+    "an object that is called": lambda model: setattr(model.schedule, "_factor", 0.7),
+    "an object in an object that is called": lambda model: setattr(model.schedule._inner[0], "_last", 0.7),
+    "the object of a method": lambda model: setattr(model.called.__self__, "_factor", 0.7),  # type: ignore[attr-defined]
+    "a method of a class": lambda _: setattr(Schedule, "__call__", lambda self, x: x * 0.8),
+    "an attribute in place of a class's": lambda _: setattr(options, "of_class", 1.4),
+    "a context": lambda _: IN_CONTEXT.set(0.6),
+    "a date": lambda _: globals().update(DAY=datetime.date(2026, 1, 2)),
+    "an array": lambda _: LARGE.__setitem__(0, 0.5),
+    "the order of a dict": lambda model: model.ordered.move_to_end("first"),
     "a dict of the model": lambda model: model.table.update(factor=1.6),
 }
 
@@ -123,9 +151,13 @@ class Step(zg.ZeroGraph):
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
     """Undo at the end of the block what an edit has changed inside."""
-    before = dict(globals())
+    before, call = dict(globals()), Schedule.__call__
+    IN_CONTEXT.set(1.0)
     yield
     globals().update(before)
+    Schedule.__call__ = call  # type: ignore[method-assign]
+    LARGE[0] = 1.0
+    vars(options).pop("of_class", None)
     TABLE.update(factor=1.0, deep=[1.0, {"last": 1.0}])
     for holder in (options, slots, criterion, options.inner):
         holder.factor = 1.0  # type: ignore[attr-defined]
@@ -182,6 +214,7 @@ def test_calls_in_a_loop_follow_what_has_changed(name: str) -> None:
 
 
 def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    IN_CONTEXT.set(1.0)
     step, losses = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0)), []
     for factor in (1.0, 2.0, 1.0, 2.0, float("1.0")):
         monkeypatch.setattr(options, "factor", factor)

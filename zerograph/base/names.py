@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import itertools
 import sys
 import types
@@ -51,9 +52,37 @@ def globals_in(code: types.CodeType) -> set[str]:
 
 
 def texts_of(code: types.CodeType) -> set[str]:
-    """Return the names and the strings in code, and in the code inside."""
+    """Return the names and the strings in code, and in the code inside; of strings with dots also the parts."""
     constants = {constant for inner in with_inner(code) for constant in inner.co_consts if isinstance(constant, str)}
-    return names_in(code) | constants
+    return names_in(code) | constants | {part for one in constants for part in one.split(".")}
+
+
+class EveryName(set[str]):
+    """Names in code, beside which any other counts."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def computes_names(code: types.CodeType) -> bool:
+    """Return whether code, or the code inside, may read an attribute by a name that is no string in it."""
+    return any(map(_computes_names, with_inner(code)))
+
+
+@functools.cache
+def _computes_names(code: types.CodeType) -> bool:
+    if "getattr" not in code.co_names:
+        return False
+    instructions = [*dis.get_instructions(code)]
+    for number, one in enumerate(instructions):
+        if one.argval == "getattr" and one.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            # The arguments, up to the call.
+            arguments = list(itertools.takewhile(lambda one: "CALL" not in one.opname, instructions[number + 1 :]))
+            if not any(one.opname == "LOAD_CONST" and isinstance(one.argval, str) for one in arguments):
+                return True
+            if any(one.opname.startswith(("BUILD_STRING", "FORMAT", "BINARY_OP")) for one in arguments):
+                return True
+    return False
 
 
 def named_values(space: Mapping[str, Any], code: types.CodeType) -> Iterator[tuple[str, Any]]:

@@ -12,11 +12,25 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 
-from zerograph.capture.places import CONTAINERS, MISSING, Identity, Place, PythonState, Step, is_of_library, token, walk
+from zerograph.capture.places import (
+    CACHES,
+    CONTAINERS,
+    MAX_LENGTH,
+    MISSING,
+    Identity,
+    Place,
+    PythonState,
+    Step,
+    is_of_library,
+    is_users_object,
+    token,
+    walk,
+)
 
 # The name of the fact.
 NAMED_VALUES = "values that build() reads by name"
@@ -47,14 +61,16 @@ class NamedValues:
             values.append(value)
             self.places[place.key] = place
             if isinstance(value, CONTAINERS):
-                self.tokens[place.key] = type(value).__name__, len(value)
-                self._checks.append(_is_equal(functools.partial(len, value)))
-            elif is_entered:
-                self.tokens[place.key] = Identity(type(value))
+                self.tokens[place.key] = type(value).__name__, len(value), tuple(map(_token, _ordered(value)))
+                self._checks.append(_is_equal(functools.partial(_order, value)))
             else:
-                self.tokens[place.key] = _token(value)
+                self.tokens[place.key] = Identity(type(value)) if is_entered else _token(value)
+                if is_users_object(value):
+                    # It may get an attribute in place of its class's.
+                    self._checks.append(_is_equal(functools.partial(len, getattr(value, "__dict__", ()))))
                 if _changes_in_place(value):
                     self._checks.append(_is_equal(functools.partial(_token, value)))
+        self._checks += [_is_equal(functools.partial(len, vars(kind))) for kind in state.classes]
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
@@ -107,19 +123,36 @@ class ValueStates:
 def _is_named(place: Place, texts: Collection[str]) -> bool:
     """Return whether code names a place: an attribute may be for others. A private one of the graph never counts."""
     kind, key = place.steps[0]
-    is_private = place.own and not isinstance(place.root, nn.Module) and str(key).startswith("_")
+    is_graphs = place.own and not isinstance(place.root, nn.Module)
     if isinstance(place.root, (type, types.ModuleType, dict)) and is_of_library(place.root):
         return False
-    return kind != "attr" or (key in texts and not is_private)
+    if kind == "attr" and is_graphs:
+        # Others are zerograph's.
+        return key in {*texts} and key[:1] != "_"
+    return kind != "attr" or key in texts
 
 
 def _token(value: Any) -> Hashable:
-    return Identity(value) if isinstance(value, Tensor) or callable(value) else token(value)
+    one: Any = token(value)
+    is_told = not isinstance(value, Tensor) and (isinstance(value, CACHES) or not callable(value))
+    # Of two dates, for instance, the token tells only what they are.
+    return one if is_told and one[0] != "object" else Identity(value)
+
+
+def _ordered(value: Any) -> Collection[Any]:
+    """Return the keys of a dict, whose order code may follow."""
+    return value if isinstance(value, dict) and len(value) <= MAX_LENGTH else ()
+
+
+def _order(value: Any) -> Hashable:
+    return len(value), *map(id, _ordered(value))
 
 
 def _changes_in_place(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return isinstance(value, (set, bytearray, itertools.count, *(() if numpy is None else (numpy.ndarray,))))
+    return isinstance(
+        value, (set, bytearray, itertools.count, ContextVar, CACHES, *(() if numpy is None else (numpy.ndarray,)))
+    )
 
 
 def _is_equal(read: Callable[[], Hashable]) -> Callable[[], bool]:

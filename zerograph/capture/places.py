@@ -18,18 +18,22 @@ import random
 import sys
 import threading
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph._torch import FakeTensor, hook_tables, module_hooks
 from zerograph.base import source
-from zerograph.base.names import globals_in, names_in, texts_of
+from zerograph.base.names import EveryName, computes_names, globals_in, names_in, texts_of
+from zerograph.base.sizes import LARGE
 from zerograph.capture.wrappers import is_seen_through
 
 # Values that cannot change in place, and whose text tells all of them.
@@ -38,6 +42,8 @@ PLAIN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _NUMBERS = (bool, int, float, str)
+# Functions that keep what they have returned.
+CACHES: Any = type(functools.cache(len))
 CONTAINERS = (dict, list, deque)
 # Wrappers of functions, with the attributes that count; the first is the function.
 WRAPPERS: dict[type, tuple[str, ...]] = {
@@ -48,7 +54,7 @@ WRAPPERS: dict[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords", "__dict__"),
 }
 # Longer containers are compared by length only. Nothing nested deeper, and no more values, are compared.
-_MAX_LENGTH, _MAX_DEPTH, _MAX_VALUES = 1000, 6, 50_000
+MAX_LENGTH, _MAX_DEPTH, _MAX_VALUES = 1000, 6, 50_000
 # Attributes of torch in every module.
 _MODULES_OWN = frozenset(vars(nn.Module()))
 
@@ -190,9 +196,14 @@ def token(value: Any) -> Hashable:
         return type(value).__name__, repr(value)
     if isinstance(value, PLAIN):
         return type(value).__name__, value
+    if isinstance(value, ContextVar):
+        return "ContextVar", token(value.get(None))
+    if isinstance(value, CACHES):
+        return "cache", value.cache_info().misses
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.size <= _MAX_LENGTH:
-        return "array", str(value.dtype), value.shape, value.tobytes()
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.nbytes <= LARGE:
+        content = value.tobytes()
+        return "array", str(value.dtype), value.shape, content if value.size <= MAX_LENGTH else zlib.crc32(content)
     return "object", "FakeTensor" if isinstance(value, FakeTensor) else type(value).__qualname__
 
 
@@ -309,9 +320,14 @@ def walk(
 def _inside(value: Any, names: Collection[str] | None) -> Iterable[tuple[Step, Any]]:
     """Return what is inside a container, a tuple of more than plain values, or an object of a user's class."""
     if isinstance(value, CONTAINERS):
-        is_walked = len(value) <= _MAX_LENGTH
+        is_walked = len(value) <= MAX_LENGTH
     elif isinstance(value, tuple):
         is_walked = any(not isinstance(entry, PLAIN) for entry in value)
+    elif isinstance(value, _BOUND) or (names is not None and isinstance(value, LRScheduler)):
+        # The objects that they are bound to, and rates.
+        is_walked = True
+    elif names is not None and isinstance(value, torch.optim.Optimizer):
+        return [(("attr", "param_groups"), value.param_groups)]
     else:
         entries = parts(value) if is_users_object(value) else ()
         if names is None:
@@ -321,14 +337,16 @@ def _inside(value: Any, names: Collection[str] | None) -> Iterable[tuple[Step, A
     return parts(value) if is_walked else ()
 
 
+_OF_CREATION = frozenset({"__init__", "__new__", "__post_init__"})
+_BOUND = (types.MethodType, functools.partial)
 _NO_USERS = (*PLAIN, nn.Module, Tensor, type, types.ModuleType, torch.optim.Optimizer, random.Random)
 
 
 def is_users_object(value: Any) -> bool:
     """Return whether the value is an instance of a class that a user wrote, or a namespace; no module, no tensor."""
-    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace, threading.local)):
         return True
-    if isinstance(value, _NO_USERS) or callable(value):
+    if isinstance(value, _NO_USERS):
         return False
     return is_users_module(sys.modules.get(type(value).__module__))
 
@@ -360,6 +378,7 @@ class PythonState:
 
     Attributes:
         texts: the names and strings in the code of the functions.
+        classes: those whose attributes count.
     """
 
     def __init__(self, build: Callable[..., Any], root: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -370,6 +389,7 @@ class PythonState:
         self._owners += [(module, path) for path, module in root.named_modules()]
         self._guarded = len(self._owners)
         self.texts: set[str] = set()
+        self.classes: set[type] = set()
         self._roots: dict[Hashable, Place] = {}
         self._met: set[Hashable] = set()
         self._functions: deque[tuple[types.FunctionType, type | None]] = deque()
@@ -383,15 +403,19 @@ class PythonState:
         for owner, _ in [*self._owners]:
             self._meet_functions_of(owner)
         self._follow_functions()
-        for value in [value for owner, _ in self._owners for value in vars(owner).values()]:
-            if is_users_object(value):
-                self._add_class(type(value), self.texts)
-        self._follow_functions()
+        # Methods of an object may lead to others.
+        known = -1
+        while known != (known := len(self.texts)):
+            for _, value, _ in [*walk(self.places())]:
+                if is_users_object(value) and not is_of_library(type(value)):
+                    self._add_class(type(value), self.texts)
+            self._follow_functions()
 
     def _meet_functions_of(self, owner: Any) -> None:
         if isinstance(owner, nn.Module):
             # Statically: modules of torch.jit create theirs on access, and only for instances.
             self._meet(inspect.getattr_static(type(owner), "forward", None), type(owner))
+            self._add_class(type(owner), {"forward"})
         for value in vars(owner).values():
             if callable(value) and not isinstance(value, (nn.Module, type)):
                 self._meet(value, type(owner))
@@ -411,6 +435,7 @@ class PythonState:
             if isinstance(value, types.MethodType):
                 owner = owner or type(value.__self__)
             names = next((names for kind, names in WRAPPERS.items() if isinstance(value, kind)), ("func",))
+            names = ("__wrapped__",) if isinstance(value, CACHES) else names
             if not callable(value := getattr(value, names[0], None)):
                 return
         if not source.is_users(value.__code__.co_filename) and hasattr(value, "__wrapped__"):
@@ -423,6 +448,8 @@ class PythonState:
     def _follow_names(self, function: types.FunctionType, owner: type | None) -> None:
         """Add what a function holds, and what it names among globals and in its class."""
         names = names_in(function.__code__)
+        if computes_names(function.__code__) and not source.is_installed(function.__code__.co_filename):
+            self.texts = EveryName(self.texts)
         self.texts |= texts_of(function.__code__)
         title, defaults = function.__qualname__, function.__defaults__ or ()
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -436,7 +463,8 @@ class PythonState:
                 self._meet(value, owner)
             else:
                 self._add(function, title, ("attr", name))
-        for name in globals_in(function.__code__) & function.__globals__.keys():
+        by_text = texts_of(function.__code__) if "globals" in names else set()
+        for name in (globals_in(function.__code__) | by_text) & function.__globals__.keys():
             self._meet_named(self._add(function.__globals__, "", ("key", name)), names)
         if owner is not None:
             self._add_class(owner, names)
@@ -455,18 +483,29 @@ class PythonState:
                 if id(module) not in known:
                     self._owners.append((module, name))
                     self._meet_functions_of(module)
-        elif isinstance(value, type) or is_users_object(value):
-            self._add_class(value if isinstance(value, type) else type(value), names)
+        elif isinstance(value, type):
+            self._add_class(value, names | _OF_CREATION)
+        elif is_users_object(value):
+            self._add_class(type(value), names)
 
     def _add_class(self, kind: type, names: set[str]) -> None:
-        """Add the class attributes, own and inherited, with one of the names, and follow the methods among them."""
+        """Add the class attributes, own and inherited, with one of the names, and follow the methods among them.
+
+        Methods that Python calls, such as ``__call__`` and ``__getattr__``, have names that code does not show.
+        """
         for base in filter(lambda base: is_users_module(sys.modules.get(base.__module__)), kind.__mro__):
-            for name in names & vars(base).keys():
-                value = vars(base)[name]
-                if isinstance(value, (types.FunctionType, staticmethod, classmethod, property)):
-                    self._meet(value, kind)
-                elif not name.startswith("__") and not isinstance(value, type):
-                    self._add(base, base.__name__, ("attr", name))
+            self.classes.add(base)
+            for name, value in [*vars(base).items()]:
+                is_function = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
+                is_special = name[:2] == name[-2:] == "__"
+                if name not in names and not (is_function and is_special and name not in _OF_CREATION):
+                    continue
+                is_known = (id(base), (("attr", name),)) in self._roots
+                if is_function:
+                    self.texts.add(name)
+                    self._meet(self._add(base, base.__name__, ("attr", name)), kind)
+                elif not is_special and not is_known and not isinstance(value, type):
+                    self._meet_named(self._add(base, base.__name__, ("attr", name)), names)
 
     def tables(self) -> Iterator[dict[Any, Any]]:
         """Yield the dicts that hold the attributes of the graph and its modules, and their hooks."""
@@ -478,7 +517,8 @@ class PythonState:
         for number, (owner, title) in enumerate(self._owners):
             is_guarded = number < self._guarded
             for name, value, guard in attributes_of(vars(owner), private=isinstance(owner, nn.Module)):
-                if guard is UNGUARDED or not is_guarded:
+                # An object with __call__ is guarded, but not what it holds.
+                if guard is UNGUARDED or not is_guarded or isinstance(value, _BOUND) or is_users_object(value):
                     yield Place(owner, title, (("attr", name),), own=is_guarded), value
         for place in self._roots.values():
             if (value := place.value()) is not MISSING:

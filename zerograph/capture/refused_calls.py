@@ -5,13 +5,15 @@ Updates and communication belong to the graph: tensors in ``build()`` are those 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
+import io
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -42,6 +44,48 @@ def refused_calls() -> Iterator[None]:
         stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
         stack.enter_context(patch.object(logging.Handler, "handleError", _raising(logging.Handler.handleError)))
         yield
+
+
+@contextlib.contextmanager
+def refused_output() -> Iterator[None]:
+    """Make texts and files of the user's own lines errors: what runs a graph would not write them."""
+
+    def refuse(what: str) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and source.is_standard(frame.f_code.co_filename):
+            frame = frame.f_back
+        name = "" if frame is None else frame.f_code.co_filename
+        if source.is_users(name) and not source.is_installed(name):
+            raise CaptureError(f"a call {what}")
+
+    def refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            refuse(what)
+            return function(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, what in _OUTPUT:
+            stack.enter_context(patch.object(owner, name, refusing(getattr(owner, name), what)))
+        stack.enter_context(patch.object(sys, "stdout", _Stream(sys.stdout, refusing(sys.stdout.write, "prints"))))
+        yield
+
+
+class _Stream:
+    def __init__(self, stream: Any, write: Callable[..., Any]) -> None:
+        self._stream, self.write = stream, write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_OUTPUT: tuple[tuple[Any, str, str], ...] = (
+    (builtins, "print", "prints"),
+    (builtins, "open", "opens a file"),
+    (io, "open", "opens a file"),
+    (logging.Logger, "handle", "logs"),
+)
 
 
 def _refuse_anomaly_detection() -> None:

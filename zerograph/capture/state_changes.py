@@ -12,15 +12,26 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import operator
+import queue
 import random
 import re
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -31,7 +42,17 @@ from torch import Tensor, fx, nn
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.sizes import LARGE
-from zerograph.capture.places import CONTAINERS, MISSING, Place, PythonState, object_attributes, parts, token, walk
+from zerograph.capture.places import (
+    CACHES,
+    CONTAINERS,
+    MISSING,
+    Place,
+    PythonState,
+    object_attributes,
+    parts,
+    token,
+    walk,
+)
 from zerograph.errors import CaptureError
 
 
@@ -92,9 +113,11 @@ class Snapshot:
                 self.random.setdefault(place.name, generator)
             elif not is_entered:
                 self.values[place.key] = place, value.tobytes() if _is_array(value) else token(value)
-                if hasattr(type(value), "__next__") and (not place.own or place.steps[0][1] in state.texts):
+                if _is_advanced(value) and (not place.own or place.steps[0][1] in state.texts):
                     self.iterators.append(place.name)
-                if isinstance(value, set) or _is_array(value):
+                if isinstance(value, CACHES):
+                    self.restores[id(value)] = functools.partial(_cleared, value, value.cache_info().misses)
+                elif isinstance(value, set) or _is_array(value):
                     self.restores[id(value)] = functools.partial(_put_back, value, value.copy())
             elif not isinstance(value, tuple):
                 self.restores[id(value)] = _restorer(value)
@@ -133,6 +156,20 @@ class Snapshot:
         """Return the names of the generators that have drawn before a later snapshot."""
         both = self.random.keys() & later.random.keys()
         return sorted(name for name in both if self.random[name].state != later.random[name].state)
+
+
+def _is_advanced(value: Any) -> bool:
+    """Return whether code may change a value of the standard library that cannot be compared, such as an iterator."""
+    return hasattr(type(value), "__next__") or (isinstance(value, _CHANGED) and not isinstance(value, set))
+
+
+_CHANGED = (MutableMapping, MutableSequence, MutableSet, queue.Queue, array.array)
+
+
+def _cleared(cache: Any, misses: int) -> None:
+    """Empty a cache to which a trace has added."""
+    if cache.cache_info().misses != misses:
+        cache.cache_clear()
 
 
 class StateComparison:

@@ -24,7 +24,7 @@ from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths, reads_uncaught
 from zerograph.capture.places import Place, PythonState, build_guards
-from zerograph.capture.refused_calls import refused_calls
+from zerograph.capture.refused_calls import refused_calls, refused_output
 from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
 from zerograph.errors import CaptureError, InputError, ZeroGraphError
@@ -185,7 +185,7 @@ class Capture:
         tracer = _Tracer(self, hints)
         if self.pure:
             tracer.python_state.check_restorable()
-        with tracer.environment():
+        with tracer.environment(), refused_output() if self.pure else contextlib.nullcontext():
             graph, trace, stored = self._traced(tracer)
             _refuse_foreign_parameters(graph)
             module_attributes.refuse_fakes(graph, stored)
