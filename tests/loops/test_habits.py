@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import itertools
+import logging
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy
 import pytest
@@ -249,6 +254,43 @@ class Scaled(nn.Module):
         return self.net(x), self.scale
 
 
+class Passing(nn.Module):
+    """It returns its input, a view of it, and a buffer, in a dict whose entries are attributes."""
+
+    class Result(dict[str, Any]):
+        """Such a dict."""
+
+        __getattr__ = dict.__getitem__
+
+    def __init__(self, has_view: bool) -> None:
+        super().__init__()
+        self.net, self.has_view = perceptron(), has_view
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        view = x[:, 1] if self.has_view else None
+        return Passing.Result(logits=self.net(x), x=x, calls=self.calls, view=view)
+
+
+def returned_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    out = model(x)
+    loss = update(optimizer, F.cross_entropy(out.logits, y))
+    model(x)
+    out.x.mul_(2)
+    if out.view is not None:
+        out.view.zero_()
+    assert out.x is x
+    return loss.item() + x.square().sum().item() + out.calls.item()
+
+
+def added_layers(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    if len(model) == 3 and optimizer.state:  # type: ignore[arg-type]
+        model.append(seeded(lambda: nn.Linear(4, 4)))  # type: ignore[operator]
+        optimizer.add_param_group({"params": model[3].parameters()})  # type: ignore[index]
+    return update(optimizer, F.cross_entropy(model(x), y)).item()
+
+
 def returned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     out, scale = model(x)
     loss = update(optimizer, F.cross_entropy(out * scale, y))
@@ -303,6 +345,52 @@ class Keeping(nn.Module):
 def kept_by_calls(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
     return loss.item() + model.seen[0] + len(model.ids) + model.means[0].sum().item()  # type: ignore[index, arg-type]
+
+
+@functools.lru_cache
+def ramp(rows: int) -> Tensor:
+    return torch.linspace(0.5, 1, rows).double()[:, None]
+
+
+_FILES: list[Any] = []
+
+
+class Writing(nn.Module):
+    """Each call prints, logs, counts in a table of its own, and asks a cache; it reads an attribute by a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.logger, self.kind = perceptron(), logging.Logger("calls"), "none"
+        self.calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+        self.options = SimpleNamespace(factor_0=1.0, factor_1=1.0)
+        _FILES.append(tempfile.NamedTemporaryFile("r"))  # noqa: SIM115
+        # Each rank has its own.
+        self.paths = [_FILES[-1].name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "print":
+            print("a call of", len(x))
+        elif self.kind == "log":
+            self.logger.warning("a call")
+        elif self.kind == "file":
+            with open(self.paths[0], "a") as file:
+                file.write("a call")
+        elif self.kind == "table":
+            self.calls[self] = self.calls.get(self, 0) + 1
+        number = self.net[0].in_features - 5
+        return self.net(x) * ramp(len(x)) * getattr(self.options, f"factor_{number}")  # type: ignore[no-any-return]
+
+
+def written_by_calls(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    model.kind, written = kind, io.StringIO()
+    handler = logging.StreamHandler(written)
+    model.logger.addHandler(handler)  # type: ignore[operator, union-attr]
+    with contextlib.redirect_stdout(written):
+        loss = update(optimizer, F.cross_entropy(model(x), y))
+    written.write(_FILES[-1].read())
+    model.logger.removeHandler(handler)  # type: ignore[operator, union-attr]
+    model.options.factor_1 = 1.0 + len(y) % 3  # type: ignore[union-attr, assignment]
+    return loss.item() + 10 * len(written.getvalue()) + model.calls.get(model, 0)  # type: ignore[operator, union-attr]
 
 
 class Weighted(nn.Module):
@@ -524,6 +612,13 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "assigned gradients": (assigned_gradients, perceptron),
     "returned parameters": (returned_parameters, Scaled),
     **{f"{kind} of the module": (kept_by_calls, functools.partial(Keeping, kind)) for kind in _KINDS},
+    **{
+        f"{kind} of calls": (functools.partial(written_by_calls, kind), Writing)
+        for kind in ("print", "log", "file", "table", "none")
+    },
+    "returned arguments": (returned_arguments, functools.partial(Passing, False)),
+    "returned views": (returned_arguments, functools.partial(Passing, True)),
+    "added layers": (added_layers, perceptron),
     "wrapped layers": (wrapped_layers, perceptron),
     "replaced tensors": (replaced_tensors, Weighted),
     "changed arguments": (changed_arguments, Changing),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.capture.trace import original_of
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.step_key import StepKey
@@ -84,21 +85,31 @@ class Template:
         result: it has places in place of tensors.
         differentiable: which of the tensors have a gradient.
         inner: the tensors that others have been computed from, such as features beside what a head makes of them.
+        given: the argument or the buffer that a tensor is, by the tensor's place.
     """
 
     result: Any
     differentiable: tuple[bool, ...]
     inner: frozenset[int]
+    given: Mapping[int, _Place | Tensor]
 
     @staticmethod
-    def of(result: Any) -> Template:
-        """Return the template of a result."""
+    def of(result: Any, arguments: Sequence[Tensor], buffers: Sequence[Tensor]) -> Template:
+        """Return the template of a result.
+
+        Args:
+            result: the result.
+            arguments: the tensors among the arguments.
+            buffers: those of the module.
+        """
         numbers = itertools.count()
         tensors = found_in(result, Tensor)
+        own = {id(one): original_of(one) for one in buffers} | {id(one): _Place(n) for n, one in enumerate(arguments)}
         edges = _edges_below([one for one in tensors if one.requires_grad]) if len(tensors) > 1 else ()
         inner = frozenset(place for place, one in enumerate(tensors) if (one.grad_fn, one.output_nr) in edges)
         flags = tuple(one.requires_grad for one in tensors)
-        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags, inner)
+        given = {place: own[id(one)] for place, one in enumerate(tensors) if id(one) in own}
+        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags, inner, given)
 
 
 def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
@@ -160,9 +171,12 @@ class Kind:
     is_eager: bool = False
     draws: CountedDraws | None = field(default_factory=CountedDraws)
 
-    def watched(self, result: Any) -> Any:
-        """Return a result that notes which of its tensors the loop differentiates, and how."""
-        self.template = Template.of(result)
+    def watched(self, result: Any, arguments: Sequence[Tensor], buffers: Sequence[Tensor]) -> Any:
+        """Return a result that notes which of its tensors the loop differentiates, and how.
+
+        The other arguments are those of :meth:`Template.of`.
+        """
+        self.template = Template.of(result, arguments, buffers)
         self.results = len(self.template.differentiable)
         # The loop may read a parameter that a call returns after the next update.
         self.is_eager |= any(isinstance(one, nn.Parameter) for one in found_in(result, Tensor))
@@ -176,14 +190,14 @@ class Kind:
 
         def view(tensor: Tensor) -> Tensor:
             place = next(places)
-            if not tensor.requires_grad or tensor.is_leaf:
+            if not tensor.requires_grad or tensor.is_leaf or place in given:
                 return tensor
             # The model may differentiate through its own results too, which tells nothing.
             seen = tensor.view_as(tensor)
             seen.register_hook(lambda _: note(place))
             return _tie(seen, lambda: self._origin(tensor)) if place in inner else seen
 
-        inner = self.template.inner
+        inner, given = self.template.inner, self.template.given
         return map_tensors(result, view)
 
     def _origin(self, tensor: Tensor) -> Tensor:
@@ -251,7 +265,15 @@ class CallGraph(LoopGraph):
         if opaque := opaque_in(result):
             kind = type(opaque[0]).__name__
             raise CaptureError(f"a call returns a value of type {kind}, which may hold what the call has computed")
-        _TEMPLATE.set(Template.of(result))
+        template = Template.of(result, given, [*self.module.buffers()])
+        _TEMPLATE.set(template)
+        members = itertools.chain(given, self.module.parameters(), self.module.buffers())
+        kept = {_torch.storage_key(one.untyped_storage()) for one in members}
+        if any(
+            place not in template.given and _torch.storage_key(one.untyped_storage()) in kept
+            for place, one in enumerate(results)
+        ):
+            raise CaptureError("a call returns a view of an argument, a parameter or a buffer")
         if not self._optimizers:
             return results
         roots = {place: one for place, one in enumerate(results) if one.requires_grad}
@@ -340,9 +362,11 @@ class CallGraph(LoopGraph):
         """Return the arguments of a call, with these tensors."""
         return _filled(self._arguments, tensors)
 
-    def result(self, step: CompiledStep, results: Sequence[Tensor]) -> Any:
-        """Return the result of a call, with these tensors."""
-        return _filled(self._template(step).result, results)
+    def result(self, step: CompiledStep, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
+        """Return the result of a call, with these tensors; with the arguments and buffers among them themselves."""
+        template = self._template(step)
+        given = {place: _filled(one, tensors) for place, one in template.given.items()}
+        return _filled(template.result, [given.get(place, one) for place, one in enumerate(results)])
 
     def differentiable(self, step: CompiledStep) -> Sequence[bool]:
         """Return which tensors of a result have a gradient."""
@@ -413,7 +437,7 @@ class Begun:
         if not graph._optimizers:
             with _torch.same_versions(self._statistics):
                 results = executor(*self._inputs)
-            return graph.result(self.step, self._globals(results))
+            return graph.result(self.step, self._globals(results), self.tensors)
         self._buffers = {one: one.clone() for one in written}
         with _torch.same_versions(self._statistics):
             values, self._finish = executor.start(*self._inputs)
@@ -428,7 +452,7 @@ class Begun:
         results = _Call.apply(self, outputs, *wanted, *self.parameters)
         for place in graph._template(self.step).inner:
             _tie(results[place], graph.refuse_inner)
-        return graph.result(self.step, results)
+        return graph.result(self.step, results, self.tensors)
 
     def backward(self, gradients: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
         """Return the gradients of tensors and parameters; None for those that the graph adds to their sums itself.

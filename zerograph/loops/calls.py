@@ -77,7 +77,7 @@ class Calls:
             result = self._owner.run_eagerly(module, args, kwargs)
         if kind.draws is not None and not kind.draws.has_drawn:
             kind.draws = None
-        return result if kind.is_eager else kind.watched(result)
+        return result if kind.is_eager else kind.watched(result, tensors, [*module.buffers()])
 
     def settle_buffers(self) -> None:
         """Make buffers whole that a call, or the loop, has replaced by global tensors. A collective."""

@@ -113,7 +113,8 @@ def _rebuilt(one: Any, run: Callable[[Any], Any], note: Callable[[Any], None]) -
 
 def _rebuilt_mapping(one: Mapping[Any, Any], run: Callable[[Any], Any]) -> Any:
     new: Any = copy.copy(one)
-    if isinstance(getattr(one, "data", None), dict):
+    # Not by getattr(), which may read an entry.
+    if isinstance(vars(one).get("data") if hasattr(one, "__dict__") else None, dict):
         # Such as a BatchEncoding, which holds more than its entries.
         new.data = dict(new.data)
     for key in list(one):

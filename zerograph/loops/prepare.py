@@ -352,6 +352,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         except BaseException:
             del optimizer.param_groups[before:]
             raise
+        loop.watch(one for one in parameters_of(optimizer) if not hasattr(one, "_zerograph_whole"))
 
     def state_dict() -> dict[str, Any]:
         graph = loop.graph(optimizer)
