@@ -229,7 +229,7 @@ class Counting(Dataset[list[float]]):
     """Samples that depend on those read before: on a counter, a position of each class, an iterator or a file."""
 
     def __init__(self, kind: str) -> None:
-        self.kind, self.count, self.positions = kind, 0, {0: 0, 1: 0}
+        self.kind, self.count, self.positions, self.read = kind, 0, {0: 0, 1: 0}, list[int]()
         self.rest: Any = iter(range(100)) if kind == "iterator" else None
         if kind == "file":
             self.rest = io.StringIO("\n".join(map(str, range(50))))
@@ -241,8 +241,9 @@ class Counting(Dataset[list[float]]):
         if self.rest is not None:
             return [index, float(next(self.rest))]
         self.count += self.kind == "counter"
+        self.read += [index] if self.kind == "list" else []
         self.positions[index % 2] += self.kind == "positions"
-        return [index, self.count, self.positions[index % 2]]
+        return [index, self.count, self.positions[index % 2] + len(self.read)]
 
 
 def counted(prepare: Prepare, kind: str) -> list[Any]:
@@ -250,7 +251,7 @@ def counted(prepare: Prepare, kind: str) -> list[Any]:
     return [[zg.gather(column).tolist() for column in batch] for _ in range(2) for batch in loader]
 
 
-@pytest.mark.parametrize("kind", ["counter", "positions", "iterator", "file"])
+@pytest.mark.parametrize("kind", ["counter", "positions", "list", "iterator", "file"])
 def test_samples_that_depend_on_those_before_are_those_of_one_process(pool: Pool, kind: str) -> None:
     expected = counted(unprepared, kind)
     assert pool.run(2, counted, zg.prepare, kind) == [expected, expected]

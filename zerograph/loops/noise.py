@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -28,7 +29,9 @@ def restore(before: tuple[Any, ...]) -> None:
 
 
 class Generators:
-    """The generators of this process, and those that a dataset holds, or its code names. Numbers count as generators.
+    """The generators of this process, and those that a dataset holds, or its code names.
+
+    Numbers count as generators, and lengths of lists.
 
     Attributes are searched through containers and objects, transforms for instance. Code names globals and closures.
 
@@ -111,10 +114,18 @@ def _found(value: Any) -> Iterator[_Functions | None]:
             if len(one) <= _MOST_ENTRIES:
                 yield functools.partial(_numbers, one), one.update
                 waiting += one.values()
-        elif isinstance(one, (list, tuple)):
+        elif isinstance(one, (list, tuple, deque)):
+            if not isinstance(one, tuple):
+                yield functools.partial(len, one), functools.partial(_shorten, one)
             waiting += one if len(one) <= _MOST_ENTRIES else ()
         elif hasattr(one, "__dict__"):
             waiting.append(vars(one))
+
+
+def _shorten(one: Any, length: int) -> None:
+    """Drop what was appended to a list, which counts samples."""
+    while len(one) > length:
+        one.pop()
 
 
 def _numbers(one: dict[Any, Any]) -> dict[Any, Any]:
