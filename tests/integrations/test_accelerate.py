@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -207,3 +208,66 @@ def without_optimizer() -> str:
 def test_a_model_that_is_prepared_without_its_optimizer_is_an_error(pool: Pool) -> None:
     for error in pool.run(2, without_optimizer):
         assert "Pass the model's optimizer to accelerator.prepare()" in error
+
+
+def habits(folder: Path, ranks: int, zero: int | None) -> list[Any]:
+    """Repeat losses for the rows of a process, stop when one process says so, and save in hooks on the first."""
+    if zero is None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+    else:
+        from zerograph.integrations.accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, zero=zero)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train, val = (DataLoader(samples(count), batch_size=8 // ranks) for count in (24, 13))
+    model, optimizer, train, val = accelerator.prepare(model, optimizer, train, val)
+    hooked: list[Any] = []
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        hooked.append(sorted(weights[0]))
+        if accelerator.is_main_process:
+            torch.save([float(one.detach().sum()) for one in models[0].parameters()], folder / "hooked.pt")
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(lambda models, input_dir: hooked.append(len(models)))
+    printed = []
+    for number, (x, y) in enumerate(train):
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        printed.append(loss.item())
+        if number == 1 and accelerator.is_main_process:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    losses = []
+    for x, y in val:
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(model(x), y)
+        losses.append(accelerator.gather_for_metrics(loss.repeat(8 // ranks)))
+    accelerator.save_state(str(folder / "state"))
+    accelerator.load_state(str(folder / "state"))
+    saved = torch.load(folder / "hooked.pt")
+    if ranks > 1:
+        with pytest.raises(RuntimeError, match=r"divided by accelerator.num_processes.*\nLeave the factor out"):
+            loss * accelerator.num_processes
+        assert json.loads(json.dumps(accelerator.num_processes)) == torch.tensor(4) // accelerator.num_processes
+    return [*printed, float(torch.cat(losses).mean()), len(torch.cat(losses)), *saved, hooked]
+
+
+def run_habits(*args: Any) -> list[Any]:
+    torch.set_num_threads(1)
+    printed: list[Any] = on_ranks(habits, *args)
+    return printed
+
+
+@pytest.mark.filterwarnings("ignore:a value was read before")
+def test_repeated_losses_triggers_of_one_process_and_hooks_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    *expected, hooked = run_habits(tmp_path, 1, None)
+    for *printed, names in pool.run(2, run_habits, tmp_path, 2, 3):
+        assert printed == pytest.approx(expected, abs=1e-5)
+        assert names == hooked

@@ -74,8 +74,8 @@ class GlobalTensor(Tensor):
 
         A script that cuts its own rows has plain labels beside a global result of the model.
         """
-        if any(issubclass(one, SplitParameter) for one in types):
-            # It has no values here: its own function makes it whole first.
+        if any(issubclass(one, SplitParameter) or not issubclass(one, Tensor) for one in types):
+            # A split parameter has no values here: its own function makes it whole first.
             return NotImplemented
         kwargs = kwargs or {}
         if func in _NUMBERS:

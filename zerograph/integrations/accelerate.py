@@ -7,6 +7,7 @@ that this class does not define is Accelerate's: trackers, printing, processes, 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from zerograph._torch import pytree
 from zerograph.eager.tensor import GlobalTensor
+from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
 from zerograph.integrations.eager import RowsOfRank, whole
@@ -26,9 +28,10 @@ from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.rows import global_loader
 from zerograph.loops import noise
 from zerograph.loops.calls import PURE_HOOKS
+from zerograph.loops.containers import map_tensors
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
-from zerograph.loops.prepare import loop_of, prepare, release
+from zerograph.loops.prepare import full_parameters, loop_of, prepare, release
 
 try:
     import accelerate
@@ -108,6 +111,12 @@ class Accelerator(accelerate.Accelerator):
         if self.mixed_precision == "fp16" and self.zero_config.amp_dtype is None:
             # Without a scaler of the graph: Accelerate's scales the loss, saves its state and holds schedulers.
             self.zero_config.amp_dtype = torch.float16
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes. A product or quotient of it and a tensor is an error."""
+        count: int = super().num_processes
+        return count if count == 1 else _Processes(count)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects, and return them in their order.
@@ -236,11 +245,15 @@ class Accelerator(accelerate.Accelerator):
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks in order. Ranks may have unequal numbers of rows.
 
+        A loss that is repeated for the rows of a process's batch (``loss.repeat(batch_size)``) is so for each process.
+
         Raises:
             RankMismatchError: ranks pass other plain tensors.
         """
         check_equal(tensor, "accelerator.gather()")
-        return whole(tensor)
+        loader, processes = self.gradient_state.active_dataloader, self.num_processes
+        rows = 0 if processes == 1 else getattr(loader, "total_batch_size", 0) // processes
+        return map_tensors(tensor, lambda one: _of_each_process(one, rows, processes))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
@@ -252,6 +265,11 @@ class Accelerator(accelerate.Accelerator):
         """Reduce over the ranks as Accelerate does. Results of prepared models, such as a loss, are the same on all."""
         check_equal(tensor, "accelerator.reduce()")
         return whole(tensor)
+
+    def check_trigger(self) -> Any:
+        """Return whether any process has called ``set_trigger()``. A collective."""
+        with patch.object(self, "reduce", super().reduce):
+            return super().check_trigger()
 
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tensors: they are whole."""
@@ -342,9 +360,18 @@ class Accelerator(accelerate.Accelerator):
     def _without_sharded(self) -> contextlib.AbstractContextManager[Any]:
         """Return a block in which models and optimizers are hidden whose state is saved sharded."""
         sharded = {id(one) for loop in self._loops() for one in loop.optimizers}
+        prepared = {id(loop): model for model in self._models if (loop := loop_of(model)) is not None}
+        shown = functools.partial(_with_models, list(self._models), [*prepared.values()])
+        hooks: dict[str, Any] = {
+            name: {key: functools.partial(shown, hook) for key, hook in getattr(self, name).items()}
+            for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
+        }
         models = [one for one in self._models if loop_of(one) is None]
         optimizers = [one for one in self._optimizers if id(one.optimizer) not in sharded]
-        return patch.multiple(self, _models=models, _optimizers=optimizers)
+        hidden: contextlib.AbstractContextManager[Any] = patch.multiple(
+            self, _models=models, _optimizers=optimizers, **hooks
+        )
+        return hidden
 
 
 @contextlib.contextmanager
@@ -360,6 +387,44 @@ def one_process() -> Iterator[None]:
     finally:
         for state, values in zip(states, before, strict=True):
             state.update(values)
+
+
+_PRODUCTS = {"mul", "multiply", "rmul", "imul", "div", "divide", "rdiv", "idiv", "true_divide"}
+
+
+class _Processes(int):
+    """The number of processes, which is no factor of a tensor: tensors are those of all processes together."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.strip("_") in _PRODUCTS and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+            raise InputError(
+                "a tensor is multiplied or divided by accelerator.num_processes: losses, gradients and what gather() "
+                "and reduce() return are those of all processes together\nLeave the factor out."
+            )
+        args, kwargs = pytree.tree_map(lambda one: int(one) if isinstance(one, cls) else one, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _of_each_process(one: Tensor, rows: int, processes: int) -> Tensor:
+    """Return a whole tensor; of a whole loss that is repeated for the rows of one process, that of each process."""
+    gathered: Tensor = whole(one)
+    is_whole = isinstance(one, GlobalTensor) and one.sbp == world().whole
+    if is_whole and one.shape == (rows,) and one.is_floating_point() and (gathered == gathered[0]).all():
+        return gathered.repeat(processes)
+    return gathered
+
+
+def _with_models(models: list[Any], of_loops: list[Any], hook: Any, _: Any, *rest: Any) -> None:
+    """Call a hook of ``save_state()`` or ``load_state()`` with the prepared models too, whole."""
+    with contextlib.ExitStack() as stack:
+        for model in of_loops:
+            stack.enter_context(full_parameters(model))
+        states = [[model.state_dict() for model in models]] if len(rest) > 1 else []
+        hook(models, *states, rest[-1])
 
 
 def _are_tensors(values: Any) -> bool:
