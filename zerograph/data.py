@@ -124,7 +124,9 @@ class batches:  # noqa: N801
     def _next(self, iterator: Iterator[Any]) -> Any:
         """Return the next batch; the last one without rows if there is none."""
         if not self._ran_out:
-            for batch in iterator:
+            # A loader that is its own iterator begins anew at iter(), and so in a for loop.
+            batch = next(iterator, self)
+            if batch is not self:
                 self._keep(batch)
                 return batch
             self._ran_out = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -261,6 +262,28 @@ def test_a_resumed_pass_yields_the_same_samples(pool: Pool, kind: str) -> None:
 
 class Graph:
     """A batch of which nobody knows the rows."""
+
+
+class Rewinding:
+    """A loader that is its own iterator, and begins anew at ``iter()``."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.number = 0
+        return self
+
+    def __next__(self) -> Tensor:
+        self.number += 1
+        if self.number > 3:
+            raise StopIteration
+        return torch.full((1,), self.number)
+
+
+def batches_of_rewinding() -> list[int]:
+    return [int(batch) for batch in itertools.islice(zg.batches(Rewinding()), 5)]
+
+
+def test_a_loader_that_is_its_own_iterator_yields_each_batch_once(pool: Pool) -> None:
+    assert pool.run(2, batches_of_rewinding) == [[1, 2, 3]] * 2
 
 
 def raising(after: int) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from zerograph.integrations.options import Zero, config_of
 from zerograph.integrations.rows import global_loader
 from zerograph.integrations.state import whole_state
 from zerograph.ir.zero import DEFAULT_STAGE
+from zerograph.loops import noise
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 
@@ -44,6 +45,12 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, stage: int | str = DEFAULT_STAGE, *, zero: Zero = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.zero_config = config_of(stage if zero is None else zero)
+
+    def setup_distributed(self) -> None:
+        """Join the processes. Random generators go on as in one process: Lightning would seed them once more."""
+        states = noise.states()
+        super().setup_distributed()
+        noise.restore(states)
 
     def setup(self, trainer: Any) -> None:
         """Move the model to its device and prepare it with its optimizers."""

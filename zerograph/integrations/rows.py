@@ -37,7 +37,8 @@ class WholeBatches(BatchSampler):
         self._ranks, self._job, self._own = ranks, job, own
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches = iter(self.batch_sampler)
+        # A generator: islice() would begin anew where iter() does, as with samplers that Lightning predicts with.
+        batches = (one for one in self.batch_sampler)
         for number in itertools.count():
             # A batch sampler may yield the same list again.
             parts = [list(one) for one in itertools.islice(batches, self._ranks)]
