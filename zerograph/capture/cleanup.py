@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerograph import _torch
 from zerograph.capture.random_operators import refuse_others
 from zerograph.errors import CaptureError
-from zerograph.ir.alias import base_of, viewed
+from zerograph.ir.alias import base_of
 from zerograph.ir.gradient_edits import has_shape, is_edit, join_mixed_overflows, mark_edits
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import replace_node
@@ -25,31 +24,6 @@ def strip_profiling(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if getattr(node.target, "namespace", "") == "profiler":
             graph.erase_node(node)
-
-
-def keep_first_writes(graph: fx.Graph, state: int) -> None:
-    """Erase writes to buffers that a checkpoint repeats when it recomputes: batch norm counts a batch once.
-
-    Args:
-        graph: the traced graph, not functionalized yet.
-        state: number of leading inputs that are parameters and buffers.
-    """
-    state_aliases = set(placeholders(graph)[:state])
-    for node in graph.nodes:
-        written = _torch.written_arguments(node)
-        if state_aliases.isdisjoint(written):
-            if viewed(node) in state_aliases:
-                state_aliases.add(node)
-        elif node.meta.get("custom", {}).get("recomputed") and _only_writes(node):
-            replace_node(node, written[0])
-        else:
-            state_aliases.add(node)
-
-
-def _only_writes(node: fx.Node) -> bool:
-    """Return whether every result of the operator that is used is the tensor that it wrote."""
-    assert isinstance(node.target, _torch.OpOverload)
-    return not node.users or all(result.alias_info is not None for result in _torch.returns(node.target))
 
 
 def clean(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:

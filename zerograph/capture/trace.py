@@ -20,7 +20,7 @@ from zerograph.base.recording import followed
 from zerograph.capture import decompositions, module_attributes, random_operators
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
-from zerograph.capture.cleanup import clean, keep_first_writes, strip_profiling
+from zerograph.capture.cleanup import clean, strip_profiling
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths, reads_uncaught
 from zerograph.capture.places import Place, PythonState, build_guards
@@ -194,7 +194,6 @@ class Capture:
             module_attributes.warn_of_lost(stored)
             state_changes = tracer.python_state.compare(graph, tracer.trial)
             strip_profiling(graph.graph)
-            keep_first_writes(graph.graph, len(tracer.state))
             graph = without_mutation(graph)
             tracer.sizes.close()
         inline_sizes(graph.graph)
