@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.swa_utils import update_bn
+from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
 from tests.loops.scripts import unprepared
@@ -184,6 +185,24 @@ def test_statistics_of_batch_norm_are_there_when_update_bn_returns() -> None:
     # Read from the module: a state dict would run what waits.
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(model[1], name), getattr(twin[1], name))
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_batch_norm_that_a_checkpoint_computes_again_counts_again_in_each_call() -> None:
+    (model, _), twin = ready(Recomputed()), network(Recomputed())
+    for module in (model, twin):
+        for scale in (1, 2, 3):
+            module(X * scale).sum().backward()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    assert model.state_dict()["1.norm.num_batches_tracked"] == 6
 
 
 def test_a_forward_without_gradients_beside_one_with_them_counts_too() -> None:
