@@ -211,7 +211,9 @@ def test_a_model_that_is_prepared_without_its_optimizer_is_an_error(pool: Pool) 
 
 
 def habits(folder: Path, ranks: int, zero: int | None) -> list[Any]:
-    """Repeat losses for the rows of a process, stop when one process says so, and save in hooks on the first."""
+    """Repeat losses for a process's rows, stop when one process says so, save in hooks, share inputs unequally."""
+    from accelerate.utils import gather_object
+
     if zero is None:
         from accelerate import Accelerator
 
@@ -252,6 +254,9 @@ def habits(folder: Path, ranks: int, zero: int | None) -> list[Any]:
     accelerator.save_state(str(folder / "state"))
     accelerator.load_state(str(folder / "state"))
     saved = torch.load(folder / "hooked.pt")
+    with accelerator.split_between_processes([1.0, 2.0, 3.0]) as parts:
+        own = [model(torch.full((1, 6), one)).sum().item() for one in parts]
+    printed += gather_object(own)
     if ranks > 1:
         with pytest.raises(RuntimeError, match=r"divided by accelerator.num_processes.*\nLeave the factor out"):
             loss * accelerator.num_processes
@@ -266,7 +271,7 @@ def run_habits(*args: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:a value was read before")
-def test_repeated_losses_triggers_of_one_process_and_hooks_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
+def test_repeated_losses_triggers_hooks_and_shared_inputs_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
     *expected, hooked = run_habits(tmp_path, 1, None)
     for *printed, names in pool.run(2, run_habits, tmp_path, 2, 3):
         assert printed == pytest.approx(expected, abs=1e-5)

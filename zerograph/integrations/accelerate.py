@@ -271,6 +271,12 @@ class Accelerator(accelerate.Accelerator):
         with patch.object(self, "reduce", super().reduce):
             return super().check_trigger()
 
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its part of the inputs. Inside, models are whole, and a process calls them alone."""
+        with _whole_models(self._models), super().split_between_processes(inputs, apply_padding) as part:
+            yield part
+
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tensors: they are whole."""
         return tensor
@@ -360,8 +366,7 @@ class Accelerator(accelerate.Accelerator):
     def _without_sharded(self) -> contextlib.AbstractContextManager[Any]:
         """Return a block in which models and optimizers are hidden whose state is saved sharded."""
         sharded = {id(one) for loop in self._loops() for one in loop.optimizers}
-        prepared = {id(loop): model for model in self._models if (loop := loop_of(model)) is not None}
-        shown = functools.partial(_with_models, list(self._models), [*prepared.values()])
+        shown = functools.partial(_with_models, list(self._models))
         hooks: dict[str, Any] = {
             name: {key: functools.partial(shown, hook) for key, hook in getattr(self, name).items()}
             for name in ("_save_model_state_pre_hook", "_load_model_state_pre_hook")
@@ -418,11 +423,18 @@ def _of_each_process(one: Tensor, rows: int, processes: int) -> Tensor:
     return gathered
 
 
-def _with_models(models: list[Any], of_loops: list[Any], hook: Any, _: Any, *rest: Any) -> None:
-    """Call a hook of ``save_state()`` or ``load_state()`` with the prepared models too, whole."""
+@contextlib.contextmanager
+def _whole_models(models: list[Any]) -> Iterator[None]:
+    """Make the parameters of prepared models whole inside the block."""
     with contextlib.ExitStack() as stack:
-        for model in of_loops:
+        for model in {id(loop): model for model in models if (loop := loop_of(model)) is not None}.values():
             stack.enter_context(full_parameters(model))
+        yield
+
+
+def _with_models(models: list[Any], hook: Any, _: Any, *rest: Any) -> None:
+    """Call a hook of ``save_state()`` or ``load_state()`` with the prepared models too, whole."""
+    with _whole_models(models):
         states = [[model.state_dict() for model in models]] if len(rest) > 1 else []
         hook(models, *states, rest[-1])
 
