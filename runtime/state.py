@@ -12,6 +12,7 @@ import copy
 import enum
 import functools
 import itertools
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph import _torch
 from zerograph.errors import InputError, SplitParameterError
 from zerograph.ir.buckets import Bucket, Parameter, plan_buckets
 from zerograph.ir.coded_state import decode_entry, encode_entry
@@ -638,15 +638,14 @@ def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp
     create_provisional_store(job, layout, parameter, shard)
 
 
-def provisional_layout(job: Job, parameter: Tensor, *, split: bool = True) -> Bucket:
-    """Return the layout of a bucket of this parameter alone, split along the last mesh dimension, or whole."""
-    mesh = job.mesh
-    with _torch.plain_tensors():
-        ranks, numel = mesh.shape[-1], parameter.numel()
-        sbp: NdSbp = (*(broadcast for _ in mesh.shape[:-1]), Split(0) if split else broadcast)
-        slot = Slot("parameter", tuple(parameter.shape), 0, numel)
-        kind = parameter.dtype, parameter.device, sbp
-    return Bucket("parameter", (slot,), numel, -(-numel // ranks) * ranks, *kind, None, ranks, (mesh.dims - 1,))
+def provisional_layout(
+    job: Job, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, split: bool = True
+) -> Bucket:
+    """Return the layout of a bucket of one parameter, split along the last mesh dimension, or whole."""
+    ranks, numel = job.mesh.shape[-1], math.prod(shape)
+    sbp: NdSbp = (*(broadcast for _ in job.mesh.shape[:-1]), Split(0) if split else broadcast)
+    slot, padded = Slot("parameter", tuple(shape), 0, numel), -(-numel // ranks) * ranks
+    return Bucket("parameter", (slot,), numel, padded, dtype, device, sbp, None, ranks, (job.mesh.dims - 1,))
 
 
 def create_provisional_store(job: Job, layout: Bucket, parameter: nn.Parameter, shard: Tensor) -> Store:
@@ -678,8 +677,7 @@ def plan_provisional_store(
     """
 
     def layout_of(shape: Sequence[int], dtype: torch.dtype) -> Bucket:
-        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
-        return replace(provisional_layout(job, like, split=split), device=parameter.device)
+        return provisional_layout(job, shape, dtype, parameter.device, split=split)
 
     own = layout_of(parameter.shape, parameter.dtype)
     # State of other shapes is that of an update of whole parameters.

@@ -223,7 +223,9 @@ class Construction(TorchDispatchMode):
         if memory.outside:
             return
         if _ALLOCATES.fullmatch(str(func.overloadpacket)):
-            memory.layout = provisional_layout(self._job, _flat(storage, memory.dtype))
+            memory.layout = provisional_layout(
+                self._job, [storage.nbytes() // result.itemsize], memory.dtype, storage.device
+            )
             storage.resize_(0)
         else:
             self._whole.append(weakref.ref(storage))
@@ -259,7 +261,7 @@ class Construction(TorchDispatchMode):
                 continue
             memory = self._memories[storage]
             flat = _flat(storage, memory.dtype)
-            memory.layout = provisional_layout(self._job, flat)
+            memory.layout = provisional_layout(self._job, flat.shape, flat.dtype, flat.device)
             memory.part = split_part(self._job, memory.layout, flat)
             del flat
             storage.resize_(0)

@@ -209,7 +209,7 @@ def _shard(job: Job, model: nn.Module, device: torch.device, doing: str) -> None
                 continue
             empty = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
             parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            layout = provisional_layout(job, parameter)
+            layout = provisional_layout(job, parameter.shape, parameter.dtype, device)
             parts.append((layout, parameter, split_part(job, layout, tensor.detach())))
             new[key] = parameter
             # Frees values that are in memory already.

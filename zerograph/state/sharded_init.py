@@ -140,7 +140,7 @@ def _finish(job: Job, construction: Construction, before: Mapping[int, nn.Parame
         construction.agree()
         parts = []
         for parameter in parameters:
-            layout = provisional_layout(job, parameter)
+            layout = provisional_layout(job, parameter.shape, parameter.dtype, parameter.device)
             parts.append((layout, parameter, construction.part(parameter.detach(), layout)))
         for storage in whole.values():
             construction.make_whole(storage)
