@@ -46,12 +46,14 @@ class Generation:
         workers: all that take part in the exchange of snapshots; the first are the ranks, in order.
         ranks: number of ranks. Further workers are spare: they wait for the next generation.
         hosts: of each worker, as the launchers name them.
+        after_loss: a worker of the last generation that this process was in is not in it.
     """
 
     number: int
     workers: tuple[int, ...]
     ranks: int
     hosts: tuple[str, ...] = ()
+    after_loss: bool = False
 
 
 @functools.cache
@@ -116,24 +118,18 @@ class Worker:
         Raises:
             JobLostError: the launcher is gone, or has given the job up.
         """
-        after = self.generation.number
-        try:
-            self.store.set(f"want/{self.number}", json.dumps([after, most]))
-            while True:
-                if self.store.check(["done"]):
-                    return None
-                if self.store.check(["job is over"]):
-                    raise JobLostError(self.store.get("job is over").decode())
-                if self.store.check(["generation"]):
-                    number, workers, ranks, hosts = json.loads(self.store.get("generation"))
-                    if number > after and self.number in workers:
-                        self.generation = Generation(number, tuple(workers), ranks, tuple(hosts))
-                        return self.generation
-                time.sleep(_LOOK)
-        except RuntimeError as error:
-            if isinstance(error, JobLostError):
-                raise
-            raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
+        self.store.set(f"want/{self.number}", json.dumps(most))
+        while not self.has("done"):
+            if self.has("job is over"):
+                raise JobLostError(self.store.get("job is over").decode())
+            if self.has("generation"):
+                number, workers, ranks, hosts = json.loads(self.store.get("generation"))
+                if number > self.generation.number and self.number in workers:
+                    after_loss = not set(self.generation.workers).issubset(workers)
+                    self.generation = Generation(number, tuple(workers), ranks, tuple(hosts), after_loss)
+                    return self.generation
+            time.sleep(_LOOK)
+        return None
 
     def enter(self, size: int, part: str) -> None:
         """Make the default process group of the first workers of the generation, over gloo.
@@ -166,18 +162,26 @@ class Worker:
             JobLostError: the launcher is gone.
         """
         end = time.monotonic() + wait
-        try:
-            while not self.store.check([f"broken/{self.generation.number}"]):
-                if time.monotonic() >= end:
-                    return False
-                time.sleep(_LOOK)
-        except RuntimeError as error:
-            raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
+        while not self.has(f"broken/{self.generation.number}"):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK)
         return True
 
     def may_grow(self) -> bool:
         """Return whether workers wait with which the next generation would have more ranks."""
-        return bool(self.store.check([f"grow/{self.generation.number}"]))
+        return self.has(f"grow/{self.generation.number}")
+
+    def has(self, key: str) -> bool:
+        """Return whether the launcher's store has the key.
+
+        Raises:
+            JobLostError: the launcher is gone.
+        """
+        try:
+            return bool(self.store.check([key]))
+        except RuntimeError as error:
+            raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
 
     def job_lost(self, message: str) -> JobLostError:
         """Tell the launcher that the job cannot go on, and return the error that says so."""

@@ -77,7 +77,11 @@ _jobs: dict[tuple[float, str], Job] = {}
 # The variable that names the launcher's store to processes of an elastic job.
 ELASTIC = "ZEROGRAPH_ELASTIC"
 # Seconds in which ranks of an elastic job connect, whatever the timeout of their collectives: one may die meanwhile.
-_CONNECT_LIMIT = 20.0
+# Gloo waits so long for an address, and five times as long for a connection.
+_CONNECT_LIMIT = 8.0
+# Memory of this process that other ranks write into until they learn that it has ended; in an elastic job until the
+# next generation, which is formed when all that live have left the one before.
+written_by_others: list[object] = []
 # By device type and ranks, each with its world.
 _meshes: dict[tuple[str, str], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 
@@ -306,6 +310,7 @@ def enter(store: Any, rank: int, size: int) -> None:
     Raises:
         RuntimeError: a rank does not connect.
     """
+    written_by_others.clear()
     limit = timedelta(seconds=_CONNECT_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     assert dist.group.WORLD is not None
@@ -323,6 +328,7 @@ def abandon(why: str) -> None:
         liveness.report_failure(CommunicationError(why))
         liveness.hang_up()
         liveness.end_threads()
+    _torch.drop_works()
     _leave()
 
 

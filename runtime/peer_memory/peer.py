@@ -2,7 +2,7 @@
 
 A rank announces the address of a tensor and goes on. The other rank reads the tensor when it waits for it, and confirms
 that. Tensors of at most ``INLINE`` bytes and notes are written into the mailbox itself. Ranks write only into each
-other's mailboxes, which live as long as the process, so a rank that fails leaves the memory of the others intact.
+other's mailboxes, which outlive this rank's part in the job, so one that fails leaves the memory of the others intact.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from zerograph.runtime.job.channel import MAX_RANKS, MAX_SIZES
+from zerograph.runtime.job.process_group import written_by_others
 from zerograph.runtime.peer_memory import cross_memory
 
 # Tensors announced to a peer that it has not read yet, at most.
@@ -45,9 +46,6 @@ _CHECK_EVERY = 0.02
 # Seconds of waiting before the store is asked whether a living peer has failed.
 _ASK_AFTER = 1.0
 
-# Kept for the life of the process: peers write into mailboxes until they learn that it has ended.
-_mailboxes: list[ctypes.Array[ctypes.c_int64]] = []
-
 
 class Peer:
     """Another rank of this host.
@@ -63,7 +61,7 @@ class Peer:
         self.rank, self.timeout, self.failed = rank, timeout, failed
         self.inbox = (ctypes.c_int64 * _WORDS)()
         self._hung_up = False
-        _mailboxes.append(self.inbox)
+        written_by_others.append(self.inbox)
         self._announced = 0
         self._kept: dict[int, Tensor] = {}
         self._expected: dict[int, tuple[Tensor, bool]] = {}

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ import zerograph as zg
 from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
+from zerograph import _torch
 from zerograph.ir.sbp import Split
 from zerograph.runtime import peer_memory
 from zerograph.runtime.job.exchange import start_gather
@@ -394,3 +396,19 @@ def hung_up() -> tuple[str, str]:
 
 def test_a_rank_that_hangs_up_is_waited_for_by_nobody(pool: Pool) -> None:
     assert pool.run(2, hung_up) == [("rank 1 has hung up", "this rank has hung up"), ("this rank has hung up",) * 2]
+
+
+def test_what_nothing_has_waited_for_can_be_dropped() -> None:
+    class Holding(dist.Work):
+        pass
+
+    class Held:
+        pass
+
+    tensor, work, held = torch.empty(2), Holding(), Held()
+    work.held, reference = held, weakref.ref(held)  # type: ignore[attr-defined]
+    _torch.register_works(tensor, [work])
+    del work, held
+    assert reference() is not None
+    _torch.drop_works()
+    assert reference() is None

@@ -63,10 +63,38 @@ def process_group(name: str) -> dist.ProcessGroup:
     return resolve(name)
 
 
+class _Works(dist.Work):
+    """Works for one tensor, in order."""
+
+    def __init__(self, tensor: Tensor, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self.tensor, self.works = tensor, works
+
+    def wait(self, timeout: object = None) -> bool:
+        _awaited.discard(self)
+        for work in self.works:
+            work.wait()
+        return True
+
+
+# Those that nothing has waited for.
+_awaited: set[_Works] = set()
+
+
 def register_works(tensor: Tensor, works: Sequence[dist.Work]) -> None:
     """Make ``_c10d_functional.wait_tensor(tensor)`` wait for ``works``, in order; the public API is C++ only."""
-    for work in works:
-        torch._C._distributed_c10d._register_work(tensor, work)
+    _awaited.add(registered := _Works(tensor, works))
+    torch._C._distributed_c10d._register_work(tensor, registered)
+
+
+def drop_works() -> None:
+    """Drop the works that a step has broken off before it waited for them, and what they hold: torch never would."""
+    dropped = [*_awaited]
+    for works in dropped:
+        works.works = ()
+    for works in dropped:
+        # Takes all that are registered for the tensor out of torch's registry.
+        torch.ops._c10d_functional.wait_tensor(works.tensor)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

@@ -331,6 +331,7 @@ class Supervisor:
 
     def _lost(self, number: int, code: int) -> None:
         worker, self._codes[number] = self._workers.pop(number), code
+        self._store.delete_key(f"want/{number}")
         if worker.process is not None:
             os.close(worker.pipe)
         if code == 0 and self._is_done():
@@ -351,14 +352,8 @@ class Supervisor:
 
     def _waiting(self) -> dict[int, int | None]:
         """Return the living workers that wait for the next generation, each with the most ranks that it can run on."""
-        generation, workers, _ = self._generation
-        waiting = {}
-        for number in self._workers:
-            if self._store.check([f"want/{number}"]):
-                after, most = json.loads(self._store.get(f"want/{number}"))
-                if number not in workers or after == generation:
-                    waiting[number] = most
-        return waiting
+        wants = {number: f"want/{number}" for number in self._workers}
+        return {number: json.loads(self._store.get(key)) for number, key in wants.items() if self._store.check([key])}
 
     def _form(self) -> None:
         """Form the next generation once all that are left of the last one wait, or tell it that it may grow."""
@@ -379,6 +374,10 @@ class Supervisor:
         order += [number for number in sorted(waiting) if number not in workers]
         ranks = self._ranks(len(order), waiting)
         if ranks:
+            # All that live have left the earlier generations.
+            for key in self._store.list_keys():
+                if key.startswith(("generation ", "broken/", "grow/")) or key in {f"want/{number}" for number in order}:
+                    self._store.delete_key(key)
             self._generation = generation + 1, tuple(order), ranks
             hosts = [self._workers[number].host for number in order]
             self._store.set("generation", json.dumps([*self._generation, hosts]))

@@ -214,6 +214,8 @@ class _Loop:
                 # A rank that has raised an error, which the others have as this one, ends some seconds later.
                 waits = 10.0 if isinstance(error, RankMismatchError) else 1.0
                 is_broken = self.worker.is_broken(waits * (not is_loss))
+                # The failure before was a loss that the launcher had not seen yet.
+                alarms *= not self.worker.generation.after_loss
                 alarms = 0 if is_broken or self.steps > furthest else alarms + 1
                 furthest = max(furthest, self.steps)
                 if not is_broken and (not is_loss or alarms >= _MOST_FALSE_ALARMS):
@@ -293,7 +295,7 @@ class _Loop:
         else:
             self.loader = self.loop.loader(self.whole_batches)
         worker = self.worker
-        began = worker is not None and worker.store.check(["began"])
+        began = worker is not None and worker.has("began")
         if snapshot is not None:
             from zerograph.state.checkpoint.snapshot import snapshot_reader
 
