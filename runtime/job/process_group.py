@@ -311,6 +311,8 @@ def enter(store: Any, rank: int, size: int) -> None:
         RuntimeError: a rank does not connect.
     """
     written_by_others.clear()
+    # Ranks meet under equal names, and others of them have failed to connect before.
+    _torch.restart_group_names()
     limit = timedelta(seconds=_CONNECT_LIMIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     assert dist.group.WORLD is not None

@@ -14,8 +14,9 @@ import zerograph as zg
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.compat import colossalai, oneflow
+from zerograph.runtime.job import process_group
 from zerograph.runtime.job.channel import hang_up
-from zerograph.runtime.job.process_group import connect, initialise
+from zerograph.runtime.job.process_group import connect, enter, initialise
 
 THREADS = Path("/proc/self/task")
 
@@ -130,3 +131,21 @@ def test_a_rank_that_hangs_up_after_its_neighbour_ends_the_wait_of_a_third(pool:
     message = pool.run(3, wait_for_what_hangs_up)[2]
     assert message
     assert "Timed out" not in message
+
+
+def meets_after_a_failure(file: str) -> int:
+    """Rank 1 waits for a rank that does not come, and then meets rank 0, which has not."""
+    store, rank = dist.FileStore(file, 2), dist.get_rank()
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_group, "_CONNECT_LIMIT", 0.2)
+        if rank:
+            with pytest.raises(RuntimeError):
+                enter(dist.PrefixStore("alone", store), 0, 2)  # type: ignore[attr-defined]
+        patch.setattr(process_group, "_CONNECT_LIMIT", 20.0)
+        enter(dist.PrefixStore("together", store), rank, 2)  # type: ignore[attr-defined]
+    return dist.get_world_size()
+
+
+def test_ranks_meet_after_one_has_failed_to_connect(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, meets_after_a_failure, str(tmp_path / "store")) == [2, 2]

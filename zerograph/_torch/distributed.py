@@ -103,6 +103,11 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     set_of_group(timeout, group)
 
 
+def restart_group_names() -> None:
+    """Name the next groups from 0 on: torch goes on counting after a default group that has not connected."""
+    vars(distributed_c10d)["_world"].group_count = 0
+
+
 def single_process_store() -> Any:
     """Return a store without a socket: one process needs no address and no free port (untyped in torch)."""
     return dist.HashStore()  # type: ignore[attr-defined]
