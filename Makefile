@@ -1,7 +1,7 @@
 # make train: set up .venv and train a small GPT over two processes.   make test: set up and run all checks.
 # make lint: the checks without tests: ruff and mypy.
 # make test-faults: what happens when ranks die, saves are cut short, files are damaged, jobs resume elsewhere: the long
-# form, with a table. KILLS=50: so many drawn kills of an elastic job, not 1,000.
+# form, with a table. KILLS=80: so many drawn kills in elastic jobs, not 1,000.
 # make test-long: what the tests of make test show on some models, at some stages, on all: the whole suite with
 # everything that is marked long, the faults included.
 # make test-torch TORCH=2.11.0 PYTHON=python3.12: the suite under another torch and Python, in a .venv of its own. PyPI's

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
+import functools
 import json
 import multiprocessing as mp
 import os
 import pickle
 import platform
+import random
 import signal
 import socket
 import subprocess
@@ -16,8 +19,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +31,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
 from benchmarks.measure.hosts import Host
+from tests.faults.test_soak import usage
 from zerograph.cli.elastic import LauncherError, Supervisor
 from zerograph.compiler.compiler import Compiler
 from zerograph.loops import elastic as loop
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job import elastic as generations
 from zerograph.runtime.job.channel import Channel
+from zerograph.runtime.job.process_group import written_by_others
+from zerograph.runtime.wire import direct
 
 EPOCHS, SAMPLES, BATCH = 2, 48, 8
 STEPS = EPOCHS * SAMPLES // BATCH
@@ -40,15 +47,39 @@ STEPS = EPOCHS * SAMPLES // BATCH
 PATIENCE = 240.0
 
 # What a rank is about to do when it is killed, a little later.
-PLACES: Mapping[str, tuple[type, str]] = {
+PLACES: Mapping[str, tuple[Any, str]] = {
     "compilation": (Compiler, "compile"),
     "step": (Executor, "__call__"),
+    "collective": (direct, "host_group"),
     "comparison": (Channel, "compare"),
     "snapshot": (loop._Loop, "_snapshot"),
     "save": (zg.ZeroGraph, "save"),
     "exchange": (loop._Loop, "_exchange"),
     "recovery": (loop._Loop, "_enter"),
+    "joining": (loop._Loop, "_enter"),
 }
+
+
+def before(place: str, act: Callable[[], None]) -> None:
+    """Call a function each time that this process comes to the place."""
+    owner, name = PLACES[place]
+    original = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def send(number: int, delay: float, *processes: int) -> None:
+    """Send a signal to processes, a little later."""
+    if delay:
+        threading.Timer(delay, send, (number, 0.0, *processes)).start()
+        return
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 @dataclass(frozen=True)
@@ -70,20 +101,85 @@ class Fault:
 
     def arrange(self, folder: Path) -> None:
         """Send the signal to this process when it comes to the place."""
-        owner, name = PLACES[self.place]
-        original, calls = getattr(owner, name), [0]
+        calls = [0]
 
-        def patched(*args: Any, **kwargs: Any) -> Any:
+        def act() -> None:
             calls[0] += 1
             if calls[0] == self.occurrence:
-                (folder / f"fault of {self.worker} {self.place}").write_text(str(time.monotonic()))
-                if self.delay:
-                    threading.Timer(self.delay, os.kill, (os.getpid(), self.signal)).start()
-                else:
-                    os.kill(os.getpid(), self.signal)
-            return original(*args, **kwargs)
+                (folder / f"fault of {self.worker} {self.place}").write_text(json.dumps([time.monotonic(), self.place]))
+                send(self.signal, self.delay, os.getpid())
 
-        setattr(owner, name, patched)
+        before(self.place, act)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One of many kills of a job, each counted from the one before.
+
+    Attributes:
+        place, occurrence, delay: as of a :class:`Fault`. A process that is joining has had no rank yet.
+        rank: the rank that is killed.
+        how: "alone"; "two" ranks at once; "stopped".
+    """
+
+    place: str
+    rank: int
+    occurrence: int
+    delay: float
+    how: str
+
+    @staticmethod
+    def drawn(seed: int, number: int) -> Kill:
+        draw = random.Random(f"{seed} {number}")
+        # The first must come without another.
+        place = draw.choice(list(PLACES) if number else ["step", "collective", "comparison", "snapshot", "save"])
+        most = {"compilation": 2, "step": 6, "collective": 30, "comparison": 15, "snapshot": 2}.get(place, 1)
+        delay = draw.choice([0.0, draw.uniform(0, 0.002), draw.uniform(0, 0.05), draw.uniform(0, 0.5)])
+        how = draw.choice(["alone"] * 12 + ["two"] * 3 + ["stopped"])
+        return Kill(place, draw.randrange(4), draw.randint(1, most), delay, how)
+
+    def victims(self, worker: generations.Worker, spared: int) -> tuple[int, ...]:
+        """Return the workers to kill; none if this one is not the first of them."""
+        workers = worker.generation.workers
+        if not workers or self.place == "joining":
+            return () if workers or self.place != "joining" else (worker.number,)
+        ring = [workers[(self.rank + at) % len(workers)] for at in range(len(workers))]
+        chosen = [number for number in ring if number != spared][: 1 + (self.how == "two")]
+        return tuple(chosen) if chosen[:1] == [worker.number] else ()
+
+
+def arrange_kills(folder: Path, options: Options) -> None:
+    """Let this process die where one of the drawn kills of the job says so."""
+    worker, calls, done = generations.worker(), Counter[str](), [0]
+    assert worker is not None
+    (folder / f"process of {worker.number}").write_text(str(os.getpid()))
+
+    def act(place: str) -> None:
+        while (folder / f"fault {done[0]}").exists():
+            done[0] += 1
+            calls.clear()
+        kill = Kill.drawn(options.seed, done[0])
+        if calls["later"] >= 6:
+            # The recovery from the kill before was over too early.
+            kill = replace(kill, place="step", occurrence=1)
+        calls["later"] += place == "step"
+        # Before the first checkpoint two kills may be the end.
+        saved = done[0] or any(folder.glob("checkpoints/step-*/index.json"))
+        if done[0] >= options.kills or place != kill.place or not saved or worker._over.is_set():
+            return
+        victims = kill.victims(worker, options.spared)
+        calls[place] += bool(victims)
+        if not victims or calls[place] < kill.occurrence:
+            return
+        with contextlib.suppress(FileExistsError):
+            with open(folder / f"fault {done[0]}", "x") as file:
+                json.dump([time.monotonic() + kill.delay, f"{place}, stopped" * (kill.how == "stopped") or place], file)
+            number = signal.SIGSTOP if kill.how == "stopped" else signal.SIGKILL
+            files = [folder / f"process of {victim}" for victim in reversed(victims)]
+            send(number, kill.delay, *(int(one.read_text()) for one in files))
+
+    for place in PLACES:
+        before(place, functools.partial(act, place))
 
 
 @dataclass(frozen=True)
@@ -100,6 +196,17 @@ class Options:
     # step of the generation that has gone on without it.
     pace: float = 0.0
     late: float | None = None
+    # How often the data are read; drawn kills, what they are drawn from, and a worker that they spare.
+    epochs: int = EPOCHS
+    kills: int = 0
+    seed: int = 0
+    spared: int = -1
+    # Variables of the processes' environment.
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def decay(self) -> float:
+        """Return the factor of the learning rate after five steps: small steps at the end, but not too small."""
+        return 0.7 ** (EPOCHS / self.epochs)
 
 
 class Step(zg.ZeroGraph):
@@ -110,7 +217,7 @@ class Step(zg.ZeroGraph):
             nn.Embedding(32, 16), nn.Linear(16, 24), nn.GELU(), nn.Dropout(0.1), nn.Linear(24, 32)
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7))
+        self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, options.decay()))
         self.config.enable_zero(bool(options.stage), stage=options.stage or 2)  # type: ignore[arg-type]
         self.config.virtual_ranks = options.virtual
 
@@ -129,11 +236,12 @@ def script(folder: Path, options: Options) -> None:
         # A new one: a graph has the optimizer's methods.
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(graph.model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, options.decay())
         step, optimizer, scheduler = zg.prepare(graph.model, optimizer, scheduler, config=graph.config)
     tokens = torch.randint(32, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(torch.arange(SAMPLES), tokens), batch_size=BATCH, shuffle=True)
     worker = generations.worker()
+    measured = [0]
 
     def loop(x: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.cross_entropy(step(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
@@ -155,7 +263,10 @@ def script(folder: Path, options: Options) -> None:
         line = [number, generation, zg.rank(), zg.world_size(), loss.item().hex(), own, time.monotonic()]
         with open(folder / f"{platform.node()}-{os.getpid()}.jsonl", "a") as file:
             print(json.dumps(line), file=file)
-        time.sleep(options.pace)
+        if options.kills and measured[0] != generation:
+            measured[0] = generation
+            write_usage(folder / f"usage of {worker.number}", zg.world_size(), len(written_by_others))
+        time.sleep(options.pace * (not options.kills or not (folder / f"fault {options.kills - 1}").exists()))
         while (folder / "hold").exists():
             time.sleep(0.02)
 
@@ -164,7 +275,7 @@ def script(folder: Path, options: Options) -> None:
         train_step,
         step,
         loader,
-        epochs=EPOCHS,
+        epochs=options.epochs,
         snapshot_every=options.every,
         checkpoints=where,
         save_every=options.save_every,
@@ -173,6 +284,12 @@ def script(folder: Path, options: Options) -> None:
     (folder / f"end {platform.node()} {os.getpid()}").write_text(
         json.dumps([zg.world_size(), end.steps_done, end.fingerprint()])
     )
+
+
+def write_usage(file: Path, *values: float) -> None:
+    """Write a line: what this process uses, and these values."""
+    with open(file, "a") as lines:
+        print(json.dumps([*astuple(usage()), *values]), file=lines)
 
 
 class _Forked:
@@ -216,6 +333,14 @@ class _Forking(Supervisor):
             theirs.close()
             self.idle.append((pid, ours))
 
+    def _form(self) -> None:
+        before = self._generation
+        super()._form()
+        if self._generation != before and hasattr(self, "usage"):
+            # A socket for each that has not started, and a pipe of each that has.
+            own = -len(self.idle) - len(self._workers)
+            write_usage(self.usage, own, self._store.num_keys())
+
     def _spawn(self, variables: Mapping[str, str], pipe: int) -> subprocess.Popen[bytes]:
         pid, ours = self.idle.pop(0)
         socket.send_fds(ours, [json.dumps(dict(variables)).encode()], [pipe])
@@ -225,7 +350,9 @@ class _Forking(Supervisor):
 
 def _work(start: socket.socket, function: Callable[[int], None]) -> None:
     """Wait for the environment of a worker, and be one."""
-    start.settimeout(2 * PATIENCE)
+    start.settimeout(10 * PATIENCE)
+    # For the report of a job that hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     code = 1
     try:
         content, pipes, _, _ = socket.recv_fds(start, 4096, 1)
@@ -269,11 +396,16 @@ def supervise(
             while not any(json.loads(line)[1] > 1 for file in folder.glob("*.jsonl") for line in _lines(file)):
                 time.sleep(0.02)
             time.sleep(options.late)
+        os.environ |= options.variables
+        if options.kills:
+            arrange_kills(folder, options)
         script(folder, options)
 
     each = most // len(place.get("hosts", [""]))
     supervisor = _Forking([], least, most, restarts, patience, each, **place)
     supervisor.fork(each + restarts, work)
+    if options.kills:
+        supervisor.usage = folder / "usage of the launcher"
     try:
         code = supervisor.run()
     except LauncherError as error:
@@ -294,16 +426,24 @@ class Outcome:
         lines: of each call: step, generation, rank, ranks, loss, rows, time.
         ends: of each rank that came to the end: number of ranks, updates, fingerprint.
         output: what was printed.
-        happened: number of faults that came to pass.
-        seconds: from the last fault to the next step that was done on another generation.
+        faults: when, and where, each fault came to pass.
     """
 
     code: int | None
     lines: list[list[Any]]
     ends: list[list[Any]]
     output: str
-    happened: int
-    seconds: float | None
+    faults: list[tuple[float, str]]
+
+    @property
+    def seconds(self) -> float | None:
+        """Return the seconds from the last fault to the next step that was done on another generation."""
+        return self.seconds_after(max(self.faults)[0]) if self.faults else None
+
+    def seconds_after(self, moment: float) -> float | None:
+        """Return the seconds until the next step that was done in a later generation."""
+        before = max((line[1] for line in self.lines if line[6] < moment), default=0)
+        return min((line[6] - moment for line in self.lines if line[1] > before and line[6] > moment), default=None)
 
     def repeated(self) -> int:
         """Return the most steps that were computed again in one go."""
@@ -348,13 +488,17 @@ def run(
     patience: float = 60.0,
 ) -> Outcome:
     """Run an elastic job with these faults."""
+    limit = PATIENCE + 15.0 * options.kills
     job = mp.get_context("forkserver").Process(
         target=supervise, args=(folder, faults, options, least, most, restarts, patience)
     )
     job.start()
-    job.join(PATIENCE)
+    job.join(limit)
     hung = job.is_alive()
     if hung:
+        for file in folder.glob("process of *"):
+            send(signal.SIGUSR1, 0.0, int(file.read_text()))
+        time.sleep(1.0)
         job.kill()
         job.join()
     code = folder / "code"
@@ -403,13 +547,13 @@ class Launchers:
         """Wait for the end of all launchers; return the outcome, and the exit codes. No process is left."""
         codes = [self.processes[host].wait(PATIENCE) for host in self.hosts]
         limit = time.monotonic() + 5.0
-        while any(_runs(process) for host in self.hosts for process in host.processes()):
+        while any(runs(process) for host in self.hosts for process in host.processes()):
             assert time.monotonic() < limit, "processes are left"
             time.sleep(0.05)
         return read(self.folder, codes[0]), codes
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
     """Return whether a process is more than what its parent has not waited for."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -420,15 +564,10 @@ def _runs(process: int) -> bool:
 def read(folder: Path, code: int | None) -> Outcome:
     """Return the outcome of a job from what its ranks have written."""
     lines = [json.loads(line) for file in folder.glob("*.jsonl") for line in _lines(file)]
-    times = [float(file.read_text()) for file in folder.glob("fault*")]
-    back = None
-    if times:
-        last = max(times)
-        before = max((line[1] for line in lines if line[6] < last), default=0)
-        back = min((line[6] - last for line in lines if line[1] > before and line[6] > last), default=None)
+    faults = sorted(tuple(json.loads(file.read_text())) for file in folder.glob("fault*"))
     ends = [json.loads(file.read_text()) for file in folder.glob("end *")]
     text = (folder / "output").read_text() if (folder / "output").exists() else ""
-    return Outcome(code, lines, ends, text, len(times), back)
+    return Outcome(code, lines, ends, text, faults)
 
 
 def _lines(file: Path) -> list[str]:
