@@ -201,9 +201,12 @@ def token(value: Any) -> Hashable:
     if isinstance(value, CACHES):
         return "cache", value.cache_info().misses
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.nbytes <= LARGE:
-        content = value.tobytes()
-        return "array", str(value.dtype), value.shape, content if value.size <= MAX_LENGTH else zlib.crc32(content)
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        if value.nbytes > LARGE or value.dtype.hasobject:
+            return "object", type(value).__qualname__
+        content = numpy.ascontiguousarray(value)
+        told = content.tobytes() if value.size <= MAX_LENGTH else zlib.crc32(content.view("u1"))
+        return "array", str(value.dtype), value.shape, told
     return "object", "FakeTensor" if isinstance(value, FakeTensor) else type(value).__qualname__
 
 

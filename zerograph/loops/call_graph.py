@@ -290,7 +290,8 @@ class CallGraph(LoopGraph):
         _TEMPLATE.set(None)
         unreduced = self._owner.keeps_summands or any(store.is_unreduced for store in stores_of(parameters))
         gradients: GradientUse = "unreduced" if unreduced else "accumulate"
-        self._request = replace(self._request, gradients=gradients)
+        if self._request.gradients != gradients:
+            self._request = replace(self._request, gradients=gradients)
         # A step of the cache is not traced, which would tell the result.
         self._steps.may_be_cached = self._kind.template is not None
         with one_thread("a call of a prepared module"):

@@ -157,8 +157,9 @@ class Loop:
     @property
     def keeps_summands(self) -> bool:
         """Return whether each rank keeps what it adds to the sums of gradients until these are read."""
-        policy, is_exact = self.config.policy, self.config.wire == "exact" and world().slices is None
-        return self._is_unsynced and is_exact and world().job.size > 1 and not (policy.split and policy.reduce_early)
+        if not self._is_unsynced or self.config.wire != "exact" or world().slices is not None or world().is_alone:
+            return False
+        return not (self.config.policy.split and self.config.policy.reduce_early)
 
     def _use_slices(self, config: Config) -> None:
         """Have global tensors consist of the slices of ``config.virtual_ranks``.
