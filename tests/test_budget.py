@@ -12,11 +12,11 @@ import pytest
 from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
-    "zerograph": 1_170,
+    "zerograph": 1_175,
     "zerograph/_torch": 1_175,
     "zerograph/artifact": 1_140,
     "zerograph/base": 565,
-    "zerograph/capture": 3_725,
+    "zerograph/capture": 3_730,
     "zerograph/cli": 1_380,
     "zerograph/compat": 3_175,
     "zerograph/compiler": 4_380,
@@ -24,7 +24,7 @@ BUDGET = {
     "zerograph/inspection": 2_510,
     "zerograph/integrations": 865,
     "zerograph/ir": 2_990,
-    "zerograph/loops": 2_780,
+    "zerograph/loops": 2_790,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_610,
     "zerograph/planner": 2_020,
@@ -32,9 +32,9 @@ BUDGET = {
     "passes": 8_305,
     "runtime": 6_255,
     "benchmarks": 6_075,
-    "tests": 41_875,
+    "tests": 41_890,
 }
-PACKAGE = 49_565
+PACKAGE = 49_575
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,26 @@ def graph_and_loop() -> tuple[list[str], list[str]]:
 def test_a_loop_has_the_bits_of_the_graph_of_the_same_lines(pool: Pool) -> None:
     for of_graph, of_loop in pool.run(2, graph_and_loop):
         assert of_graph == of_loop
+
+
+def profiled(folder: str | None) -> tuple[list[float], str]:
+    model, optimizer, loader = prepared(plain, 2)
+    losses, text = [], ""
+    for number, (x, y) in enumerate(loader):
+        losses.append(update(optimizer, F.cross_entropy(model(x), y)).item())
+        if folder is not None and number == 2:
+            # Reading makes parameters whole.
+            assert next(model.parameters()).sum().isfinite()
+            text = str(zg.step_of(model).profile(2, x, path=f"{folder}/trace.json"))
+        losses.append(sum(float(one.grad.sum()) for one in model.parameters() if one.grad is not None))
+    return losses, text
+
+
+def test_a_profile_of_a_call_changes_no_gradient(pool: Pool, tmp_path: Path) -> None:
+    plainly = pool.run(2, profiled, None)
+    for (losses, text), (expected, _) in zip(pool.run(2, profiled, str(tmp_path)), plainly, strict=True):
+        assert losses == expected
+        assert "all-gather of bucket0" in text
 
 
 # Of each update: whether a call is inside of no_sync(), and whether the loop reads gradients after it.

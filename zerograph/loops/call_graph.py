@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from zerograph.eager import dispatch
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, InputError, PlacementError
+from zerograph.inspection.trace import Trace
 from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.mesh import of_own_slices
 from zerograph.ir.pause import GRADIENT_OF
@@ -61,6 +63,9 @@ class Owner(Protocol):
 
     def separate(self) -> Sequence[torch.optim.Optimizer]:
         """Return the optimizers that share no parameter with an earlier one."""
+
+    def as_global(self, args: Any, kwargs: Any, doing: str) -> tuple[Any, Any]:
+        """Return the arguments of a call, with global tensors in place of this rank's rows."""
 
     def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a call on global tensors."""
@@ -324,6 +329,16 @@ class CallGraph(LoopGraph):
     def predict(self, used: frozenset[int]) -> None:
         """Have later calls prepare for a backward from these results."""
         self._request = replace(self._request, differentiated=used)
+
+    def profile(self, steps: int, *args: Any, path: str | os.PathLike[str], **kwargs: Any) -> Trace:
+        """Run calls of the module and their backward under ``torch.profiler``, as :meth:`ZeroGraph.profile`.
+
+        Backward starts from zeros, and no gradient is kept.
+        """
+        given = found_in(self._owner.as_global(args, kwargs, "profile()"), Tensor)
+        with self._owner.hidden():
+            # The same tensor twice is one input.
+            return super().profile(steps, *map(_input, {id(one): one for one in given}.values()), path=path)
 
     def _checked(self, step: CompiledStep) -> CompiledStep:
         if self._optimizers and step.executor.pausing is None:

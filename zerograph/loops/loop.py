@@ -131,19 +131,21 @@ class Loop:
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
             return self.run_eagerly(function, args, kwargs)
-        if self.has_loader:
-            check_equal((args, kwargs), doing)
-            if self.splits_rows:
-                args, kwargs = split_rows((args, kwargs))
-        else:
-            given = kwargs
-            args, kwargs = of_call(args, kwargs, doing)
-            if kwargs is not given:
-                # Later calls may take what this one returns.
-                world().rows_of_ranks, world().joins_rows = True, False
+        args, kwargs = self.as_global(args, kwargs, doing)
         if isinstance(function, nn.Module):
             return self.calls.run(function, args, kwargs)
         return self.run_eagerly(function, args, kwargs)
+
+    def as_global(self, args: Any, kwargs: Any, doing: str) -> tuple[Any, Any]:
+        """Return the arguments of a call, with global tensors in place of this rank's rows."""
+        if self.has_loader:
+            check_equal((args, kwargs), doing)
+            return split_rows((args, kwargs)) if self.splits_rows else (args, kwargs)
+        args, found = of_call(args, kwargs, doing)
+        if found is not kwargs:
+            # Later calls may take what this one returns.
+            world().rows_of_ranks, world().joins_rows = True, False
+        return args, found
 
     @contextlib.contextmanager
     def unsynced(self) -> Iterator[None]:
