@@ -95,7 +95,8 @@ class Store:
         gather_buffer: memory for the whole bucket; ``flat`` is this rank's piece of it, and the other pieces are those
             of the last step that gathered them. None where each step allocates memory for the gathered bucket.
         accumulated: the sum of gradients that the next update uses; None: none were added up.
-        is_unreduced: ``accumulated`` is what this rank adds to the sum.
+        reduce: makes this rank's part of the sum of ``accumulated``, which is what the rank adds to it. None: it is
+            that part.
         residuals: by mesh dimension, what this rank's codes of gradients have lacked; see ``feedback``.
         own_residual: the mesh dimension of the residual of gradients that no two ranks share; None: there is none.
         received: the bucket as all ranks have it from gathers that send differences; see ``feedback``.
@@ -116,7 +117,7 @@ class Store:
     keeps_unused: bool = False
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
     accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``; unreduced [padded]
-    is_unreduced: bool = False
+    reduce: Callable[[Bucket, Tensor], Tensor] | None = None
     residuals: dict[int, Tensor] = field(default_factory=dict)
     own_residual: int | None = None
     received: Tensor | None = None  # this rank's part of a bucket with ``layout.gathered``
@@ -182,8 +183,13 @@ def in_memory(value: TensorOrExtent) -> Tensor:
 
 
 def accumulated(store: Store) -> Tensor:
-    """Return this rank's part of the bucket's accumulated gradient; zeros where none was added yet."""
-    assert not store.is_unreduced
+    """Return this rank's part of the bucket's accumulated gradient; zeros where none was added yet.
+
+    A collective if it is to be reduced.
+    """
+    if store.accumulated is not None and store.reduce is not None:
+        store.accumulated = store.reduce(store.layout, store.accumulated)
+    store.reduce = None
     if store.accumulated is None:
         layout = store.layout
         shape = local_shape(layout.shape, layout.gradient_sbp, store.job.mesh)
@@ -750,7 +756,7 @@ def move(store: Store, layout: Bucket, extents: Extents) -> Store:
         for name in store.layouts:
             moved.state[name] = _stored(in_memory(store.state[name]), extents.get(name))
     if store.accumulated is not None:
-        moved.accumulated = store.accumulated.to(layout.storage_device)
+        moved.accumulated, moved.reduce = accumulated(store).to(layout.storage_device), None
     store.sharded_state = ShardedState.RELEASED
     for parameter in store.parameters:
         parameter._zerograph_store = moved  # type: ignore[attr-defined]

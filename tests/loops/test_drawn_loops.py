@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,8 @@ class Loop:
 
     def __init__(self, prepare: Prepare, seed: int) -> None:
         self.draw, self.printed = random.Random(seed), []  # type: ignore[var-annotated]
+        # Whether a step is inside of no_sync(), which changes no number.
+        self.unsynced = random.Random(-seed - 1)
         model = seeded(Two)
         kind = self.draw.choice([torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam])
         groups: list[Any] = [list(model.body.parameters()), [*model.norm.parameters(), *model.head.parameters()]]
@@ -57,17 +60,9 @@ class Loop:
         """Return what the loop prints, and the state at the end."""
         habits = self.draw.sample(self.habits(), 4)
         for x, y in self.loader:
-            losses = self.losses(x, y)
-            if self.draw.random() < 0.5:
-                self.zero_grad()
-            for habit in self.draw.sample(habits, 2):
-                habit(x, y)
-            if len(losses) > 1 and self.draw.random() < 0.5:
-                for loss in losses[:-1]:
-                    loss.backward(retain_graph=True)
-                losses[-1].backward()
-            else:
-                sum(losses).backward()  # type: ignore[union-attr]
+            is_unsynced = self.unsynced.random() < 0.5
+            with getattr(self.model, "no_sync", contextlib.nullcontext)() if is_unsynced else contextlib.nullcontext():
+                losses = self.backward(x, y, habits)
             for habit in self.draw.sample(habits, 2):
                 habit(x, y)
             for optimizer in self.optimizers:
@@ -76,6 +71,21 @@ class Loop:
             if self.draw.random() < 0.8:
                 self.zero_grad()
         return self.printed, [dict(self.model.state_dict())]
+
+    def backward(self, x: Tensor, y: Tensor, habits: list[Callable[[Tensor, Tensor], None]]) -> list[Tensor]:
+        """Run the calls of a step and backward, and return the losses."""
+        losses = self.losses(x, y)
+        if self.draw.random() < 0.5:
+            self.zero_grad()
+        for habit in self.draw.sample(habits, 2):
+            habit(x, y)
+        if len(losses) > 1 and self.draw.random() < 0.5:
+            for loss in losses[:-1]:
+                loss.backward(retain_graph=True)
+            losses[-1].backward()
+        else:
+            sum(losses).backward()  # type: ignore[union-attr]
+        return losses
 
     def losses(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return losses of one or two calls."""

@@ -293,7 +293,7 @@ class CallGraph(LoopGraph):
             ZeroGraphError: as calling a graph does.
         """
         _TEMPLATE.set(None)
-        unreduced = self._owner.keeps_summands or any(store.is_unreduced for store in stores_of(parameters))
+        unreduced = self._owner.keeps_summands or any(store.reduce is not None for store in stores_of(parameters))
         gradients: GradientUse = "unreduced" if unreduced else "accumulate"
         if self._request.gradients != gradients:
             self._request = replace(self._request, gradients=gradients)

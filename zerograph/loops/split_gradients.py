@@ -19,7 +19,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.sbp import partial_sum
 from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient, stored_gradients
-from zerograph.runtime.state import Store, accumulated_gradients, load_accumulated, store_of, stores_of
+from zerograph.runtime.state import Store, accumulated, accumulated_gradients, load_accumulated, store_of, stores_of
 
 
 class SplitGradients:
@@ -49,7 +49,7 @@ class SplitGradients:
     @contextlib.contextmanager
     def aside(self, parameters: Iterable[nn.Parameter]) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Return a block whose gradients are whole in a dictionary at its end, and in no parameter. A collective."""
-        sums = {store: (store.accumulated, store.is_unreduced) for store in stores_of(parameters)}
+        sums = {store: (store.accumulated, store.reduce) for store in stores_of(parameters)}
         result = dict[nn.Parameter, Tensor]()
         self._aside = []
         for store in sums:
@@ -57,7 +57,6 @@ class SplitGradients:
         try:
             yield result
             own = set(map(id, self._aside))
-            reduce_sums(sums)
             for store in sums:
                 for parameter, gradient in zip(store.parameters, accumulated_gradients(store), strict=True):
                     if id(parameter) in own:
@@ -65,7 +64,7 @@ class SplitGradients:
         finally:
             self._aside = None
             for store, before in sums.items():
-                store.accumulated, store.is_unreduced = before
+                store.accumulated, store.reduce = before
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._parameters
@@ -79,7 +78,6 @@ class SplitGradients:
         store = store_of(parameter)
         if parameter not in self or store is None:
             return
-        reduce_sums([store])
         gradients = accumulated_gradients(store)
         with torch.no_grad():
             for other, gradient in zip(store.parameters, gradients, strict=True):
@@ -109,7 +107,6 @@ class SplitGradients:
             if all(id(one) in own for one in self.of(store.parameters)):
                 _drop(store)
             else:
-                reduce_sums([store])
                 zeros = [torch.zeros(one.shape) if id(one) in own else None for one in store.parameters]
                 load_accumulated(store, zeros)
         if set_to_none:
@@ -147,8 +144,8 @@ def add_gradients(stores: Iterable[tuple[Store, bool]], gradients: Sequence[Tens
     for (store, is_unreduced), gradient in zip(stores, gradients, strict=True):
         if not is_unreduced:
             reduce_sums([store])
-        elif store.accumulated is not None and not store.is_unreduced:
-            gradient, is_unreduced = reduced(store.layout, gradient), False
+        elif store.accumulated is not None and store.reduce is None:
+            gradient = reduced(store.layout, gradient)
         if store.accumulated is not None:
             store.accumulated.add_(gradient)
             continue
@@ -156,15 +153,15 @@ def add_gradients(stores: Iterable[tuple[Store, bool]], gradients: Sequence[Tens
         # Several buckets may have been reduced together, or have equal gradients.
         is_own = storage.nbytes() == gradient.nbytes and storage.data_ptr() not in taken
         taken.add(storage.data_ptr())
-        store.accumulated, store.is_unreduced = gradient if is_own else gradient.clone(), is_unreduced
+        store.accumulated = gradient if is_own else gradient.clone()
+        store.reduce = reduced if is_unreduced else None
 
 
 def reduce_sums(stores: Iterable[Store]) -> None:
     """Reduce sums of which each rank has what it adds. A collective if there are any."""
     for store in stores:
-        if store.is_unreduced and store.accumulated is not None:
-            store.accumulated = reduced(store.layout, store.accumulated)
-        store.is_unreduced = False
+        if store.accumulated is not None:
+            accumulated(store)
 
 
 def reduced(layout: Bucket, summand: Tensor) -> Tensor:
@@ -177,4 +174,4 @@ def reduced(layout: Bucket, summand: Tensor) -> Tensor:
 
 
 def _drop(store: Store) -> None:
-    store.accumulated, store.is_unreduced = None, False
+    store.accumulated = store.reduce = None
