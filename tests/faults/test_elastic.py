@@ -150,7 +150,9 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
         outcome, codes = launchers.wait()
     check_same(outcome, wanted, bitwise=options.virtual is not None)
     sizes = {"a rank": [4, 3], "comes back": [4, 2, 4]}.get(event, [4, 2])
-    assert outcome.sizes() == sizes or (event == "comes back" and outcome.sizes() == [4, 4]), outcome.output
+    # Where the machine is slow, the first host begins alone.
+    seen = outcome.sizes()[outcome.sizes()[0] == 2 :]
+    assert seen == sizes or (event == "comes back" and seen == [4, 4]), outcome.output
     assert outcome.repeated() <= 3
     if event == "cut":
         assert codes[1] == 1
