@@ -238,9 +238,8 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a block whose gradients are reduced with those of the first call after it, at stages off and 1."""
-        with getattr(model, "no_sync", contextlib.nullcontext)():
-            yield
+        """Return a block without effect, so that all stages have the same bits; ``model.no_sync()`` has one."""
+        yield
 
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks in order. Ranks may have unequal numbers of rows.
