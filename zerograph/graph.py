@@ -216,8 +216,6 @@ class ZeroGraph(Inspected):
             inputs: the arguments of the executor's run.
             values: its result.
         """
-        # Gradients are for the sums of a loop, which has not asked for this run.
-        values = values[: len(values) - len(step.summed)]
         # A flag may be NaN or infinite, which counts as set.
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
         if flags.get(finite_check.NOT_FINITE.name):

@@ -118,12 +118,12 @@ class Worker:
         Raises:
             JobLostError: the launcher is gone, or has given the job up.
         """
-        self.store.set(f"want/{self.number}", json.dumps(most))
+        self._ask(self.store.set, f"want/{self.number}", json.dumps(most))
         while not self.has("done"):
             if self.has("job is over"):
-                raise JobLostError(self.store.get("job is over").decode())
+                raise JobLostError(self._ask(self.store.get, "job is over").decode())
             if self.has("generation"):
-                number, workers, ranks, hosts = json.loads(self.store.get("generation"))
+                number, workers, ranks, hosts = json.loads(self._ask(self.store.get, "generation"))
                 if number > self.generation.number and self.number in workers:
                     after_loss = not set(self.generation.workers).issubset(workers)
                     self.generation = Generation(number, tuple(workers), ranks, tuple(hosts), after_loss)
@@ -178,8 +178,11 @@ class Worker:
         Raises:
             JobLostError: the launcher is gone.
         """
+        return bool(self._ask(self.store.check, [key]))
+
+    def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
         try:
-            return bool(self.store.check([key]))
+            return operation(*args)
         except RuntimeError as error:
             raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
 

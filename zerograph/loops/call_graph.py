@@ -340,6 +340,10 @@ class CallGraph(LoopGraph):
             # The same tensor twice is one input.
             return super().profile(steps, *map(_input, {id(one): one for one in given}.values()), path=path)
 
+    def _finish(self, step: CompiledStep, batch: Batch, inputs: tuple[Any, ...], values: list[Tensor]) -> Any:
+        # A profile's gradients, which come last, are for no sum.
+        return super()._finish(step, batch, inputs, values[: len(values) - len(step.summed)])
+
     def _checked(self, step: CompiledStep) -> CompiledStep:
         if self._optimizers and step.executor.pausing is None:
             # With virtual ranks it depends on the number of ranks whether there is a loop.

@@ -208,7 +208,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
             return kind.load_state_dict(self, *args, **kwargs)
 
     def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Return a block whose gradients are reduced with those of the first call after it, at stages off and 1."""
+        """Return a block whose gradients are reduced once for each update, when they are read, at stages off and 1."""
         return loop.unsynced()
 
     def generate(self: nn.Module, *args: Any, **options: Any) -> Any:

@@ -115,9 +115,7 @@ class SplitGradients:
 
     def are_finite(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether the split gradients of parameters are finite on all ranks. A collective."""
-        stores = stores_of(self.of(parameters))
-        reduce_sums(stores)
-        sums = [store.accumulated for store in stores if store.accumulated is not None]
+        sums = [accumulated(store) for store in stores_of(self.of(parameters)) if store.accumulated is not None]
         own = [int(all(bool(one.isfinite().all()) for one in sums))]
         return all(flag for (flag,) in agree(world().job, "unscaling gradients", 0, dict, None, own))
 
