@@ -70,7 +70,7 @@ def seconds_again(step: TrainStep, batch: tuple[Tensor, Tensor]) -> float:
     timed = Timed(executor.graph)
     usual = executor.low_overhead
     # It runs instead of the function.
-    object.__setattr__(executor, "low_overhead", timed.run)
+    object.__setattr__(executor, "low_overhead", lambda **_: timed.run)
     try:
         step(*batch)
     finally:

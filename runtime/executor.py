@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import written_arguments
+from zerograph._torch import version, written_arguments
 from zerograph.errors import CommunicationError, OperatorError, VerificationError, ZeroGraphError
 from zerograph.ir.alias import WAIT
 from zerograph.ir.dims import SizeInput
@@ -28,7 +29,7 @@ from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.feedback import received, residual
 from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
 from zerograph.runtime.offload.threads import offloads, threads, update_threads
-from zerograph.runtime.reduce_overhead import reduce_overhead
+from zerograph.runtime.reduce_overhead import RETURNED_ARGUMENT, reduce_overhead
 from zerograph.runtime.state import Store, accumulated, in_memory
 
 Lookup = Callable[[], Tensor]
@@ -51,8 +52,11 @@ class Executor:
         written: indices of placeholders that the user holds and the step writes.
         numbers: the 0-d tensor of each hyperparameter that is an input, by its name.
         seed: the 0-d tensor of the step's seed; nothing reads it in a graph that draws no random numbers.
-        low_overhead: a form of ``function`` with cheaper calls, which runs instead; None where there is none.
-        pausing: a form of it that stops at the graph's pause; None where there is no pause.
+        low_overhead: returns a form of ``function`` with cheaper calls, which runs instead; None where there is none.
+            Its arguments are those of :func:`reduce_overhead`.
+        can_pause: a form of it can stop at the graph's pause.
+        gathers: the stores whose buckets the graph gathers into gather buffers, if it can do without.
+        updates: the stores whose parameters the graph changes.
     """
 
     job: Job
@@ -62,8 +66,10 @@ class Executor:
     written: Sequence[int]
     numbers: Mapping[str, Tensor]  # each [], float64
     seed: Tensor  # [], int64
-    low_overhead: Compiled | None = None
-    pausing: Callable[..., Generator[tuple[Any, ...], Sequence[Tensor], Sequence[Any]]] | None = None
+    low_overhead: Callable[..., Callable[..., Any]] | None = None
+    can_pause: bool = False
+    gathers: Sequence[Store] = ()
+    updates: Sequence[Store] = ()
 
     def __call__(
         self,
@@ -93,8 +99,9 @@ class Executor:
             inputs, arguments = self._bound(batch, numbers, seed, sizes)
 
             def run() -> list[Tensor]:
-                results = list((self.low_overhead or self.function)(*arguments))
+                results = list(self._form(pauses=False)(*arguments))
                 self._write_back(inputs, arguments)
+                self._note_gathers()
                 return results
 
             return self._explained(run, doing)
@@ -113,12 +120,14 @@ class Executor:
             The values that are computed there, and a function that runs the rest, given ``numbers`` and this rank's
             part of the gradients that the graph gets at its pause.
         """
-        assert self.pausing is not None
+        assert self.can_pause
         with self._reporting(doing):
             inputs, arguments = self._bound(batch, numbers, seed, sizes)
-            running = self.pausing(*arguments)
+            running: Generator[tuple[Any, ...], Sequence[Tensor], Sequence[Any]]
+            running = self._form(pauses=True)(*arguments)
             values, *_ = self._explained(lambda: next(running), doing)
             self._write_back(inputs, arguments)
+            self._note_gathers()
 
         def run_rest(gradients: Sequence[Tensor]) -> list[Tensor]:
             try:
@@ -144,6 +153,16 @@ class Executor:
             except BaseException as error:
                 self._mark_break(error, doing)
                 raise
+
+    def _form(self, *, pauses: bool) -> Callable[..., Any]:
+        if self.low_overhead is None:
+            return self.function
+        gathers = not self.gathers or not all(store.is_gathered for store in self.gathers)
+        return self.low_overhead(pauses=pauses, gathers=gathers)
+
+    def _note_gathers(self) -> None:
+        for store in self.gathers:
+            store.gathered_version = version(in_memory(store.flat))
 
     def _fill(self, numbers: Mapping[str, float]) -> None:
         for name, tensor in self.numbers.items():
@@ -175,6 +194,8 @@ class Executor:
     def _explained(self, run: Callable[[], T], doing: str) -> T:
         """Run the graph; raise an operator's error in the user's terms."""
         try:
+            for store in self.updates:
+                store.gathered_version = None
             with torch.no_grad(), self._threads():
                 return run()
         except BaseException as error:
@@ -247,6 +268,7 @@ def bind(
     lookups: Mapping[Role, Lookup],
     copied: Collection[fx.Node] | None = None,
     written: Collection[Role] = (),
+    updates: Sequence[Store] = (),
 ) -> Executor:
     """Bind the placeholders of a compiled graph to tensors.
 
@@ -259,6 +281,7 @@ def bind(
         copied: for a graph that does not read files itself: the placeholders that it reads. Those that files hold get
             copies, new ones in each run.
         written: those of ``lookups`` whose tensors the graph writes.
+        updates: the stores whose parameters it changes.
 
     Raises:
         VerificationError: a placeholder has no tensor.
@@ -284,17 +307,31 @@ def bind(
         else:
             raise VerificationError(f"the graph's input {role} has no tensor")
     indices = tuple(index for index, node in enumerate(placeholders(graph.graph)) if meta(node)["role"] in written)
-    return Executor(job, graph, function, tuple(feeds), indices, numbers, seed)
+    return Executor(job, graph, function, tuple(feeds), indices, numbers, seed, updates=updates)
 
 
-def with_low_overhead(executor: Executor) -> Executor:
-    """Return the executor with a low-overhead form of its function, if that is an ``fx.GraphModule``'s of ours."""
+def with_low_overhead(executor: Executor, stores: Mapping[str, Store]) -> Executor:
+    """Return the executor with low-overhead forms of its function, if that is an ``fx.GraphModule``'s of ours."""
     module = getattr(executor.function, "__self__", None)
     if not isinstance(module, fx.GraphModule):
         return executor
     constant_feeds = [feed if isinstance(feed, Tensor) else None for feed in executor.feeds]
-    pausing = reduce_overhead(module, constant_feeds, pauses=True) if _can_pause(executor.graph.graph) else None
-    return replace(executor, low_overhead=reduce_overhead(module, constant_feeds), pausing=pausing)
+    graph = executor.graph.graph
+    return replace(
+        executor,
+        low_overhead=functools.cache(functools.partial(reduce_overhead, module, constant_feeds)),
+        can_pause=_can_pause(graph),
+        gathers=() if executor.updates else tuple(stores[bucket] for bucket in _gathered_first(graph)),
+    )
+
+
+def _gathered_first(graph: fx.Graph) -> list[str]:
+    """Return the buckets with a gather buffer, if nothing but gathers before a pause uses the buffers; else none."""
+    buffers, pause = placeholders(graph, "gather_buffer"), pause_of(graph)
+    before = set(itertools.takewhile(lambda node: node is not pause, graph.nodes))
+    if any(user.target not in RETURNED_ARGUMENT or user not in before for one in buffers for user in one.users):
+        return []
+    return [str(meta(one)["role"].bucket) for one in buffers if one.users]
 
 
 def _can_pause(graph: fx.Graph) -> bool:

@@ -2,7 +2,8 @@
 
 A step on small tensors takes as long as its operator calls. Views of tensors that stay from step to step are therefore
 created once; aliases and views that change no shape are left out; pieces of a new tensor are cut by one call; operators
-are called without Python's wrapper. Operators that compute are unchanged, in the same order.
+are called without Python's wrapper. Gathers into buffers that have the values already can be left out, too. Operators
+that compute are unchanged, in the same order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _VIEWS: frozenset[Any] = frozenset(
     }
 )
 # Operators that return an argument: its index, or its keyword.
-_RETURNED_ARGUMENT: dict[Any, int | str] = {
+RETURNED_ARGUMENT: dict[Any, int | str] = {
     c10d.wait_tensor.default: 0,
     c10d.all_gather_into_tensor_out.default: "out",
     collectives.gather_into: 1,
@@ -59,7 +60,7 @@ _PAUSE = f"torch.ops.{PAUSE}("
 
 
 def reduce_overhead(
-    graph: fx.GraphModule, feeds: Sequence[Tensor | None], *, pauses: bool = False
+    graph: fx.GraphModule, feeds: Sequence[Tensor | None], *, pauses: bool = False, gathers: bool = True
 ) -> Callable[..., Any]:
     """Return a function that runs the graph with less overhead, given inputs that are the same tensors in every step.
 
@@ -67,8 +68,9 @@ def reduce_overhead(
         graph: the emitted graph.
         feeds: for each placeholder the tensor that it is always given, or None where it changes between steps.
         pauses: the function returns a generator, which yields the values of the graph's pause and returns the results.
+        gathers: False for a function that gathers no bucket into its gather buffer, and takes what this has.
     """
-    rewritten = _Rewriter(graph, feeds)
+    rewritten = _Rewriter(graph, feeds, gathers=gathers)
     operators: dict[str, Any] = {}
     rewritten.graph.on_generate_code(lambda earlier: lambda body: _bind_operators(body, operators, pauses=pauses))
     module = fx.GraphModule(rewritten.attributes, rewritten.graph)
@@ -90,7 +92,7 @@ class _Rewriter:
         tensors: those of ``attributes`` that are the same tensors in every step.
     """
 
-    def __init__(self, graph: fx.GraphModule, feeds: Sequence[Tensor | None]) -> None:
+    def __init__(self, graph: fx.GraphModule, feeds: Sequence[Tensor | None], *, gathers: bool) -> None:
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = dict(graph.named_children())
         self.tensors: dict[str, Tensor] = {}
@@ -100,7 +102,7 @@ class _Rewriter:
         # New 1-D tensors of the step.
         self._fresh: set[fx.Node] = set()
         self._returned = set(graph.graph.output_node().all_input_nodes)
-        self._original = graph
+        self._original, self._gathers = graph, gathers
         remaining_feeds = iter(feeds)
         for node in graph.graph.nodes:
             if node.op == "placeholder":
@@ -131,7 +133,15 @@ class _Rewriter:
         if node.target == aten.scalar_tensor.default and not any(map(self._may_change, node.users)):
             self._constants[node] = _evaluate(node, *node.args)
             return True
+        if not self._gathers and (returned := self._constant_returned(node)) is not None:
+            self._constants[node] = returned
+            return True
         return False
+
+    def _constant_returned(self, node: fx.Node) -> Tensor | None:
+        """Return the argument that the node returns, if that is the same tensor in every step."""
+        place = RETURNED_ARGUMENT.get(node.target)
+        return None if place is None else self._constants.get(_argument(node, place))
 
     def _copy(self, node: fx.Node) -> None:
         target, args, kwargs = node.target, node.args, node.kwargs
@@ -149,9 +159,8 @@ class _Rewriter:
         _torch.set_arguments(copy, args, kwargs)
         if node.op == "get_attr":
             self.attributes[str(node.target)] = attrgetter(str(node.target))(self._original)
-        returned = _RETURNED_ARGUMENT.get(target)
-        if returned is not None and _argument(node, returned) in self._constants:
-            self._constants[node] = self._constants[_argument(node, returned)]
+        if (returned := self._constant_returned(node)) is not None:
+            self._constants[node] = returned
         if target == aten.empty.memory_format and isinstance(size := node.args[0], (list, tuple)) and len(size) == 1:
             self._fresh.add(node)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerograph._torch import version
 from zerograph.errors import InputError, SplitParameterError
 from zerograph.ir.buckets import Bucket, Parameter, plan_buckets
 from zerograph.ir.coded_state import decode_entry, encode_entry
@@ -102,6 +103,7 @@ class Store:
         received: the bucket as all ranks have it from gathers that send differences; see ``feedback``.
         unsharded_bits: a hash of the whole values that parameters got, where ``received`` depends on them.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
+        gathered_version: the version of ``flat`` that all of the gather buffer has; None: it may have any values.
     """
 
     job: Job
@@ -124,6 +126,12 @@ class Store:
     unsharded_bits: int | None = None
     sharded_state: ShardedState = ShardedState.SHARDED
     serial: int = field(default_factory=itertools.count(1).__next__, init=False)
+    gathered_version: int | None = field(default=None, init=False)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return whether the gather buffer has the present values of all ranks' parts."""
+        return self.gathered_version is not None and self.gathered_version == version(in_memory(self.flat))
 
     @property
     def is_provisional(self) -> bool:

@@ -177,6 +177,55 @@ def test_gradients_of_no_sync_are_reduced_once_for_each_update(pool: Pool, stage
         assert [reduces for *_, reduces in seen[len(WINDOWS) :]] == wanted
 
 
+# What a loop does between two calls, and how many times the second one gathers a bucket then at stages 1 and 2.
+BETWEEN = {"nothing": 0, "update": 1, "edit": 1, "load": 1, "whole": 1, "failure": 1, "evaluation": 0}
+
+
+def gathering(stage: int | None) -> list[tuple[float, int]]:
+    """Return the loss of each call, and how many buckets it gathered; None: in plain PyTorch."""
+    model: Any = seeded(plain)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    (x, y), *_ = batches(1)
+    if stage is not None:
+        model, optimizer, _ = prepare_at(stage)(model, optimizer, batches(1))
+        x, y = (zg.global_tensor(one.chunk(2)[zg.rank()], zg.sbp.split(0)) for one in (x, y))
+    seen = []
+    for between in ("nothing", "nothing", *BETWEEN):
+        if between == "update":
+            optimizer.step()
+            optimizer.zero_grad()
+        elif between == "edit":
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)
+        elif between == "load":
+            model.load_state_dict({name: 1.1 * one for name, one in model.state_dict().items()})
+        elif between == "whole" and stage is not None:
+            with zg.full_parameters(model):
+                model[2].weight.data.add_(0.1)
+        elif between == "whole":
+            model[2].weight.data.add_(0.1)
+        elif between == "failure" and stage is not None:
+            store, *_ = stores_of(model.parameters())
+            # As after a call that one rank has not ended.
+            store.gathered_version = None if zg.rank() else store.gathered_version
+        elif between == "evaluation":
+            with torch.no_grad():
+                model(x), model(x)
+        with torch.profiler.profile() as profile:
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        seen.append((loss.item(), sum(one.name == "zerograph::gather_into" for one in profile.events())))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_are_gathered_once_between_changes(pool: Pool, stage: int) -> None:
+    expected = gathering(None)
+    for seen in pool.run(2, gathering, stage):
+        assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in expected], rel=1e-12)
+        assert [number for _, number in seen[2:]] == list(BETWEEN.values())
+
+
 def forms_of_gradients() -> list[tuple[bool, int, float]]:
     model, optimizer, loader = prepared(plain, 2)
     seen = []

@@ -197,9 +197,11 @@ def bind_step(
     graph = prepared.graph
     lookups = _lookups(members, prepared)
     written = {meta(target)["role"] for _, target, _ in writes(prepared.captured.graph.graph)}
-    executor = bind(job, graph, function, stores, lookups, written=written)
+    updates = prepared.context.gradients in ("update", "accumulated") and any(one.updates for one in prepared.layout)
+    changed = tuple(stores.values()) if updates or any(role.kind != "buffer" for role in written) else ()
+    executor = bind(job, graph, function, stores, lookups, written=written, updates=changed)
     if backend in backends.BACKENDS:
-        executor = with_low_overhead(executor)
+        executor = with_low_overhead(executor, stores)
     if config.keep_freed_memory and all(
         value.device.type == "cpu"
         for node in placeholders(graph.graph)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import and_
 from typing import Any
 
 import torch
@@ -43,6 +45,8 @@ from zerograph.runtime.state import Store, guarded_state, stores_of
 RECOMPILE_LIMIT = 8
 # Compilations in a row, all because of the same line, that are worth a warning.
 _SAME_LINE_LIMIT = 3
+# Stores of which ranks compare whether their gather buffers are up to date: the bits of a message's number.
+_MOST_NOTED = 62
 
 
 @dataclass(eq=False, slots=True)
@@ -52,12 +56,14 @@ class Selection:
     Attributes:
         batch: the call's inputs.
         key: what selects the step besides sizes.
+        stores: those of the graph's parameters.
         members: the graph's modules and tensors; None if a snapshot of the last call matched.
         repeated: the last call had the same key.
     """
 
     batch: Batch
     key: StepKey
+    stores: Sequence[Store] = ()
     members: Members | None = None
     repeated: bool = False
 
@@ -285,10 +291,11 @@ class Steps:
             batch = snapshot.match(call)
             if batch is not None:
                 _check_usable(snapshot.stores)
-                return Selection(batch, snapshot.key)
+                return Selection(batch, snapshot.key, snapshot.stores)
         self._snapshot = None
         members = self.adopted(lambda: call.job)
-        _check_usable(stores_of(members.parameters.values()))
+        stores = stores_of(members.parameters.values())
+        _check_usable(stores)
         if call.request.gradients == "update":
             # In a loop gradients exist outside of graphs.
             refuse_hooks_before(call.optimizers)
@@ -304,13 +311,13 @@ class Steps:
         layout, mode = layout_facts(members), False if is_static else call.config.dynamic_shapes
         key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
         if self._last_key is not None and key == self._last_key:
-            return Selection(batch, self._last_key, members, repeated=True)
+            return Selection(batch, self._last_key, stores, members, repeated=True)
         if call.job.size > 1:
             on_ranks = key.facts, key.config, key.request, key.pattern
             if on_ranks not in self._digests:
                 self._digests[on_ranks] = digest({**batch.facts(), **key.texts(call.config.shown())})
             key = replace(key, digest=self._digests[on_ranks])
-        return Selection(batch, key, members)
+        return Selection(batch, key, stores, members)
 
     def _agree(
         self,
@@ -345,9 +352,16 @@ class Steps:
             shown |= {f"{HYPERPARAMETERS}: {name}": str(value) for name, value in inputs.items()}
             return {**selection.batch.facts(), **shown, **compilations, **counts(), **selection.batch.shapes()}
 
-        everybody = agree(call.job, doing, number, texts, problem, [*self.notes, *sizes, *digests])
-        count = len(self.notes)
-        self.notes_of_ranks, everybody = [row[:count] for row in everybody], [row[count:] for row in everybody]
+        stores = () if selection is None else selection.stores
+        gathered = sum(store.is_gathered << place for place, store in enumerate(stores[:_MOST_NOTED]))
+        everybody = agree(call.job, doing, number, texts, problem, [gathered, *self.notes, *sizes, *digests])
+        # A rank whose last call failed may have gathered less than the others.
+        gathered = functools.reduce(and_, (row[0] for row in everybody))
+        for place, store in enumerate(stores):
+            if not gathered >> place & 1:
+                store.gathered_version = None
+        count = len(self.notes) + 1
+        self.notes_of_ranks, everybody = [row[1:count] for row in everybody], [row[count:] for row in everybody]
         if digests:
             assert selection is not None
             check_whole(selection.batch, [row[len(sizes) :] for row in everybody], call.job.grid)

@@ -345,7 +345,7 @@ class CallGraph(LoopGraph):
         return super()._finish(step, batch, inputs, values[: len(values) - len(step.summed)])
 
     def _checked(self, step: CompiledStep) -> CompiledStep:
-        if self._optimizers and step.executor.pausing is None:
+        if self._optimizers and not step.executor.can_pause:
             # With virtual ranks it depends on the number of ranks whether there is a loop.
             kind = CaptureError if world().slices is None else PlacementError
             raise kind("its graph cannot pause between forward and backward")
