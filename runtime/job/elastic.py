@@ -15,9 +15,10 @@ import functools
 import json
 import os
 import signal
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from zerograph.errors import CommunicationError
 from zerograph.runtime.job.environment import listen_on_loopback
+from zerograph.runtime.job.liveness import connected
 from zerograph.runtime.job.process_group import ELASTIC, end_exchanges, enter
 
 # Variables of a worker's environment besides the launcher's store: its number, the file descriptor of its pipe.
@@ -81,32 +83,37 @@ class Worker:
         store: the launcher's.
         generation: the last one that this worker was in.
         hang_up: ends exchanges with a generation that is broken, in whatever thread they wait.
+        connections: of the generation's groups to the store.
     """
 
     number: int
     store: Any
     generation: Generation = Generation(0, (), 0)
     hang_up: Callable[[], None] = end_exchanges
+    connections: Sequence[socket.socket] = ()
     _over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         threading.Thread(
             target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True
         ).start()
-        watching = threading.Thread(target=self._watch, name="zerograph generation", daemon=True)
+        # The connection of the main thread may be in use.
+        watching = threading.Thread(target=self._watch, args=(_connect(),), name="zerograph generation", daemon=True)
         watching.start()
         # See [Note: threads at exit] of liveness.py.
         atexit.register(watching.join, _LEAVES)
         atexit.register(self._over.set)
 
-    def _watch(self) -> None:
+    def _watch(self, store: Any) -> None:
         """Hang up when a worker of the generation is lost: a host that is cut off ends no exchange."""
-        # The connection of the main thread may be in use.
         with contextlib.suppress(RuntimeError):
-            store = _connect()
             while not self._over.wait(_BEAT):
                 number = self.generation.number
                 if store.check([f"broken/{number}"]) and number == self.generation.number and not self._over.is_set():
+                    # Ranks that connect wait for addresses there.
+                    for connection in self.connections:
+                        with contextlib.suppress(OSError):
+                            connection.shutdown(socket.SHUT_RDWR)
                     self.hang_up()
 
     def next_generation(self, most: int | None) -> Generation | None:
@@ -146,7 +153,10 @@ class Worker:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size)}
         listen_on_loopback()
-        store: Any = dist.PrefixStore(f"generation {self.generation.number} {part}", _connect())  # type: ignore[attr-defined]
+        for connection in self.connections:
+            connection.close()
+        store, self.connections = connected(self.store, _connect)
+        store = dist.PrefixStore(f"generation {self.generation.number} {part}", store)  # type: ignore[attr-defined]
         store.add("arrived", 1)
         while store.add("arrived", 0) < size:
             # Gloo's own wait, in C++, would go on until its timeout.

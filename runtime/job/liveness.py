@@ -413,9 +413,8 @@ def start_liveness(world: dist.ProcessGroup) -> Liveness:
     if size == 1 or dist.get_backend(world).startswith("fake"):
         return Liveness(rank, size)
     store: Any = world.get_group_store()
-    before = set(connections(store))
-    own_keys = dist.PrefixStore("zerograph liveness", store.clone())  # type: ignore[attr-defined]
-    own = [socket.socket(fileno=os.dup(number)) for number in set(connections(store)) - before]
+    clone, own = connected(store, store.clone)
+    own_keys = dist.PrefixStore("zerograph liveness", clone)  # type: ignore[attr-defined]
     own_keys.add("events", 0)
     liveness = Liveness(rank, size, own_keys, _store_rank(store), connections=own)
     _all.add(liveness)
@@ -461,19 +460,36 @@ def _without_prefix(store: Any) -> Any:
     return store
 
 
-def connections(store: Any) -> Iterator[int]:
-    """Yield the file descriptors that are connected to the port of a store, where the system lists descriptors."""
-    store, folder = _without_prefix(store), "/proc/self/fd"
-    if not isinstance(store, dist.TCPStore) or not os.path.isdir(folder):  # type: ignore[attr-defined]
-        return
-    for name in os.listdir(folder):
-        # Others listen, or have been closed since.
+def sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield the file descriptors of this process's sockets over IP, where the system lists descriptors.
+
+    Each comes with a copy of the socket, which is closed when the next one is asked for.
+    """
+    folder = "/proc/self/fd"
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        # Some have been closed since.
         with contextlib.suppress(OSError):
             if os.readlink(f"{folder}/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
-                    if is_ip and connection.getpeername()[1] == store.port:
-                        yield int(name)
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6):
+                        yield int(name), copy
+
+
+def connections(store: Any) -> Iterator[int]:
+    """Yield the file descriptors that are connected to the port of a store, as far as :func:`sockets` does."""
+    store = _without_prefix(store)
+    for number, copy in sockets() if isinstance(store, dist.TCPStore) else ():  # type: ignore[attr-defined]
+        # Others listen.
+        with contextlib.suppress(OSError):
+            if copy.getpeername()[1] == store.port:
+                yield number
+
+
+def connected(store: Any, connect: Callable[[], T]) -> tuple[T, list[socket.socket]]:
+    """Return what a function that connects to a store returns, and copies of the connections that it has made."""
+    before = set(connections(store))
+    result = connect()
+    return result, [socket.socket(fileno=os.dup(number)) for number in set(connections(store)) - before]
 
 
 def _close(connections: Iterable[socket.socket]) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import hashlib
 import os
+import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from zerograph.runtime.job.channel import Channel, hang_up
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import did_not_meet, init_from_environment, versions
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
-from zerograph.runtime.job.liveness import Liveness, mark_reported, start_liveness
+from zerograph.runtime.job.liveness import Liveness, mark_reported, sockets, start_liveness
 from zerograph.runtime.job.reports import Answers, name_ranks
 
 
@@ -77,8 +78,10 @@ _jobs: dict[tuple[float, str], Job] = {}
 # The variable that names the launcher's store to processes of an elastic job.
 ELASTIC = "ZEROGRAPH_ELASTIC"
 # Seconds in which ranks of an elastic job connect, whatever the timeout of their collectives: one may die meanwhile.
-# Gloo waits so long for an address, and five times as long for a connection.
+# Gloo waits so long for an address, and five times as long for a connection, if nothing ends that before.
 _CONNECT_LIMIT = 8.0
+# While this process connects a group of an elastic job: its size, and where this process has listened before.
+_connecting: tuple[int, set[tuple[str, int]]] | None = None
 # Memory of this process that other ranks write into until they learn that it has ended; in an elastic job until the
 # next generation, which is formed when all that live have left the one before.
 written_by_others: list[object] = []
@@ -207,13 +210,36 @@ def new_group(timeout: float, backend: str, ranks: Sequence[int] | None = None) 
         backend: of torch.distributed, on the CPU.
         ranks: its ranks; None: all.
     """
-    connects = min(timeout, _CONNECT_LIMIT) if ELASTIC in os.environ else timeout
-    group: dist.ProcessGroup = dist.new_group(
-        None if ranks is None else list(ranks), timeout=timedelta(seconds=connects), backend=backend
-    )
+    with _ending(dist.get_world_size()):
+        connects = min(timeout, _CONNECT_LIMIT) if ELASTIC in os.environ else timeout
+        group: dist.ProcessGroup = dist.new_group(
+            None if ranks is None else list(ranks), timeout=timedelta(seconds=connects), backend=backend
+        )
     if connects < timeout and (ranks is None or dist.get_rank() in ranks):
         _torch.set_timeout(group, timedelta(seconds=timeout))
     return group
+
+
+@contextlib.contextmanager
+def _ending(size: int) -> Iterator[None]:
+    """Let :func:`end_exchanges` end what the block connects, in an elastic job.
+
+    Args:
+        size: at least the ranks of a group that is connected.
+    """
+    global _connecting
+    _connecting = (size, set(_listening())) if ELASTIC in os.environ else None
+    try:
+        yield
+    finally:
+        _connecting = None
+
+
+def _listening() -> Iterator[tuple[str, int]]:
+    """Yield the addresses and ports at which this process listens."""
+    for _, copy in sockets():
+        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield copy.getsockname()[:2]
 
 
 def _groups(grid: torch.Tensor, limit: timedelta, world: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
@@ -314,7 +340,8 @@ def enter(store: Any, rank: int, size: int) -> None:
     # Ranks meet under equal names, and others of them have failed to connect before.
     _torch.restart_group_names()
     limit = timedelta(seconds=_CONNECT_LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+    with _ending(size):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     assert dist.group.WORLD is not None
     _torch.set_timeout(dist.group.WORLD, default_pg_timeout)
     atexit.unregister(_leave)
@@ -335,10 +362,16 @@ def abandon(why: str) -> None:
 
 
 def end_exchanges() -> None:
-    """End all exchanges of this process, in whatever thread they wait, with an error. Its groups stay."""
+    """End all exchanges of this process, in whatever thread they wait, with an error. Its groups stay.
+
+    A group that is being connected counts as connected then, to nobody.
+    """
     for job in tuple(_jobs.values()):
         job.liveness.hang_up()
     hang_up(dist.group.WORLD)
+    if (connecting := _connecting) is not None:
+        for address in set(_listening()) - connecting[1]:
+            _torch.end_connecting(address, connecting[0])
 
 
 def rank() -> int:

@@ -22,11 +22,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
@@ -88,7 +91,7 @@ class Fault:
 
     Attributes:
         worker: its number; a number from 4 up is one that takes a lost one's place.
-        place: what it is about to do, of ``PLACES``.
+        place: what it is about to do, of ``PLACES``; or "connecting": the others have its address, and wait.
         occurrence: for which time, from 1.
         delay: seconds after that.
     """
@@ -109,7 +112,27 @@ class Fault:
                 (folder / f"fault of {self.worker} {self.place}").write_text(json.dumps([time.monotonic(), self.place]))
                 send(self.signal, self.delay, os.getpid())
 
-        before(self.place, act)
+        if self.place == "connecting":
+            last = self.occurrence
+
+            class Connecting(dist.ProcessGroupGloo):
+                def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+                    if calls[0] == last - 1:
+                        publish_address(store, rank, size)
+                    act()
+                    super().__init__(store, rank, size, timeout=timeout)
+
+            distributed_c10d.ProcessGroupGloo = Connecting  # type: ignore[misc]
+        else:
+            before(self.place, act)
+
+
+def publish_address(store: Any, rank: int, size: int) -> None:
+    """Tell the other ranks of a group an address from which they wait for a connection: the greater one connects."""
+    options, meeting, key = dist.ProcessGroupGloo._Options(), dist.HashStore(), f"0/{rank}"
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.2")]
+    threading.Thread(target=dist.ProcessGroupGloo, args=(meeting, rank, size, options), daemon=True).start()
+    store.set(key, meeting.get(key))
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,21 @@ def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
     row.add(True, lost_steps=outcome.repeated(), seconds=outcome.seconds)
 
 
+# The fourth group that ranks connect is the last of the first generation.
+@sliced("group", [5], [1, 2, 4, 6, 8])
+def test_a_rank_that_dies_while_others_wait_for_its_connection_keeps_none_waiting(
+    tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], group: int
+) -> None:
+    faults = [*([Fault(1, "step", 5)] if group > 4 else []), Fault(3, "connecting", group)]
+    outcome = run(tmp_path, faults, Options())
+    check_same(outcome, expected(Options()))
+    assert len(outcome.faults) == len(faults)
+    # Gloo waits for 40.
+    assert outcome.seconds is not None
+    assert outcome.seconds < 20, outcome.output
+    tally("elastic: a rank is killed while others wait for its connection").add(True, seconds=outcome.seconds)
+
+
 # A step may take a while, so that the loss comes before the end; in the last the host's parts would else be lost.
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 @sliced(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -101,6 +103,18 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Set the timeout of a group's collectives from now on: torch has no public way for a group that has connected."""
     set_of_group: Callable[[timedelta, dist.ProcessGroup], None] = vars(distributed_c10d)["_set_pg_timeout"]
     set_of_group(timeout, group)
+
+
+def end_connecting(address: tuple[str, int], size: int) -> None:
+    """End a wait of gloo for ranks that do not connect: nothing but connections ends it, which are closed at once.
+
+    Args:
+        address: where gloo listens. A connection begins with the number of the pair of ranks that it is for.
+        size: the number of pairs.
+    """
+    for number in range(size):
+        with contextlib.suppress(OSError), socket.create_connection(address, 1.0) as connection:
+            connection.sendall(struct.pack("n", number))
 
 
 def restart_group_names() -> None:
