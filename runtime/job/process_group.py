@@ -559,30 +559,21 @@ def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseExc
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     liveness.report_failure(CommunicationError(head), lost)
     lines = [head, f"  {first}", *(f"  {line}" for line in answers.lines(liveness.name))]
-    if own is None:
-        if lost and answers.has_ended(lost):
-            return "\n".join([*lines, _ALL_RANKS])
-        return "\n".join([*lines, _advice(lost, timeout)])
-    return "\n".join(
-        [
-            *lines,
+    if own is not None:
+        advice = (
             f"This rank broke off before, {own.doing}: {own.failed}. The others have missed it since: start the job "
-            "anew, from the last checkpoint.",
-        ]
-    )
-
-
-_ALL_RANKS = (
-    "Steps, full_parameters(), state_dict(), save() and load() are calls of all ranks: they belong under no "
-    "'if rank == 0', and before the end of the script on every rank."
-)
-
-
-def _advice(lost: Sequence[int], timeout: float) -> str:
-    limit = f"(config.timeout is {timeout:g} seconds)"
-    if lost:
-        return f"Look at the output of {name_ranks(lost)} for the cause {limit}."
-    return (
-        f"Another rank has died, stalls, or runs something else, or the network to it is cut {limit}. "
-        "Look at the other ranks' output; the first to fail is the cause."
-    )
+            "anew, from the last checkpoint."
+        )
+    elif lost and answers.has_ended(lost):
+        advice = (
+            "Steps, full_parameters(), state_dict(), save() and load() are calls of all ranks: they belong under no "
+            "'if rank == 0', and before the end of the script on every rank."
+        )
+    elif lost:
+        advice = f"Look at the output of {name_ranks(lost)} for the cause (config.timeout is {timeout:g} seconds)."
+    else:
+        advice = (
+            "Another rank has died, stalls, or runs something else, or the network to it is cut (config.timeout is "
+            f"{timeout:g} seconds). Look at the other ranks' output; the first to fail is the cause."
+        )
+    return "\n".join([*lines, advice])

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,16 +50,12 @@ _FIRST, _SHARE = 10, 0.02
 _MOST_FALSE_ALARMS = 3
 
 
-@dataclass(frozen=True)
-class _Label:
+class _Label(NamedTuple):
     """A snapshot: the steps done, the generation that took it, and its number of ranks. Later ones are greater."""
 
     steps: int
     generation: int
     ranks: int
-
-    def __lt__(self, other: _Label) -> bool:
-        return (self.steps, self.generation) < (other.steps, other.generation)
 
 
 class _MoreRanksError(Exception):
@@ -105,7 +101,7 @@ def elastic(
         CommunicationError: ranks are lost, and neither copies of the state in memory nor a checkpoint are left; or too
             few ranks.
     """
-    if min(epochs, 1 if snapshot_every is None else snapshot_every, 1 if save_every is None else save_every) < 1:
+    if any(count is not None and count < 1 for count in (epochs, snapshot_every, save_every)):
         raise ConfigError("zg.elastic(): epochs, snapshot_every and save_every are whole numbers from 1 up")
     if not 0 < losses_per_hour < math.inf:
         raise ConfigError(f"zg.elastic(): losses_per_hour={losses_per_hour} is not a number above 0")
@@ -196,15 +192,13 @@ class _Loop:
         self.worker = generations.worker()
         if self.worker is None:
             self._begin()
-            self._train()
-            return
+            return self._train()
         self.worker.hang_up = self._hang_up
         alarms, furthest = 0, -1
         while True:
             try:
                 self._enter()
-                self._train()
-                return
+                return self._train()
             except _MoreRanksError:
                 why = "more ranks take part"
             except generations.JobLostError:
@@ -227,9 +221,13 @@ class _Loop:
         hang_up(self.group)
         end_exchanges()
 
-    def _leave(self, why: str) -> None:
+    def _print(self, text: str) -> None:
+        """Print a line on the first rank."""
         if dist.is_initialized() and dist.get_rank() == 0:
-            print(f"zerograph: after step {self.steps}: {why}", file=sys.stderr, flush=True)
+            print(f"zerograph: {text}", file=sys.stderr, flush=True)
+
+    def _leave(self, why: str) -> None:
+        self._print(f"after step {self.steps}: {why}")
         hang_up(self.group)
         if self.sending is not None:
             # Its thread ends with an error now. It may not keep the others waiting.
@@ -275,14 +273,14 @@ class _Loop:
     def _exchange(self, ranks: int) -> tuple[_Label, list[list[int]]] | None:
         """Return the newest snapshot of which the ranks have all parts, and of each part the ranks that have it."""
         everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, [(label.__dict__, sorted(parts)) for label, parts in self.held.items()])
+        dist.all_gather_object(everybody, [(label, sorted(parts)) for label, parts in self.held.items()])
         holders: dict[_Label, dict[int, list[int]]] = {}
         for rank, labels in enumerate(everybody[:ranks]):
             for label, origins in labels:
                 for origin in origins:
-                    holders.setdefault(_Label(**label), {}).setdefault(origin, []).append(rank)
+                    holders.setdefault(label, {}).setdefault(origin, []).append(rank)
         whole = [label for label, parts in holders.items() if len(parts) == label.ranks]
-        return (max(whole), [holders[max(whole)][origin] for origin in range(max(whole).ranks)]) if whole else None
+        return (max(whole), [ranks for _, ranks in sorted(holders[max(whole)].items())]) if whole else None
 
     def _begin(self, snapshot: tuple[_Label, list[list[int]]] | None = None) -> None:
         """Load the snapshot, else the latest checkpoint; at the beginning of a job share rank 0's parameters."""
@@ -295,7 +293,6 @@ class _Loop:
         else:
             self.loader = self.loop.loader(self.whole_batches)
         worker = self.worker
-        began = worker is not None and worker.has("began")
         if snapshot is not None:
             from zerograph.state.checkpoint.snapshot import snapshot_reader
 
@@ -306,21 +303,15 @@ class _Loop:
             reader, source = self._checkpoint(), f"the checkpoint in {self.checkpoints}"
         if reader is not None:
             self._load(job, reader)
-            if job.rank == 0:
-                generation = f"generation {worker.generation.number}, " if worker is not None else ""
-                print(
-                    f"zerograph: {generation}{job.size} rank(s): on from step {self.steps}, from {source}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            generation = f"generation {worker.generation.number}, " if worker is not None else ""
+            self._print(f"{generation}{job.size} rank(s): on from step {self.steps}, from {source}")
             return
-        if began:
-            assert worker is not None
+        if worker is not None and worker.has("began"):
             raise worker.job_lost(
                 "ranks are lost with the only copies of a part of the state, and there is no checkpoint\n"
                 "Give zg.elastic(checkpoints=folder, save_every=steps), or more ranks."
             )
-        self._advise(job)
+        self._advise()
         members = self.step._adopted()
         plain = [one.data for one in members.parameters.values() if store_of(one) is None]
         broadcast_from_first(job, [*plain, *members.buffers.values()])
@@ -331,21 +322,18 @@ class _Loop:
         if job.size > 1:
             same_generators(self.whole_batches, job)
 
-    def _advise(self, job: Job) -> None:
+    def _advise(self) -> None:
         """Say what a start without a checkpoint means where torchrun starts all ranks anew."""
         restarts, most = number_of("TORCHELASTIC_RESTART_COUNT", 0), number_of("TORCHELASTIC_MAX_RESTARTS", 0)
-        if self.worker is not None or job.rank or not most:
-            return
-        if restarts:
-            text = f"torchrun has started the ranks anew ({restarts} of {most}), and nothing is saved: on from step 0"
-        elif self.save_every is None:
-            text = (
+        if self.worker is None and restarts and most:
+            self._print(
+                f"torchrun has started the ranks anew ({restarts} of {most}), and nothing is saved: on from step 0"
+            )
+        elif self.worker is None and most and self.save_every is None:
+            self._print(
                 "torchrun starts all ranks anew when one is lost, and zg.elastic() then goes on from a checkpoint: "
                 "give it checkpoints=folder, save_every=steps"
             )
-        else:
-            return
-        print(f"zerograph: {text}", file=sys.stderr, flush=True)
 
     def _checkpoint(self) -> Reader | None:
         """Return a reader of the latest checkpoint; None if nothing has been saved.
@@ -475,39 +463,38 @@ class _Loop:
         label = _Label(self.steps, worker.generation.number, job.size)
         self.held[label] = {job.rank: part}
         buddies = _buddies(worker.generation.hosts[: job.size])
-        self.sending = sending = Future[None]()
-
-        def send() -> None:
-            try:
-                self._send(label, sizes, buddies, self.group)
-                sending.set_result(None)
-            except BaseException as error:
-                sending.set_exception(error)
-
-        threading.Thread(target=send, name="zerograph snapshot", daemon=True).start()
+        self.sending = Future[None]()
+        sent = self.sending, label, sizes, buddies, self.group
+        threading.Thread(target=self._send, args=sent, name="zerograph snapshot", daemon=True).start()
         if any(grow):
             self._wait()
             raise _MoreRanksError
 
     def _send(
-        self, label: _Label, sizes: Sequence[int], buddies: Sequence[int], group: dist.ProcessGroup | None
+        self,
+        sending: Future[None],
+        label: _Label,
+        sizes: Sequence[int],
+        buddies: Sequence[int],
+        group: dist.ProcessGroup | None,
     ) -> None:
         """Exchange parts with the buddies; forget older snapshots once all ranks have this one."""
-        if group is not None:
-            start, rank = time.monotonic(), group.rank()
-            sending = group.send([self.held[label][rank]], buddies[rank], _TAG)
-            copies = {
-                origin: torch.empty(sizes[origin], dtype=torch.uint8)
-                for origin, buddy in enumerate(buddies)
-                if buddy == rank
-            }
-            for origin, copy in copies.items():
-                group.recv([copy], origin, _TAG).wait()
-            sending.wait()
-            self.held[label].update(copies)
-            group.barrier().wait()
-            self.sent_in = time.monotonic() - start
-        self.held = {label: self.held[label]}
+        try:
+            if group is not None:
+                start, rank = time.monotonic(), group.rank()
+                work = group.send([self.held[label][rank]], buddies[rank], _TAG)
+                origins = [origin for origin, buddy in enumerate(buddies) if buddy == rank]
+                copies = {origin: torch.empty(sizes[origin], dtype=torch.uint8) for origin in origins}
+                for origin, copy in copies.items():
+                    group.recv([copy], origin, _TAG).wait()
+                work.wait()
+                self.held[label].update(copies)
+                group.barrier().wait()
+                self.sent_in = time.monotonic() - start
+            self.held = {label: self.held[label]}
+            sending.set_result(None)
+        except BaseException as error:
+            sending.set_exception(error)
 
     def _wait(self) -> None:
         """Wait until the last snapshot is with all ranks.
