@@ -102,6 +102,20 @@ class Optimizer(torch.optim.Optimizer):
 _OWN = {"do_bias_correction", "adam_w_mode"}
 
 
+def signature_of(table: Mapping[str, Any], *, takes_more: bool = False) -> Signature:
+    """Return the signature of a constructor whose arguments are a table, in order, with their defaults."""
+    named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in table.items()]
+    return Signature([*named, *([Parameter("options", Parameter.VAR_KEYWORD)] if takes_more else [])])
+
+
+def arguments_of(signature: Signature, args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each argument by name."""
+    bound = signature.bind(*args, **options)
+    bound.apply_defaults()
+    more = bound.arguments.pop("options", {})
+    return {**bound.arguments, **more}
+
+
 class TableOptimizer(Optimizer):
     """An optimizer whose arguments are a table. Arguments of torch's class of the same name are accepted too.
 
@@ -114,15 +128,10 @@ class TableOptimizer(Optimizer):
 
     def __init_subclass__(cls) -> None:
         table = {"params": Parameter.empty, **cls.arguments, "contiguous_params": False}
-        named = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in table.items()]
-        more = [] if cls._is_own() else [Parameter("options", Parameter.VAR_KEYWORD)]
-        cls.__signature__ = Signature([*named, *more])
+        cls.__signature__ = signature_of(table, takes_more=not cls._is_own())
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        bound = type(self).__signature__.bind(*args, **options)
-        bound.apply_defaults()
-        more = bound.arguments.pop("options", {})
-        values = {**bound.arguments, **more}
+        values = arguments_of(type(self).__signature__, args, options)
         if values.pop("contiguous_params"):
             call_without_effect("contiguous_params=True", "a bucket is always updated at once")
         # OneFlow's False leaves the choice to torch.

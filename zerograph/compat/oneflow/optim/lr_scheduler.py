@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, Signature, signature
+from typing import Any, ClassVar
 
 import torch
 
 from zerograph import _torch
 from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.names import names_of
+from zerograph.compat.oneflow.optim.base import arguments_of, signature_of
 from zerograph.compat.schedules import ClosedSchedule
 from zerograph.errors import ConfigError
 
@@ -25,14 +27,39 @@ _Plain = torch.optim.lr_scheduler.LRScheduler
 class LRScheduler(ClosedSchedule):
     """A scheduler whose rates :meth:`rate` computes from the initial rate and the number of the update.
 
+    Parameters of :meth:`rate` after these two are arguments of the constructor, between ``optimizer`` and
+    ``last_step``, and attributes of the scheduler.
+
     Args:
         optimizer: the optimizer.
         last_step: the number of the last update; -1 before the first.
         verbose: no effect.
+
+    Attributes:
+        ranges: by argument, whether it has a possible value, and the possible ones for messages.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, last_step: int = -1, verbose: bool = False) -> None:
-        _note_verbose(verbose)
+    ranges: Mapping[str, tuple[Callable[[Any], bool], str]] = {}
+    __signature__: ClassVar[Signature]
+
+    def __init_subclass__(cls) -> None:
+        if "__init__" not in vars(cls):
+            cls.__signature__ = cls._arguments()
+
+    @classmethod
+    def _arguments(cls) -> Signature:
+        own = list(signature(cls.rate).parameters.values())[3:]
+        table = {argument.name: argument.default for argument in own}
+        return signature_of({"optimizer": Parameter.empty, **table, "last_step": -1, "verbose": False})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        values = arguments_of(self._arguments(), args, options)
+        optimizer, last_step = values.pop("optimizer"), values.pop("last_step")
+        _note_verbose(values.pop("verbose"))
+        for name, (is_possible, possible) in self.ranges.items():
+            _check(is_possible(values[name]), f"{type(self).__name__}({name}={values[name]!r}): {possible}")
+        vars(self).update(values)
+        self._names = tuple(values)
         super().__init__(optimizer, last_step)
 
     @property
@@ -46,72 +73,60 @@ class LRScheduler(ClosedSchedule):
 
     def rates(self, base_lrs: Sequence[Any], step: int) -> list[Any]:
         """Return the learning rate of each group for update number ``step``, from 0."""
-        return [self.rate(float(base_lr), step) for base_lr in base_lrs]
+        values = {name: getattr(self, name) for name in self._names}
+        return [self.rate(float(base_lr), step, **values) for base_lr in base_lrs]
+
+
+def _is_factor(value: Any) -> bool:
+    return bool(0 <= value <= 1)
+
+
+def _is_positive(value: Any) -> bool:
+    return value is not None and value > 0
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+_FACTOR = _is_factor, "a number from 0 to 1"
+_STEPS = _is_positive, "the number of steps, more than 0"
+_WHOLE = _is_whole, "a whole number from 1 up"
 
 
 class ConstantLR(LRScheduler):
     """``factor`` times the initial rate for ``total_iters`` steps, then the initial rate."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        factor: float = 1.0 / 3,
-        total_iters: int = 5,
-        last_step: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        _check_factor("ConstantLR", "factor", factor)
-        self.factor, self.total_iters = factor, total_iters
-        super().__init__(optimizer, last_step, verbose)
+    ranges = {"factor": _FACTOR}
 
-    def rate(self, base_lr: float, step: int) -> float:
+    def rate(self, base_lr: float, step: int, factor: float = 1.0 / 3, total_iters: int = 5) -> float:
         """Return the learning rate of ``step``, from 0."""
-        return base_lr * self.factor if step < self.total_iters else base_lr
+        return base_lr * factor if step < total_iters else base_lr
 
 
 class LinearLR(LRScheduler):
     """A line from ``start_factor`` to ``end_factor`` times the initial rate, over ``total_iters`` steps."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        start_factor: float = 1.0 / 3,
-        end_factor: float = 1.0,
-        total_iters: int = 5,
-        last_step: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        _check_factor("LinearLR", "start_factor", start_factor)
-        _check_factor("LinearLR", "end_factor", end_factor)
-        self.start_factor, self.end_factor, self.total_iters = start_factor, end_factor, total_iters
-        super().__init__(optimizer, last_step, verbose)
+    ranges = {"start_factor": _FACTOR, "end_factor": _FACTOR}
 
-    def rate(self, base_lr: float, step: int) -> float:
+    def rate(
+        self, base_lr: float, step: int, start_factor: float = 1.0 / 3, end_factor: float = 1.0, total_iters: int = 5
+    ) -> float:
         """Return the learning rate of ``step``, from 0."""
-        if step >= self.total_iters:
-            return base_lr * self.end_factor
-        return base_lr * (self.start_factor + (self.end_factor - self.start_factor) * (step / self.total_iters))
+        if step >= total_iters:
+            return base_lr * end_factor
+        return base_lr * (start_factor + (end_factor - start_factor) * (step / total_iters))
 
 
 class CosineDecayLR(LRScheduler):
     """A half cosine from the initial rate to ``alpha`` times it, over ``decay_steps``."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        decay_steps: int,
-        alpha: float = 0.0,
-        last_step: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        _check(decay_steps > 0, f"CosineDecayLR(decay_steps={decay_steps!r}): more than 0")
-        self.decay_steps, self.alpha = decay_steps, alpha
-        super().__init__(optimizer, last_step, verbose)
+    ranges = {"decay_steps": _STEPS}
 
-    def rate(self, base_lr: float, step: int) -> float:
+    def rate(self, base_lr: float, step: int, decay_steps: int, alpha: float = 0.0) -> float:  # type: ignore[override]
         """Return the learning rate of ``step``, from 0."""
-        cosine = 0.5 * (1 + math.cos(math.pi * min(step, self.decay_steps) / self.decay_steps))
-        return base_lr * ((1 - self.alpha) * cosine + self.alpha)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(step, decay_steps) / decay_steps))
+        return base_lr * ((1 - alpha) * cosine + alpha)
 
 
 class PolynomialLR(LRScheduler):
@@ -127,32 +142,26 @@ class PolynomialLR(LRScheduler):
         verbose: no effect.
     """
 
-    def __init__(
+    ranges = {"steps": _STEPS}
+
+    def __init__(self, *args: Any, decay_batch: int | None = None, **options: Any) -> None:
+        super().__init__(*args, **options, **({} if decay_batch is None else {"steps": decay_batch}))
+
+    def rate(
         self,
-        optimizer: torch.optim.Optimizer,
-        steps: int | None = None,
+        base_lr: float,
+        step: int,
+        steps: Any = None,
         end_learning_rate: float = 0.0001,
         power: float = 1.0,
         cycle: bool = False,
-        last_step: int = -1,
-        verbose: bool = False,
-        *,
-        decay_batch: int | None = None,
-    ) -> None:
-        total = decay_batch if steps is None else steps
-        if total is None or total <= 0 or (steps is not None and decay_batch is not None):
-            raise ConfigError(f"PolynomialLR(steps={steps!r}): give the number of steps, more than 0")
-        self.max_decay_steps, self.end_learning_rate, self.power, self.cycle = total, end_learning_rate, power, cycle
-        super().__init__(optimizer, last_step, verbose)
-
-    def rate(self, base_lr: float, step: int) -> float:
+    ) -> float:
         """Return the learning rate of ``step``, from 0."""
-        steps = self.max_decay_steps
-        if self.cycle:
+        if cycle:
             step = max(step, 1)
             steps *= math.ceil(step / steps)
         left = 1 - min(step, steps) / steps
-        return float((base_lr - self.end_learning_rate) * left**self.power + self.end_learning_rate)
+        return float((base_lr - end_learning_rate) * left**power + end_learning_rate)
 
 
 class CosineAnnealingWarmRestarts(LRScheduler):
@@ -169,37 +178,28 @@ class CosineAnnealingWarmRestarts(LRScheduler):
         verbose: no effect.
     """
 
-    def __init__(
+    ranges = {"T_0": _WHOLE, "T_mult": _WHOLE}
+
+    def rate(  # type: ignore[override]
         self,
-        optimizer: torch.optim.Optimizer,
+        base_lr: float,
+        step: int,
         T_0: int,  # noqa: N803
         T_mult: int = 1,  # noqa: N803
         eta_min: float = 0.0,
         decay_rate: float = 1.0,
         restart_limit: int = 0,
-        last_step: int = -1,
-        verbose: bool = False,
-    ) -> None:
-        for name, value in (("T_0", T_0), ("T_mult", T_mult)):
-            _check(
-                isinstance(value, int) and value >= 1,
-                f"CosineAnnealingWarmRestarts({name}={value!r}): a whole number from 1 up",
-            )
-        self.T_0, self.T_mult, self.eta_min = T_0, T_mult, eta_min
-        self.decay_rate, self.restart_limit = decay_rate, restart_limit
-        super().__init__(optimizer, last_step, verbose)
-
-    def rate(self, base_lr: float, step: int) -> float:
+    ) -> float:
         """Return the learning rate of ``step``, from 0."""
-        restarts, steps = 0, self.T_0
-        if self.T_mult == 1:
+        restarts, steps = 0, T_0
+        if T_mult == 1:
             restarts, step = divmod(step, steps)
         while step >= steps:
-            restarts, step, steps = restarts + 1, step - steps, steps * self.T_mult
-        if 0 < self.restart_limit <= restarts:
-            return self.eta_min
+            restarts, step, steps = restarts + 1, step - steps, steps * T_mult
+        if 0 < restart_limit <= restarts:
+            return eta_min
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-        return self.eta_min + (base_lr * self.decay_rate**restarts - self.eta_min) * cosine
+        return eta_min + (base_lr * decay_rate**restarts - eta_min) * cosine
 
 
 class SequentialLR(LRScheduler):
@@ -231,10 +231,7 @@ class SequentialLR(LRScheduler):
             f"SequentialLR() with {len(schedulers)} schedulers, {len(milestones)} milestones and {len(rescaling)} "
             "interval_rescaling: give one scheduler more than milestones, and one bool for each milestone",
         )
-        for scheduler in schedulers:
-            kind = type(scheduler).__name__
-            _check(scheduler.optimizer is optimizer, f"SequentialLR(): {kind} belongs to another optimizer")
-            _check_closed(scheduler)
+        _check_parts("SequentialLR()", schedulers, optimizer)
         self._schedulers, self.milestones = list(schedulers), list(milestones)
         self.interval_rescaling = rescaling
         super().__init__(optimizer, last_step, verbose)
@@ -264,9 +261,7 @@ class ChainedScheduler(SequentialLR):
     def __init__(self, schedulers: Sequence[_Plain]) -> None:
         _check(bool(schedulers), "ChainedScheduler([]): give schedulers")
         optimizer = schedulers[0].optimizer
-        for scheduler in schedulers:
-            _check(scheduler.optimizer is optimizer, "ChainedScheduler(): its schedulers have different optimizers")
-            _check_closed(scheduler)
+        _check_parts("ChainedScheduler()", schedulers, optimizer)
         self._schedulers, self.milestones, self.interval_rescaling = list(schedulers), [], []
         LRScheduler.__init__(self, optimizer)
 
@@ -358,6 +353,13 @@ def rates_at(scheduler: _Plain, base_lrs: Sequence[Any], step: int) -> list[Any]
         scheduler.base_lrs, scheduler.last_epoch = before
 
 
+def _check_parts(call: str, schedulers: Sequence[_Plain], optimizer: torch.optim.Optimizer) -> None:
+    for scheduler in schedulers:
+        kind = type(scheduler).__name__
+        _check(scheduler.optimizer is optimizer, f"{call}: {kind} belongs to another optimizer")
+        _check_closed(scheduler)
+
+
 def _check_closed(scheduler: _Plain) -> None:
     _check(
         isinstance(scheduler, ClosedSchedule) or _torch.has_closed_form_rates(scheduler),
@@ -369,10 +371,6 @@ def _check_closed(scheduler: _Plain) -> None:
 def _check(good: bool, problem: str) -> None:
     if not good:
         raise ConfigError(problem)
-
-
-def _check_factor(kind: str, name: str, factor: float) -> None:
-    _check(0 <= factor <= 1, f"{kind}({name}={factor!r}): a number from 0 to 1")
 
 
 def _note_verbose(verbose: bool) -> None:
