@@ -81,7 +81,7 @@ if TYPE_CHECKING:  # "as" offers a name to users
     from zerograph.passes.rules.register_rule import register_rule as register_rule
     from zerograph.passes.rules.registry import Operands as Operands
     from zerograph.planner.front.plan import plan as plan
-    from zerograph.planner.plan import Plan as Plan
+    from zerograph.planner.plan_data import Plan as Plan
     from zerograph.runtime.checkpoint.file_tensor import open_safetensors as open_safetensors
     from zerograph.runtime.job.process_group import rank as rank, world_size as world_size
     from zerograph.state.checkpoint.export import read_checkpoint as read_checkpoint
@@ -131,7 +131,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "planner.front.plan": ("plan",),
     "loops.elastic": ("elastic",),
     "loops.prepare": ("full_parameters", "prepare", "step_of"),
-    "planner.plan": ("Plan",),
+    "planner.plan_data": ("Plan",),
     "runtime.job.process_group": ("rank", "world_size"),
     "runtime.checkpoint.file_tensor": ("open_safetensors",),
     "state.from_pretrained": ("from_pretrained",),

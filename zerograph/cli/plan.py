@@ -21,7 +21,7 @@ from zerograph.cli.progress import progress_bars
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from zerograph.planner.plan import Plan
+    from zerograph.planner.plan_data import Plan
 
 _PRECISION = f"{PRECISION}; with --params: mixed, the default, or fp32"
 _OF_CLOSED_FORM = ("params", "world_size", "precision", "fit", "as_json")
@@ -134,7 +134,7 @@ def plan(
         import torch
 
         from zerograph.ir.offload import Offload
-        from zerograph.planner import pictures, show
+        from zerograph.planner import pictures, plan_data
 
         kinds: tuple[tuple[Draw, Path | None], ...] = (
             (pictures.scaling_figure, plot),
@@ -169,7 +169,7 @@ def plan(
 
         console = Console()
         for each in plans:
-            console.print(show.page(each))
+            console.print(plan_data.page(each))
     for _, path in drawings:
         typer.echo(f"drawn: {path}", err=True)
     raise typer.Exit(0 if all(each.fits for each in plans) else DIFFERS)

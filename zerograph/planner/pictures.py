@@ -15,7 +15,7 @@ from zerograph.base.palette import ACTIVITIES, MEMORY
 from zerograph.base.sizes import show_bytes
 from zerograph.errors import ConfigError
 from zerograph.ir.metadata import boxing_of, meta, origin
-from zerograph.planner.plan import Plan
+from zerograph.planner.plan_data import Plan
 from zerograph.planner.timeline import Event, Timeline
 
 if TYPE_CHECKING:

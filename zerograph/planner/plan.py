@@ -25,9 +25,8 @@ from zerograph.ir.step_graph import collective_runs, placeholders
 from zerograph.passes.recompute.cost import flops
 from zerograph.planner.closed_form import ModelStates
 from zerograph.planner.machine import Machine
-from zerograph.planner.plan_data import PlanData, Wire
+from zerograph.planner.plan_data import Plan, Wire
 from zerograph.planner.preparable import Preparable, configured
-from zerograph.planner.show import text
 from zerograph.planner.speed import model_flops, operations, peak_rate, tokens
 from zerograph.planner.stored import StoredBytes, stored_bytes
 from zerograph.planner.timeline import timeline
@@ -40,14 +39,6 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Plan(PlanData):  # noqa: D101
-    __doc__ = PlanData.__doc__
-
-    def __str__(self) -> str:
-        return text(self)
 
 
 def planned(

@@ -16,8 +16,8 @@ from zerograph.base.sizes import show_bytes, show_seconds
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
 from zerograph.ir.offload import Offload
 from zerograph.planner.machine import Machine
-from zerograph.planner.plan import Plan, laid_out, planned, samples, tensors
-from zerograph.planner.plan_data import Candidate
+from zerograph.planner.plan import laid_out, planned, samples, tensors
+from zerograph.planner.plan_data import Candidate, Plan
 from zerograph.planner.preparable import Preparable
 from zerograph.planner.stored import StoredBytes
 from zerograph.planner.timeline import Timeline

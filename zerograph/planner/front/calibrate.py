@@ -154,42 +154,39 @@ class _Measure:
         selection.select_exchanges(self._job)
         hosts = direct.spanning_group(self._job.groups[0])
         if hosts is None:
-            yield self._link(None, self._gather)
+            yield self._link(None, self._start_gather)
             return
-        inside = self._link(hosts.local.size, functools.partial(self._inside, hosts))
+        inside = self._link(hosts.local.size, functools.partial(self._start_inside, hosts))
         # An exchange through memory is done by the rank that computes.
         yield dataclasses.replace(inside, overlap=0.0)
-        yield self._link(None, functools.partial(self._between, hosts))
+        yield self._link(None, functools.partial(self._start_between, hosts))
 
-    def _link(self, ranks: int | None, exchange: Callable[[int], Callable[[], Any]]) -> Link:
+    def _link(self, ranks: int | None, starts: Callable[[int], Callable[[], Callable[[], Any]]]) -> Link:
         """Measure a level of the network.
 
         Args:
-            exchange: returns an exchange in which each rank sends that many bytes.
+            starts: returns a function that starts an exchange in which each rank sends that many bytes, and returns the
+                wait for it.
         """
-        latency = self.seconds(exchange(_SENT[0]))
+        latency = self.seconds(_exchange(starts(_SENT[0])))
         points = []
         for count in _SENT[1:]:
-            seconds = self.seconds(exchange(count)) - latency
+            seconds = self.seconds(_exchange(starts(count))) - latency
             # A time close to the latency does not show the rate.
             if seconds > latency / 5 or count == _SENT[-1]:
                 points.append((float(count), count / max(seconds, 1e-9)))
         return Link(ranks, Rate(tuple(points)), latency)
 
-    def _inside(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Any]:
-        """Return an exchange between the ranks of each host, through memory."""
+    def _start_inside(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Callable[[], Any]]:
+        """Start exchanges between the ranks of each host, through memory."""
         local = hosts.local
         others = local.size - 1
         own = torch.zeros(sent // others, dtype=torch.uint8)
         received = [torch.zeros_like(own) for _ in range(local.size)]
-        return lambda: local.exchange([own] * len(received), received).wait()
-
-    def _between(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Any]:
-        """Return an exchange between the ranks of equal position on all hosts."""
-        start = self._start_between(hosts, sent)
-        return lambda: start()()
+        return lambda: local.exchange([own] * len(received), received).wait
 
     def _start_between(self, hosts: direct.SpanningGroup, sent: int) -> Callable[[], Callable[[], Any]]:
+        """Start exchanges between the ranks of equal position on all hosts."""
         others = hosts.other_hosts()
         own = torch.zeros(sent // len(others), dtype=torch.uint8)
         received = {host: torch.zeros_like(own) for host in others}
@@ -209,10 +206,7 @@ class _Measure:
         hosts = direct.spanning_group(self._job.groups[0])
         sent = _SENT[-1]
         start = self._start_gather(sent) if hosts is None else self._start_between(hosts, sent)
-
-        def exchange() -> None:
-            start()()
-
+        exchange = _exchange(start)
         alone = self.seconds(exchange)
         times = max(1, round(alone / self.seconds(functools.partial(torch.mm, a, b))))
 
@@ -254,12 +248,8 @@ class _Measure:
         update.param_groups[0]["params"][0].grad = parts[1][0]
         return moved / self.seconds(update.step)
 
-    def _gather(self, sent: int) -> Callable[[], Any]:
-        """Return an all-gather over all ranks, as a step runs it, in which each rank sends ``sent`` bytes."""
-        start = self._start_gather(sent)
-        return lambda: start()()
-
     def _start_gather(self, sent: int) -> Callable[[], Callable[[], Any]]:
+        """Start all-gathers over all ranks, as a step runs them."""
         part = torch.zeros(sent // max(self._job.size - 1, 1), dtype=torch.uint8, device=self._device)
         gather = selection.select_exchanges(self._job).get("all-gather", c10d.all_gather_into_tensor.default)
         (group,) = self._job.mesh.groups
@@ -294,6 +284,10 @@ class _Measure:
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _exchange(start: Callable[[], Callable[[], Any]]) -> Callable[[], Any]:
+    return lambda: start()()
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:

@@ -19,8 +19,8 @@ from zerograph.config import option_name
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.planner.machine import Machine, default_headroom, machine
-from zerograph.planner.plan import Plan, grid_of, planned, tensors
-from zerograph.planner.plan_data import Candidate
+from zerograph.planner.plan import grid_of, planned, tensors
+from zerograph.planner.plan_data import Candidate, Plan
 from zerograph.planner.preparable import configured
 from zerograph.planner.search import STAGES, search
 
@@ -216,7 +216,6 @@ def _fastest(
         # Reasons of the compiler first.
         reasons = "; ".join(sorted({one.verdict for one in result.candidates}))
         raise ConfigError(f"no stage of this step can be compiled: {reasons}")
-    assert isinstance(best.plan, Plan)
     return replace(best.plan, alternatives=result.candidates)
 
 
