@@ -18,29 +18,12 @@ from torch import Tensor, fx
 
 from zerograph import _torch
 from zerograph._torch import OpOverload
+from zerograph.ir.alias import is_view
 from zerograph.ir.pause import PAUSE
 from zerograph.runtime.wire import collectives
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
-# Views whose result follows from shape and strides alone.
-_VIEWS: frozenset[Any] = frozenset(
-    {
-        aten.alias.default,
-        aten.detach.default,
-        aten.slice.Tensor,
-        aten.view.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.select.int,
-        aten.expand.default,
-    }
-)
 # Operators that return an argument: its index, or its keyword.
 RETURNED_ARGUMENT: dict[Any, int | str] = {
     c10d.wait_tensor.default: 0,
@@ -116,7 +99,7 @@ class _Rewriter:
         """Return whether the node needs no call in each step: a constant, a copied node or its users replace it."""
         if node.op != "call_function" or node in self._returned:
             return False
-        if node.target in _VIEWS:
+        if is_view(node) and not isinstance(node.meta.get("val"), (list, tuple)):
             source, *sizes = node.all_input_nodes
             if sizes:
                 return False
