@@ -125,6 +125,8 @@ class _Run:
         needed, keep = set(needed), set(keep)
         last_uses = _last_uses([node for node in graph.nodes if node in needed])
         remaining_inputs = iter(zip(inputs, input_causes, strict=True))
+        assert graph.owning_module is not None
+        interpreter = fx.Interpreter(graph.owning_module, garbage_collect_values=False, graph=graph)
         for number, node in enumerate(graph.nodes):
             if node.op == "placeholder":
                 self.values[node], cause = next(remaining_inputs)
@@ -136,23 +138,16 @@ class _Run:
             if (loop := loop_of(node)) is not None:
                 self._run_loop(node, loop, number)
             else:
-                self._run_node(node, number, graph)
+                self._run_node(node, number, interpreter)
             for dead in last_uses.get(node, ()):
                 if dead not in keep:
                     self.values.pop(dead, None)
                     self.causes.pop(dead, None)
 
-    def _run_node(self, node: fx.Node, number: int, graph: fx.Graph) -> None:
+    def _run_node(self, node: fx.Node, number: int, interpreter: fx.Interpreter) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         causes = self._causes_of(node.all_input_nodes)
-        if node.op == "get_attr":
-            self.values[node] = getattr(graph.owning_module, str(node.target))
-        elif node.op == "call_module":
-            assert graph.owning_module is not None
-            self.values[node] = graph.owning_module.get_submodule(str(node.target))(*args, **kwargs)
-        else:
-            assert callable(node.target)
-            self.values[node] = node.target(*args, **kwargs)
+        self.values[node] = getattr(interpreter, node.op)(node.target, args, kwargs)
         if node.target in (accumulate, accumulate_in_tree, collect):
             # The tensors that it writes are the loop's results from here on. Only a sum depends on earlier values.
             results = node.all_input_nodes[: 2 if node.target is accumulate_in_tree else 1]

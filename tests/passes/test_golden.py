@@ -25,7 +25,7 @@ import zerograph as zg
 from tests.harness import LossStep, prepare
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.step_key import StepRequest
-from zerograph.inspection.step import texts
+from zerograph.inspection.step import Inspection
 from zerograph.ir.mesh import Mesh, line
 from zerograph.passes.pipeline import PIPELINE
 from zerograph.runtime.wire import collectives
@@ -285,7 +285,7 @@ def texts_of(step: str) -> dict[str, list[str]]:
     """Return the graph after every pass; ``"capture"`` is before the first."""
     prepared = STEPS[step][0]()
     names = [record.name for record in prepared.passes]
-    return dict(zip(names, texts(prepared, *names), strict=True))
+    return dict(zip(names, Inspection(prepared).texts(*names), strict=True))
 
 
 def compared(name: str, step: str) -> str:

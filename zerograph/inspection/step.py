@@ -68,9 +68,8 @@ class Views:
         Raises:
             ConfigError: nothing is compiled yet, there is no such pass, or the module has no nodes.
         """
-        step = self._inspected()
-        (shown,) = _lines_after(step, _pass(step, pass_name))
-        return show_text(shown, module)
+        (shown,) = Inspection(self._inspected()).texts(pass_name, module=module)
+        return "\n".join(shown)
 
     def diff(self, before: str, after: str, module: str | None = None) -> Diff:
         """Compare the graphs after two passes: ``print(step.diff("place", "box"))``.
@@ -85,7 +84,7 @@ class Views:
         Raises:
             ConfigError: nothing is compiled yet, there is no such pass, or the module has no nodes.
         """
-        old, new = texts(self._inspected(), before, after, module=module)
+        old, new = Inspection(self._inspected()).texts(before, after, module=module)
         return compare(old, new, (before, after))
 
     def explain(self, name: str) -> Life:
@@ -111,8 +110,8 @@ class Views:
         Raises:
             ConfigError: nothing is compiled yet, or there is no such pass.
         """
-        step = self._inspected()
-        return to_networkx(_graph_after(step, pass_name).graph, step.context)
+        step = Inspection(self._inspected())
+        return to_networkx(step.graph_after(pass_name).graph, step.context)
 
 
 class Inspection(Views):
@@ -155,7 +154,8 @@ class Inspection(Views):
         Raises:
             ConfigError: there is no such pass.
         """
-        return _graph_after(self.step, name)
+        checked = _pass(self.step, name)
+        return next(record for record in self.step.passes if record.name == checked).graph
 
     @property
     def summary(self) -> Summary:
@@ -170,13 +170,14 @@ class Inspection(Views):
         """Show the step in full: every input, output, parameter, collective and pass."""
         return description(self.step)
 
-    def texts(self, *names: str, module: str | None = None) -> list[list[str]]:
+    def texts(self, *names: str | None, module: str | None = None) -> list[list[str]]:
         """Return the lines of :meth:`text` after each of several passes; the pipeline runs once for all of them.
 
         Raises:
             ConfigError: there is no such pass, or the module has no nodes.
         """
-        return texts(self.step, *names, module=module)
+        shown = _lines_after(self.step, *(_pass(self.step, name) for name in names))
+        return [show_text(after, module).splitlines() for after in shown]
 
 
 class Prepared(Inspection):
@@ -208,21 +209,6 @@ class Prepared(Inspection):
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """Return the SBP between steps of every parameter and entry of optimizer state, by qualified name."""
         return planned_placements(self.layout, self.context.mesh.dims)
-
-
-def texts(step: PreparedStep, *names: str, module: str | None = None) -> list[list[str]]:
-    """Return the lines of a step's text after each of several passes; the pipeline runs once for all of them.
-
-    Raises:
-        ConfigError: there is no such pass, or the module has no nodes.
-    """
-    shown = _lines_after(step, *(_pass(step, name) for name in names))
-    return [show_text(after, module).splitlines() for after in shown]
-
-
-def _graph_after(step: PreparedStep, name: str | None) -> fx.GraphModule:
-    checked = _pass(step, name)
-    return next(record for record in step.passes if record.name == checked).graph
 
 
 def _pass(step: PreparedStep, name: str | None) -> str:

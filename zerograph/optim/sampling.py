@@ -39,22 +39,14 @@ aten = torch.ops.aten
 
 def both(sample: Sample) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tensor]]:
     """Trace the first update and a later one, and return them with the state after the first."""
-    first, state = sample.trace(None)
-    try:
-        return _steady(sample, first, state)
-    except _CountsError as error:
-        # Now as tensors.
-        sample.counters |= dict.fromkeys(error.names, "int")
+    while True:
         first, state = sample.trace(None)
-        return _steady(sample, first, state)
-
-
-def _steady(
-    sample: Sample, first: fx.GraphModule, state: dict[str, Tensor]
-) -> tuple[fx.GraphModule, fx.GraphModule, dict[str, Tensor]]:
-    spec = {key: StateTensor(tuple(value.shape), width(value)) for key, value in state.items()}
-    steady, _ = sample.trace(spec)
-    return first, steady, state
+        spec = {key: StateTensor(tuple(value.shape), width(value)) for key, value in state.items()}
+        try:
+            return first, sample.trace(spec)[0], state
+        except _CountsError as error:
+            # Now as tensors. Each error names a number that was none yet.
+            sample.counters |= dict.fromkeys(error.names, "int")
 
 
 class _CountsError(CaptureError):

@@ -10,6 +10,7 @@ import base64
 import gzip
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -51,14 +52,10 @@ def render(title: str, data: str) -> str:
     )
 
 
-def _filled(name: str, **parts: str) -> str:
+def _filled(asset: str, **parts: str) -> str:
     """Return an asset with its ``{{names}}`` replaced."""
-    # Split once: inserted text is not expanded again.
-    filled = []
-    for piece in _asset(name).split("{{"):
-        part, closed, rest = piece.partition("}}")
-        filled.append(parts[part] + rest if closed and part in parts else piece)
-    return "".join(filled)
+    # In one pass: inserted text is not expanded again.
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts.get(name[1], name[0]), _asset(asset))
 
 
 def _asset(name: str) -> str:
