@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -638,3 +641,92 @@ def test_a_buffer_that_a_call_assigns_is_the_plain_one(pool: Pool, stage: int) -
     for found, buffer in pool.run(2, centred_on_a_rank, stage):
         assert found == pytest.approx(losses, rel=1e-6)
         torch.testing.assert_close(buffer, mean)
+
+
+class Kinds(type):
+    """A class of classes with a property."""
+
+    level = 1.0
+
+    @property
+    def scale(cls) -> float:
+        return Kinds.level
+
+
+class Reading(nn.Module, metaclass=Kinds):
+    """A model that reads the environment, its class of classes, and functions of torch, and counts calls."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(os.environ.get("SCALE_OF_READING", "1")) * type(self).scale * math.sqrt(2.0)
+        result: Tensor = torch.relu(self.net(x)) * scale
+        return result
+
+
+class Counted(Reading):
+    """A model whose calls are counted by a function, in its class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        count_call(self)
+        return super().forward(x) * type(self).count
+
+
+class Warned(Reading):
+    """A model that warns in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("this call warns", stacklevel=1)
+        return super().forward(x)
+
+
+def count_call(model: nn.Module) -> None:
+    type(model).count += 1  # type: ignore[attr-defined]
+
+
+def twice(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias) * 2
+
+
+# What a script changes before a call: of what, and in which way.
+CHANGES: list[tuple[Any, str, Any]] = [
+    (Kinds, "level", 2.0),
+    (torch, "relu", torch.tanh),
+    (F, "gelu", lambda x, **_: x.sigmoid()),
+    (nn.Linear, "forward", twice),
+    (Tensor, "sigmoid", Tensor.tanh),
+    (math, "sqrt", math.exp),
+]
+
+
+def changed_between_calls(stage: int | None, kind: type[Reading]) -> list[float]:
+    """Return losses, with one change more in each call and at last with none, then the calls and their warnings."""
+    model: Any = seeded(kind)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data: Any = batches(len(CHANGES) + 5)
+    model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
+    kind.count, seen = 0, []
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        for number, (x, y) in enumerate(data):
+            if number == 2:
+                stack.enter_context(patch.dict(os.environ, SCALE_OF_READING="1.5"))
+            elif 2 < number < len(CHANGES) + 3:
+                stack.enter_context(patch.object(*CHANGES[number - 3]))
+            elif number == len(CHANGES) + 3:
+                stack.close()
+            seen.append(float(update(optimizer, F.cross_entropy(model(x), y))))
+    return [*seen, kind.count, sum("this call warns" in str(one.message) for one in shown)]
+
+
+@pytest.mark.parametrize("kind", [Reading, Counted, Warned])
+def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_in_the_environment(
+    pool: Pool, kind: type[Reading]
+) -> None:
+    expected = changed_between_calls(None, kind)
+    for seen in pool.run(2, changed_between_calls, 2, kind):
+        assert seen == pytest.approx(expected, rel=1e-12)

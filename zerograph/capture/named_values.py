@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
+    FUNCTIONS,
     MAX_LENGTH,
     MISSING,
     Identity,
@@ -32,6 +34,8 @@ from zerograph.capture.places import (
     walk,
 )
 
+# Scripts may replace functions and methods of torch, which layers call too.
+_TORCHS: tuple[Any, ...] = (torch, Tensor, nn.functional)
 # The name of the fact.
 NAMED_VALUES = "values that build() reads by name"
 # Others are forgotten: a value that is annealed does not come back.
@@ -71,6 +75,11 @@ class NamedValues:
                 if _changes_in_place(value):
                     self._checks.append(_is_equal(functools.partial(_token, value)))
         self._checks += [_is_equal(functools.partial(len, vars(kind))) for kind in state.classes]
+        layers = {kind for module in state.modules() for kind in type(module).__mro__}
+        for space in (*_TORCHS, *(kind for kind in layers if kind.__module__.startswith("torch."))):
+            place = Place(space, space.__name__, (("attr", "*"),))
+            self.places[place.key], self.tokens[place.key] = place, tuple(filter(callable, vars(space).values()))
+            self._checks.append(_is_equal(functools.partial(_objects_in, space)))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
@@ -125,7 +134,7 @@ def _is_named(place: Place, texts: Collection[str]) -> bool:
     kind, key = place.steps[0]
     is_graphs = place.own and not isinstance(place.root, nn.Module)
     if isinstance(place.root, (type, types.ModuleType, dict)) and is_of_library(place.root):
-        return False
+        return isinstance(place.value(), FUNCTIONS) and isinstance(place.root, types.ModuleType)
     if kind == "attr" and is_graphs:
         # Others are zerograph's.
         return key in {*texts} and key[:1] != "_"
@@ -137,6 +146,10 @@ def _token(value: Any) -> Hashable:
     is_told = not isinstance(value, Tensor) and (isinstance(value, CACHES) or not callable(value))
     # Of two dates, for instance, the token tells only what they are.
     return one if is_told and one[0] != "object" else Identity(value)
+
+
+def _objects_in(space: Any) -> Any:
+    return [*vars(space).values()]
 
 
 def _ordered(value: Any) -> Collection[Any]:

@@ -14,10 +14,12 @@ import argparse
 import functools
 import inspect
 import itertools
+import os
 import random
 import sys
 import threading
 import types
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -340,6 +342,13 @@ def _inside(value: Any, names: Collection[str] | None) -> Iterable[tuple[Step, A
     return parts(value) if is_walked else ()
 
 
+# State of the standard library by what code reads it with: where it is.
+_STATE_OF_PYTHON: dict[str, tuple[dict[str, Any], str]] = {
+    **dict.fromkeys(("environ", "getenv"), (vars(os.environ), "_data")),
+    "warn": (vars(warnings), "filters"),
+}
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_SPACES = (types.ModuleType, type)
 _OF_CREATION = frozenset({"__init__", "__new__", "__post_init__"})
 _BOUND = (types.MethodType, functools.partial)
 _NO_USERS = (*PLAIN, nn.Module, Tensor, type, types.ModuleType, torch.optim.Optimizer, random.Random)
@@ -409,9 +418,10 @@ class PythonState:
         # Methods of an object may lead to others.
         known = -1
         while known != (known := len(self.texts)):
-            for _, value, _ in [*walk(self.places())]:
-                if is_users_object(value) and not is_of_library(type(value)):
-                    self._add_class(type(value), self.texts)
+            objects = [value for _, value, _ in walk(self.places()) if is_users_object(value)]
+            for kind in {type(one) for one in (*objects, *self.modules())}:
+                if not is_of_library(kind):
+                    self._add_class(kind, self.texts)
             self._follow_functions()
 
     def _meet_functions_of(self, owner: Any) -> None:
@@ -466,6 +476,9 @@ class PythonState:
                 self._meet(value, owner)
             else:
                 self._add(function, title, ("attr", name))
+        for name, (holder, key) in _STATE_OF_PYTHON.items():
+            if name in names:
+                self._add(holder, name, ("key", key))
         by_text = texts_of(function.__code__) if "globals" in names else set()
         for name in (globals_in(function.__code__) | by_text) & function.__globals__.keys():
             self._meet_named(self._add(function.__globals__, "", ("key", name)), names)
@@ -475,8 +488,10 @@ class PythonState:
     def _meet_named(self, value: Any, names: set[str]) -> None:
         """Follow a function, and add what a user's module or class has under the names."""
         if isinstance(value, types.ModuleType):
-            for name in names & vars(value).keys() if is_users_module(value) else ():
-                if not isinstance(vars(value)[name], (types.ModuleType, type)):
+            # Of libraries only functions: a script may replace them.
+            for name in names & vars(value).keys():
+                one = vars(value)[name]
+                if isinstance(one, FUNCTIONS) or (is_users_module(value) and not isinstance(one, _SPACES)):
                     self._meet(self._add(value, value.__name__, ("attr", name)), None)
         elif isinstance(value, types.FunctionType):
             self._meet(value, None)
@@ -496,7 +511,9 @@ class PythonState:
 
         Methods that Python calls, such as ``__call__`` and ``__getattr__``, have names that code does not show.
         """
-        for base in filter(lambda base: is_users_module(sys.modules.get(base.__module__)), kind.__mro__):
+        for base in (*kind.__mro__, *inspect.getmro(type(kind))):
+            if not is_users_module(sys.modules.get(base.__module__)):
+                continue
             self.classes.add(base)
             for name, value in [*vars(base).items()]:
                 is_function = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
@@ -509,6 +526,10 @@ class PythonState:
                     self._meet(self._add(base, base.__name__, ("attr", name)), kind)
                 elif not is_special and not is_known and not isinstance(value, type):
                     self._meet_named(self._add(base, base.__name__, ("attr", name)), names)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the modules that the functions reach."""
+        yield from (owner for owner, _ in self._owners if isinstance(owner, nn.Module))
 
     def tables(self) -> Iterator[dict[Any, Any]]:
         """Yield the dicts that hold the attributes of the graph and its modules, and their hooks."""

@@ -13,6 +13,7 @@ import logging
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -88,6 +89,8 @@ _OUTPUT: tuple[tuple[Any, str, str], ...] = (
     (builtins, "open", "opens a file"),
     (io, "open", "opens a file"),
     (logging.Logger, "handle", "logs"),
+    # One that the filters show.
+    (warnings, "_showwarnmsg", "warns"),
 )
 
 

@@ -248,7 +248,14 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
         "load_state_dict": load_state_dict,
     }
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_zerograph_prepared": loop}
-    module.__class__ = type(kind)(kind.__name__, (kind,), {**methods, **names})
+
+    def changing(name: str) -> Callable[..., None]:
+        change = getattr(type(kind), name)
+        return lambda cls, *args: change(kind if cls is type(module) else cls, *args)
+
+    # What a call writes to its class is for all models of the class, and stays.
+    meta = type("Prepared", (type(kind),), {name: changing(name) for name in ("__setattr__", "__delattr__")})
+    module.__class__ = meta(kind.__name__, (kind,), {**methods, **names})
 
 
 def loop_of(module: nn.Module) -> Loop | None:
