@@ -730,3 +730,38 @@ def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_in_the_envir
     expected = changed_between_calls(None, kind)
     for seen in pool.run(2, changed_between_calls, 2, kind):
         assert seen == pytest.approx(expected, rel=1e-12)
+
+
+class Sharing(nn.Module):
+    """A model that returns a tensor twice, chunks that share memory without overlap, and maybe a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x: Tensor, *, view: bool) -> list[Tensor]:
+        out = self.net(x)
+        return [out, out, *(out * 2).chunk(2, dim=1), *([out[:, :2]] if view else [])]
+
+
+def written_results(stage: int | None, view: bool) -> tuple[list[float], list[bool]]:
+    model: Any = seeded(Sharing)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, batches(4))
+    seen = []
+    for x, y in data:
+        with torch.no_grad():
+            results = model(x, view=view)
+            results[0].mul_(3)
+        seen += [float(one.sum()) for one in results]
+        results = model(x, view=view)
+        seen.append(float(update(optimizer, F.cross_entropy(results[1], y) + results[2].square().mean())))
+    return seen, [] if stage is None else graphs_of(model)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_results_that_share_memory_share_it_after_a_graph_or_run_operator_by_operator(pool: Pool, view: bool) -> None:
+    expected, _ = written_results(None, view)
+    for seen, are_graphs in pool.run(2, written_results, 3, view):
+        assert seen == pytest.approx(expected, rel=1e-12)
+        assert are_graphs == [not view, not view]

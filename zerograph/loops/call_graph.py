@@ -107,14 +107,15 @@ class Template:
             arguments: the tensors among the arguments.
             buffers: those of the module.
         """
-        numbers = itertools.count()
         tensors = found_in(result, Tensor)
+        # Of a tensor that is there twice the first place.
+        numbers = {id(one): place for place, one in reversed([*enumerate(tensors)])}
         own = {id(one): original_of(one) for one in buffers} | {id(one): _Place(n) for n, one in enumerate(arguments)}
         edges = _edges_below([one for one in tensors if one.requires_grad]) if len(tensors) > 1 else ()
         inner = frozenset(place for place, one in enumerate(tensors) if (one.grad_fn, one.output_nr) in edges)
         flags = tuple(one.requires_grad for one in tensors)
         given = {place: own[id(one)] for place, one in enumerate(tensors) if id(one) in own}
-        return Template(map_tensors(result, lambda _: _Place(next(numbers))), flags, inner, given)
+        return Template(map_tensors(result, lambda one: _Place(numbers[id(one)])), flags, inner, given)
 
 
 def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
@@ -127,6 +128,21 @@ def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
             edges.update(node.next_functions)
             nodes += [below for below, _ in node.next_functions]
     return edges
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether tensors share memory, unless they are apart along one dimension, such as chunks."""
+    if _torch.storage_key(one.untyped_storage()) != _torch.storage_key(other.untyped_storage()):
+        return False
+    low, high = sorted((one, other), key=lambda tensor: _torch.size_hint(tensor.storage_offset()))
+    strides, sizes, high_sizes = (
+        [*map(_torch.size_hint, entries)] for entries in (low.stride(), low.shape, high.shape)
+    )
+    shift = _torch.size_hint(high.storage_offset()) - _torch.size_hint(low.storage_offset())
+    return strides != [*map(_torch.size_hint, high.stride())] or not any(
+        size * stride <= shift and all(shift + high_size * stride <= outer for outer in strides if outer > stride)
+        for size, high_size, stride in zip(sizes, high_sizes, strides, strict=True)
+    )
 
 
 def _tie(result: Tensor, origin: Callable[[], Tensor]) -> Tensor:
@@ -203,7 +219,8 @@ class Kind:
             return _tie(seen, lambda: self._origin(tensor)) if place in inner else seen
 
         inner, given = self.template.inner, self.template.given
-        return map_tensors(result, view)
+        views: dict[int, Tensor] = {}
+        return map_tensors(result, lambda one: views.setdefault(id(one), view(one)))
 
     def _origin(self, tensor: Tensor) -> Tensor:
         self.is_eager = True
@@ -279,6 +296,8 @@ class CallGraph(LoopGraph):
             for place, one in enumerate(results)
         ):
             raise CaptureError("a call returns a view of an argument, a parameter or a buffer")
+        if any(itertools.starmap(_overlap, itertools.combinations({id(one): one for one in results}.values(), 2))):
+            raise CaptureError("a call returns tensors that share memory, to which the loop may write")
         if not self._optimizers:
             return results
         roots = {place: one for place, one in enumerate(results) if one.requires_grad}
