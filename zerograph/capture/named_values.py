@@ -78,7 +78,9 @@ class NamedValues:
         layers = {kind for module in state.modules() for kind in type(module).__mro__}
         for space in (*_TORCHS, *(kind for kind in layers if kind.__module__.startswith("torch."))):
             place = Place(space, space.__name__, (("attr", "*"),))
-            self.places[place.key], self.tokens[place.key] = place, tuple(filter(callable, vars(space).values()))
+            self.places[place.key] = place
+            # A library that one rank alone imports may add names.
+            self.tokens[place.key] = tuple(map(vars(space).get, _callables_of(space)))
             self._checks.append(_is_equal(functools.partial(_objects_in, space)))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
@@ -146,6 +148,11 @@ def _token(value: Any) -> Hashable:
     is_told = not isinstance(value, Tensor) and (isinstance(value, CACHES) or not callable(value))
     # Of two dates, for instance, the token tells only what they are.
     return one if is_told and one[0] != "object" else Identity(value)
+
+
+@functools.cache
+def _callables_of(space: Any) -> Collection[str]:
+    return [name for name, one in vars(space).items() if callable(one)]
 
 
 def _objects_in(space: Any) -> Any:
