@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -140,9 +142,11 @@ class World:
 
     def warn(self, message: str) -> None:
         """Show a message once, on the first rank, at the user's line."""
-        if message not in self._warned and self.job.rank == 0:
-            warn_user(message)
-        self._warned.add(message)
+        if message not in self._warned:
+            self._warned.add(message)
+            # A filter that makes it an error does so on all ranks.
+            with warnings.catch_warnings(record=True) if self.job.rank else contextlib.nullcontext():
+                warn_user(message)
 
 
 _world: World | None = None
