@@ -75,7 +75,10 @@ def guard(optimizer: torch.optim.Optimizer, graph: StateOwner, building: Callabl
     """
     plain: Any = type(optimizer)
     graphs = vars(optimizer).setdefault("_zerograph_graphs", [])
-    graphs.append(weakref.ref(graph))
+    is_guarded = bool(graphs)
+    graphs[:] = [*(ref for ref in graphs if ref() is not None), weakref.ref(graph)]
+    if is_guarded:
+        return
 
     def storing(method: str) -> StateOwner | None:
         if building():
