@@ -1,8 +1,9 @@
 """gather_in_place: gather buckets that live throughout the step into permanent gather buffers that contain their shard.
 
 Gathered into new memory, the shard would be stored twice, and the bucket would be allocated in each step. Into a
-gather buffer only the other ranks' pieces are received, and the update writes the shard in place. Between steps these
-pieces are out of date; nothing reads them before they are gathered again.
+gather buffer only the other ranks' pieces are received, and the update writes the shard in place. From then on these
+pieces are out of date, and nothing reads them before they are gathered again. A step that follows one without an
+update, as in an evaluation, runs without these gathers (see ``runtime.executor``).
 
 The pass depends on the order of the graph, so only ``fit_memory_budget`` comes after it. With a memory budget gathered
 buckets are allocated and freed, and this pass does nothing.
