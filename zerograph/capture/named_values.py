@@ -152,7 +152,9 @@ def _token(value: Any) -> Hashable:
 
 @functools.cache
 def _callables_of(space: Any) -> Collection[str]:
-    return [name for name, one in vars(space).items() if callable(one)]
+    # Those of bases too, which may be replaced there.
+    spaces = space.__mro__ if isinstance(space, type) else (space,)
+    return {name for one in spaces for name, value in vars(one).items() if callable(value)}
 
 
 def _objects_in(space: Any) -> Any:
