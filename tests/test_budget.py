@@ -13,7 +13,7 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1_170,
-    "zerograph/_torch": 1_180,
+    "zerograph/_torch": 1_190,
     "zerograph/artifact": 1_140,
     "zerograph/base": 565,
     "zerograph/capture": 3_765,
@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks": 6_075,
     "tests": 42_055,
 }
-PACKAGE = 49_645
+PACKAGE = 49_655
 
 
 @pytest.fixture(scope="module")

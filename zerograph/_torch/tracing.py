@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
+import linecache
 import logging
 import os
 import sys
@@ -145,6 +147,15 @@ def node_of(tensor: Tensor) -> fx.Node | None:
         return None
     node: fx.Node | None = get_proxy_slot(tensor, mode.tracer, None, lambda value: value.proxy.node)
     return node
+
+
+def forget_sources() -> None:
+    """Drop the sources of generated functions that are gone: torch keeps those of all for tracebacks."""
+    sources = torch.fx.graph_module._loader.eval_cache
+    used = {one.__code__.co_filename for one in gc.get_objects() if isinstance(one, FunctionType)}
+    for name in sources.keys() - used:
+        del sources[name]
+        linecache.cache.pop(name, None)
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from zerograph import _torch
 from zerograph.data import batches, is_stateful
 from zerograph.errors import CommunicationError, ConfigError, RankMismatchError
 from zerograph.graph import ZeroGraph
@@ -240,6 +241,7 @@ class _Loop:
         abandon(f"a step, to form a new generation: {why}")
         # Exceptions refer to the groups, whose threads would go on.
         gc.collect()
+        _torch.forget_sources()
 
     def _enter(self) -> None:
         """Join the next generation and load the newest snapshot.
