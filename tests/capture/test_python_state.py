@@ -417,3 +417,29 @@ def test_an_assertion_that_pytest_rewrote_does_not_reach_pytest() -> None:
     assert "@pytest_ar" in globals()
     names = [place.name for place, *_ in walk(PythonState(checked, nn.Module(), []).places())]
     assert not [name for name in names if "_config" in name]
+
+
+class Trained(nn.Module):
+    """A module of a framework that makes a position of data, and leaves it out of its copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position_of_data = iter([1, 2])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "position_of_data": None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class OfTrained(Trained):
+    """A module that calls the method of its base."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_what_makes_or_copies_an_object_is_not_followed_by_its_methods() -> None:
+    module = OfTrained()
+    assert "position_of_data" not in PythonState(module.forward, module, []).texts

@@ -350,6 +350,8 @@ _STATE_OF_PYTHON: dict[str, tuple[dict[str, Any], str]] = {
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _SPACES = (types.ModuleType, type)
 _OF_CREATION = frozenset({"__init__", "__new__", "__post_init__"})
+# Special methods that no call of a model runs, unless its code makes or pickles such an object.
+_NOT_CALLED = _OF_CREATION | {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__init_subclass__"}
 _BOUND = (types.MethodType, functools.partial)
 _NO_USERS = (*PLAIN, nn.Module, Tensor, type, types.ModuleType, torch.optim.Optimizer, random.Random)
 
@@ -466,7 +468,12 @@ class PythonState:
         self.texts |= texts_of(function.__code__)
         title, defaults = function.__qualname__, function.__defaults__ or ()
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._meet_named(self._add(cell, name, ("cell", None)), names)
+            value = self._add(cell, name, ("cell", None))
+            if name == "__class__" and isinstance(value, type):
+                # Of super(): it makes no object.
+                self._add_class(value, names)
+            else:
+                self._meet_named(value, names)
         for number in range(len(defaults)):
             self._add(defaults, f"defaults of {title}", ("index", number))
         for name in function.__kwdefaults__ or ():
@@ -518,7 +525,7 @@ class PythonState:
             for name, value in [*vars(base).items()]:
                 is_function = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
                 is_special = name[:2] == name[-2:] == "__"
-                if name not in names and not (is_function and is_special and name not in _OF_CREATION):
+                if name not in names and not (is_function and is_special and name not in _NOT_CALLED):
                     continue
                 is_known = (id(base), (("attr", name),)) in self._roots
                 if is_function:
