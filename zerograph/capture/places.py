@@ -509,11 +509,11 @@ class PythonState:
                     self._owners.append((module, name))
                     self._meet_functions_of(module)
         elif isinstance(value, type):
-            self._add_class(value, names | _OF_CREATION)
+            self._add_class(value, names, creates=True)
         elif is_users_object(value):
             self._add_class(type(value), names)
 
-    def _add_class(self, kind: type, names: set[str]) -> None:
+    def _add_class(self, kind: type, names: set[str], *, creates: bool = False) -> None:
         """Add the class attributes, own and inherited, with one of the names, and follow the methods among them.
 
         Methods that Python calls, such as ``__call__`` and ``__getattr__``, have names that code does not show.
@@ -525,7 +525,8 @@ class PythonState:
             for name, value in [*vars(base).items()]:
                 is_function = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
                 is_special = name[:2] == name[-2:] == "__"
-                if name not in names and not (is_function and is_special and name not in _NOT_CALLED):
+                is_called = creates and name in _OF_CREATION if name in _NOT_CALLED else is_function and is_special
+                if not is_called and (name not in names or name in _NOT_CALLED):
                     continue
                 is_known = (id(base), (("attr", name),)) in self._roots
                 if is_function:
