@@ -157,11 +157,12 @@ class Executor:
     def _form(self, *, pauses: bool) -> Callable[..., Any]:
         if self.low_overhead is None:
             return self.function
-        gathers = not self.gathers or not all(store.is_gathered for store in self.gathers)
-        return self.low_overhead(pauses=pauses, gathers=gathers)
+        has_all = bool(self.gathers) and all(store.is_gathered for store in self.gathers)
+        return self.low_overhead(pauses=pauses, gathers=not has_all)
 
     def _note_gathers(self) -> None:
         for store in self.gathers:
+            # One with a gather buffer is in memory.
             store.gathered_version = version(in_memory(store.flat))
 
     def _fill(self, numbers: Mapping[str, float]) -> None:

@@ -525,8 +525,8 @@ class PythonState:
             for name, value in [*vars(base).items()]:
                 is_function = isinstance(value, (types.FunctionType, staticmethod, classmethod, property))
                 is_special = name[:2] == name[-2:] == "__"
-                is_called = creates and name in _OF_CREATION if name in _NOT_CALLED else is_function and is_special
-                if not is_called and (name not in names or name in _NOT_CALLED):
+                is_run = name in names or (is_function and is_special)
+                if not (creates and name in _OF_CREATION if name in _NOT_CALLED else is_run):
                     continue
                 is_known = (id(base), (("attr", name),)) in self._roots
                 if is_function:
