@@ -315,6 +315,18 @@ def test_workers_draw_the_noise_of_the_rest_of_a_pass(monkeypatch: pytest.Monkey
             assert torch.equal(column, torch.cat(columns))
 
 
+def with_noise(samples: Any) -> Tensor:
+    return torch.stack([one for (one,) in samples]) + torch.rand(())
+
+
+def test_a_worker_draws_the_noise_of_batches_that_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = functools.partial(DataLoader, TensorDataset(torch.arange(24)), 4, collate_fn=with_noise, num_workers=2)
+    torch.manual_seed(0)
+    whole = list(make())[3:]
+    for batch, *parts in zip(whole, *as_ranks(monkeypatch, make, first=3), strict=True):
+        assert torch.equal(batch, torch.cat(parts))
+
+
 class Damaged(Dataset[Tensor]):
     def __len__(self) -> int:
         return 40

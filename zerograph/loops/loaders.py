@@ -361,8 +361,8 @@ class Reader(Dataset[Any]):
         self._only_stacks = only_stacks(loader.collate_fn)
         self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, share)
         self._reads_all = share.parts == 1 or not self._only_stacks
-        # A TensorDataset draws nothing.
-        self._is_watching = type(loader.dataset) is not TensorDataset
+        # A TensorDataset draws nothing, but a collator may.
+        self._is_watching = type(loader.dataset) is not TensorDataset or not self._only_stacks
         self._generators: noise.Generators | None = None
         # The states at the start of a worker; else those before the last batch.
         self._before: list[Any] = []
