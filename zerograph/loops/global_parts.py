@@ -99,8 +99,8 @@ def of_parts(values: Any, doing: str, kwargs: Mapping[str, Any] | None = None) -
         )
         check_equal(values.batch, doing)
         return values.batch
-    now, tensors = world(), _plain_in(values)
-    if not tensors or now.is_alone:
+    now = world()
+    if now.is_alone or not (tensors := _plain_in(values)):
         return values
     parts = {id(tensor): tensor for tensor in tensors if tensor.dim() and not is_replicated(tensor)}
     whole = [tensor for tensor in tensors if id(tensor) not in parts]

@@ -71,7 +71,7 @@ class SplitGradients:
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the parameters that have a split gradient."""
-        return [one for one in parameters if one in self]
+        return [one for one in parameters if id(one) in self._parameters]
 
     def settle(self, parameter: nn.Parameter) -> None:
         """Make the gradients of a parameter's bucket torch's own. A collective if it has a split one."""
