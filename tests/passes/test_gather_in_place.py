@@ -254,7 +254,7 @@ def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
     return within, stayed, step.state_bytes(), sum(storages.values())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@sliced("stage", [1], [2])
 def test_the_shard_is_a_piece_of_the_room_which_stays(pool: Pool, stage: int) -> None:
     for within, stayed, said, held in pool.run(2, lie_within, stage):
         assert within
@@ -286,7 +286,7 @@ def grown(stage: int) -> tuple[int, int, int]:
     return most_allocated_bytes(step, x, y), most_allocated_bytes(plain, x, y), whole
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@sliced("stage", [2], [1])
 def test_a_step_takes_no_memory_for_what_it_gathers(pool: Pool, stage: int) -> None:
     for taken, before, whole in pool.run(2, grown, stage):
         assert whole > 4 * 256 * 256 * 4
