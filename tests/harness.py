@@ -116,7 +116,7 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
 
 
 def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Divide a product: each case with one of the others, which take turns; and the whole. For :func:`sliced`.
+    """Divide a product: each case with one of the others in turn; and the whole. For :func:`sliced`.
 
     Args:
         cases, others: values, or tuples of values.
