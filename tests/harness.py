@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,18 @@ def covering(cases: Iterable[tuple[Any, ...]]) -> tuple[list[Any], list[Any]]:
     return chosen, rest
 
 
+def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Divide a product: each case with one of the others in turn; and the whole. For :func:`sliced`.
+
+    Args:
+        cases, others: values, or tuples of values.
+    """
+    rows = [one if isinstance(one, tuple) else (one,) for one in cases]
+    columns = [one if isinstance(one, tuple) else (one,) for one in others]
+    chosen = [(*row, *columns[number % len(columns)]) for number, row in enumerate(rows)]
+    return chosen, [(*row, *column) for row in rows for column in columns]
+
+
 def compilations_of(step: zg.ZeroGraph) -> int:
     """Return how often a step has been compiled."""
     return step._compilations
@@ -193,15 +205,29 @@ class Step(zg.ZeroGraph):
 
 
 class Predict(zg.ZeroGraph):
-    """Return a module's output; nothing is trained."""
+    """Return ``call(model, *batch)``, by default the model's output; nothing is trained."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, call: Callable[..., Any] = output_of, **options: object) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.call = model, call
+        for name, value in options.items():
+            setattr(self.config, name, value)
 
-    def build(self, x: Tensor) -> Tensor:
-        output: Tensor = self.model(x)
-        return output
+    def build(self, *batch: Tensor) -> Any:
+        return self.call(self.model, *batch)
+
+
+class Function(zg.ZeroGraph):
+    """Return what a function of the inputs returns."""
+
+    def __init__(self, function: Callable[..., Any], **options: object) -> None:
+        super().__init__()
+        self._function = function
+        for name, value in options.items():
+            setattr(self.config, name, value)
+
+    def build(self, *inputs: Tensor) -> Any:
+        return self._function(*inputs)
 
 
 def model(**buffers: Tensor) -> nn.Module:

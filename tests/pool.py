@@ -71,18 +71,30 @@ class Pool:
         self._forked, self._spawned = mp.get_context("forkserver"), mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         self._folder, self._numbers = tempfile.TemporaryDirectory(), itertools.count()
+        # The store and the number of ranks of the process group that the last call has left; 0: none.
+        self._store, self._kept = Path(), 0
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Return what each rank returned, in order; raise ``RanksError`` with the tracebacks of those that raised."""
+        return self.call(ranks, function, args, is_kept=False)
+
+    # What a folder whose calls share jobs (see :class:`SharedJobs`) calls where one must be new.
+    run_afresh = run
+
+    def call(self, ranks: int, function: Callable[..., Any], args: tuple[Any, ...], *, is_kept: bool) -> list[Any]:
+        """As :meth:`run`; ``is_kept``: in the process group that such a call has left, if it has as many ranks."""
         self._start(ranks)
-        # It stays until the end: what still has it open must not find it gone.
-        store = self._traces() / f"store {next(self._numbers)}"
+        if not is_kept or self._kept != ranks:
+            # It stays until the end: what still has it open must not find it gone.
+            self._store = self._traces() / f"store {next(self._numbers)}"
+        self._kept = 0
         for rank in range(ranks):
-            self._workers[rank][1].send((rank, ranks, self._backend, str(store), function, args))
+            self._workers[rank][1].send((rank, ranks, self._backend, str(self._store), is_kept, function, args))
         answers = [self._answer(rank, function) for rank in range(ranks)]
         failed = {rank: text for rank, (ok, text) in enumerate(answers) if not ok}
         if failed:
             raise RanksError("\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items()))
+        self._kept = ranks if is_kept else 0
         return [value for _, value in answers]
 
     def close(self, patience: float = 0.0) -> None:
@@ -133,6 +145,17 @@ class Pool:
         return Path(self._folder.name)
 
 
+class SharedJobs:
+    """A pool whose calls share a job with the calls before, and so what its ranks have compiled for operators."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool, self.run_afresh = pool, pool.run
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """As :meth:`Pool.run`."""
+        return self._pool.call(ranks, function, args, is_kept=True)
+
+
 class RanksError(AssertionError):
     """Some rank raised, died or hung."""
 
@@ -149,16 +172,21 @@ def _serve(connection: Connection, trace: str) -> None:
         # may be in cycles, with process groups and their threads in them.
         gc.freeze()
         most_threads = _threads() + MORE_THREADS
+        left = ""
         while True:
-            rank, ranks, backend, store, function, args = connection.recv()
+            rank, ranks, backend, store, is_kept, function, args = connection.recv()
             try:
-                answer = True, _as_rank(rank, ranks, backend, store, function, args)
+                if left != store:
+                    _leave()
+                    _join(rank, ranks, backend, store)
+                torch.manual_seed(0)
+                answer, left = (True, function(*args)), store
             except BaseException:
-                answer = False, traceback.format_exc()
-            # After the exception is gone, whose traceback holds the whole failed test. Each group that stays would wake
-            # its thread a hundred times a second, for the rest of the run.
-            process_group._jobs.clear()
-            process_group._meshes.clear()
+                answer, is_kept = (False, traceback.format_exc()), False
+            if not is_kept:
+                # After the exception is gone, whose traceback holds the whole failed test.
+                left = ""
+                _leave()
             gc.collect()
             if _threads() > most_threads:
                 # What was in use when it was frozen may be garbage by now, in cycles that hold process groups.
@@ -176,16 +204,16 @@ def _threads() -> int:
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
 
 
-def _as_rank(
-    rank: int, ranks: int, backend: str, store: str, function: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _join(rank: int, ranks: int, backend: str, store: str) -> None:
     os.environ.pop("RANK", None)
     dist.init_process_group(backend, store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     # A rank that is done at once would close connections that another has not seen open yet.
     dist.barrier()
-    try:
-        torch.manual_seed(0)
-        return function(*args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """Leave the process group. Each that stays would wake its thread a hundred times a second, to the end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    process_group._jobs.clear()
+    process_group._meshes.clear()

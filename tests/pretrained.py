@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import nn
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 _GROUPED = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 61}
 _TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=61, n_positions=64, **_TOKENS)
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=61, n_positions=64, **_TOKENS)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -29,7 +29,7 @@ def qwen3() -> nn.Module:
 
 
 def opt() -> nn.Module:
-    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.OPTConfig(
         **sizes, word_embed_proj_dim=32, vocab_size=61, max_position_embeddings=64, **_TOKENS
     )
@@ -38,7 +38,7 @@ def opt() -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, vocab_size=61, decoder_start_token_id=0, **_TOKENS
+        d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8, vocab_size=61, decoder_start_token_id=0, **_TOKENS
     )
     return transformers.T5ForConditionalGeneration(config)
 

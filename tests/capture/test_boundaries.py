@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import Predict
 from zerograph.ir import mesh
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 ENDS = torch.tensor([0, 2, 6])
-
-
-class Predict(zg.ZeroGraph):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model, self._call = nn.Linear(8, 4), call
-
-    def build(self, *inputs: Tensor) -> Any:
-        return self._call(self.model, *inputs)
 
 
 @torch.library.custom_op("zerograph_tests::attend", mutates_args=())
@@ -36,7 +25,7 @@ def _(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def test_boundaries_of_sequences_are_recognised_by_the_operator_that_reads_them() -> None:
-    step = Predict(lambda model, x, lengths: attend(model(x), lengths.to(torch.int64)))
+    step = Predict(nn.Linear(8, 4), lambda model, x, lengths: attend(model(x), lengths.to(torch.int64)))
     with pytest.warns(UserWarning, match="no rule"):
         step.prepare(mesh.line(2, 0, "both"), X, zg.replicated(ENDS))
     with pytest.raises(zg.InputError, match=r"the cu_seqlens of zerograph_tests\.attend"):
@@ -50,12 +39,12 @@ def test_boundaries_that_number_the_sequence_of_each_row_are_recognised(name: st
         sequence = torch.bucketize(rows, ends) if name == "boundaries" else torch.searchsorted(ends, rows)
         return model(x) * sequence[:, None]
 
-    step = Predict(call)
+    step = Predict(nn.Linear(8, 4), call)
     with pytest.raises(zg.InputError, match=rf"has boundaries, the {name} of aten[^$]*zg\.replicated\(args\[1\]\)"):
         step.prepare(mesh.line(2, 0, "both"), X, ENDS)
 
 
 def test_searching_the_sorted_row_of_each_sample_is_no_search_in_boundaries() -> None:
-    step = Predict(lambda model, x, edges: model(x) * torch.searchsorted(edges, x[:, :4].contiguous()))
+    step = Predict(nn.Linear(8, 4), lambda model, x, edges: model(x) * torch.searchsorted(edges, x[:, :4].contiguous()))
     with pytest.warns(UserWarning, match="no rule says how aten.searchsorted"):
         step.prepare(mesh.line(2, 0, "both"), X, X[:, :5].sort().values)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import compilations_of, sliced
+from tests.harness import LossStep, compilations_of, sliced
 from tests.pool import Pool
 
 FACTOR = 1.0
@@ -136,16 +136,8 @@ EDITS: dict[str, Callable[[Model], object]] = {
 }
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-
-    def build(self, x: Tensor) -> Tensor:
-        result = criterion(self.model(x))
-        result.backward()
-        return result
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return criterion(model(x))
 
 
 @contextlib.contextmanager
@@ -177,7 +169,7 @@ def losses_of(way: str, edit: Callable[[Model], object]) -> tuple[list[float], l
     torch.manual_seed(0)
     plain_model = model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = Step(model, optimizer) if way == "graph" else None
+    step = LossStep(model, optimizer, loss=loss_of) if way == "graph" else None
     if way == "loop":
         model, optimizer = zg.prepare(model, optimizer, stage=2)
     losses, compilations = [], []
@@ -215,7 +207,7 @@ def test_calls_in_a_loop_follow_what_has_changed(name: str) -> None:
 
 def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     IN_CONTEXT.set(1.0)
-    step, losses = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0)), []
+    step, losses = LossStep(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0), loss=loss_of), []
     for factor in (1.0, 2.0, 1.0, 2.0, float("1.0")):
         monkeypatch.setattr(options, "factor", factor)
         losses.append(step(torch.ones(2, 4, dtype=torch.float64)).item())
@@ -225,7 +217,7 @@ def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_value_that_changes_in_every_step_is_named() -> None:
-    step = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0))
+    step = LossStep(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0), loss=loss_of)
     x = torch.ones(2, 4, dtype=torch.float64)
     with as_before():
         for number in range(7):
@@ -253,7 +245,7 @@ def test_a_loop_whose_value_changes_in_every_step_runs_operator_by_operator() ->
 
 
 def on_one_rank() -> str:
-    step = Step(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0))
+    step = LossStep(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0), loss=loss_of)
     x = torch.ones(2, 4, dtype=torch.float64)
     with as_before():
         globals().update(FACTOR=2.0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import needs_compiler
+from tests.harness import Function, needs_compiler
 from tests.models import Block, Gpt, TrainStep, batches, part
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh, local_part, local_shape, local_start
@@ -90,19 +90,6 @@ def test_a_piece_on_a_mesh_holds_the_numbers_of_its_place() -> None:
             assert torch.equal(piece, everything[local_part(whole, sbp, mesh)])
 
 
-class Forward(zg.ZeroGraph):
-    """A forward graph whose build() is given."""
-
-    def __init__(self, function: Callable[[Tensor], Any], **options: Any) -> None:
-        super().__init__()
-        self._function = function
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, x: Tensor) -> Any:
-        return self._function(x)
-
-
 N = 40_000
 
 
@@ -146,7 +133,7 @@ MOMENTS = {
 
 
 def test_every_kind_of_draw_has_its_distribution() -> None:
-    graph = Forward(many_kinds, seed=1)
+    graph = Function(many_kinds, seed=1)
     drawn, again = graph(torch.ones(N)), graph(torch.ones(N))
     for name, (mean, variance) in MOMENTS.items():
         values = drawn[name].double().flatten()
@@ -200,7 +187,7 @@ def masks(x: Tensor) -> Any:
 
 
 def on_two_ranks() -> dict[str, Any]:
-    graph = Forward(masks, seed=3)
+    graph = Function(masks, seed=3)
     return {
         "mlp": train_noisily("mlp", [0, 2], torch.float32),
         "gpt_of_one_block": train_noisily("gpt_of_one_block", [3], torch.float64),
@@ -236,7 +223,7 @@ def test_two_ranks_draw_what_one_device_draws(pool: Pool) -> None:
         for losses in (*first[name], *second[name]):
             torch.testing.assert_close(losses, alone, rtol=tolerance, atol=0)
             assert all(map(torch.equal, losses, first[name][0])), "a stage or a rank has losses of its own"
-    graph = Forward(masks, seed=3)
+    graph = Function(masks, seed=3)
     for one, other in zip(first["masks"], second["masks"], strict=True):
         alone = graph(torch.ones(8, 6))
         for index, split in enumerate((True, True, False, False, True)):
@@ -255,7 +242,7 @@ def test_the_seed_decides() -> None:
     x = torch.ones(4, 8)
 
     def drawn(manual_seed: int, **options: Any) -> list[Tensor]:
-        graph = Forward(lambda x: F.dropout(x, 0.5), **options)
+        graph = Function(lambda x: F.dropout(x, 0.5), **options)
         torch.manual_seed(manual_seed)
         found = [graph(x)]
         # What is drawn outside, or another shape of the batch, changes nothing.
@@ -268,14 +255,14 @@ def test_the_seed_decides() -> None:
     assert all(map(torch.equal, first, drawn(1)))
     assert not any(map(torch.equal, first, drawn(2)))
     assert all(map(torch.equal, drawn(1, seed=5), drawn(2, seed=5)))
-    graph = Forward(lambda x: F.dropout(x, 0.5), seed=5)
+    graph = Function(lambda x: F.dropout(x, 0.5), seed=5)
     graph(x)
     graph.config.seed = 6
     assert not torch.equal(graph(x), drawn(1, seed=5)[1])
 
 
 def test_a_state_without_random_numbers_still_loads() -> None:
-    graph = Forward(lambda x: F.dropout(x, 0.5), seed=5)
+    graph = Function(lambda x: F.dropout(x, 0.5), seed=5)
     state = graph.state_dict()
     del state["random"]
     x = torch.ones(4, 8)
@@ -286,7 +273,7 @@ def test_a_state_without_random_numbers_still_loads() -> None:
 
 def test_evaluation_draws_nothing() -> None:
     model = noisy("mlp").eval()
-    graph = Forward(model)
+    graph = Function(model)
     graph.model = model
     x = batches("mlp", 1)[0][0]
     assert torch.equal(graph(x), graph(x))
@@ -301,7 +288,7 @@ def test_backends_draw_the_same_numbers_anew_at_each_step() -> None:
     x = torch.ones(6, 8)
     found = {}
     for backend in ("eager", "inductor"):
-        graph = Forward(function, seed=1, backend=backend)
+        graph = Function(function, seed=1, backend=backend)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found[backend] = [graph(x), graph(x)]
@@ -347,7 +334,7 @@ def test_what_a_checkpoint_computes_again_has_the_same_mask() -> None:
 def test_draws_that_no_graph_can_repeat(function: Callable[[Tensor], Tensor], words: list[str]) -> None:
     before = torch.get_rng_state(), torch.get_rng_state
     with pytest.raises(zg.CaptureError) as error:
-        Forward(function)(torch.ones(4))
+        Function(function)(torch.ones(4))
     for word in words:
         assert word in str(error.value)
     assert torch.equal(torch.get_rng_state(), before[0])

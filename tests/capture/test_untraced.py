@@ -18,7 +18,7 @@ import transformers
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import LossStep, covering, sliced
+from tests.harness import LossStep, Predict, covering, sliced
 from tests.pool import Pool
 from zerograph.ir.mesh import line
 
@@ -105,18 +105,9 @@ def test_a_graph_calls_attention_as_plain_pytorch_does(name: str) -> None:
     with recorded_attention() as expected:
         plain = model(input_ids=ids).logits
     with recorded_attention() as calls:
-        logits = LogitsOf(model)(ids)
+        logits = Predict(model, lambda model, ids: model(input_ids=ids).logits)(ids)
     assert calls[: len(expected)] == expected
     assert torch.equal(logits, plain)
-
-
-class LogitsOf(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids).logits  # type: ignore[no-any-return]
 
 
 @sliced("name", ["llama"], ["llama without a cache", "gpt2"])

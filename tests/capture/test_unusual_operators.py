@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, mean_of_squares, sliced
+from tests.harness import LossStep, Predict, mean_of_squares, sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.mesh import line
@@ -189,22 +189,13 @@ def test_a_graph_without_inputs_and_parameters() -> None:
     assert Constant(3)() == 3
 
 
-class Predict(zg.ZeroGraph):
-    def __init__(self, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.model, self._call = nn.Linear(4, 3), call
-
-    def build(self, x: Tensor) -> Tensor:
-        return self._call(self.model, x)
-
-
 def test_a_batch_of_another_dtype_is_told_as_such() -> None:
     with pytest.raises(zg.OperatorError, match=r"tensors of torch\.float32 and torch\.float64: give the batch in"):
-        Predict(lambda model, x: model(x))(torch.randn(4, 4).double())
+        Predict(nn.Linear(4, 3), lambda model, x: model(x))(torch.randn(4, 4).double())
 
 
 def test_a_value_beyond_the_bins_is_an_error() -> None:
-    step = Predict(lambda model, x: torch.bincount(x.flatten(), minlength=3))
+    step = Predict(nn.Linear(4, 3), lambda model, x: torch.bincount(x.flatten(), minlength=3))
     assert step(torch.tensor([[0, 2, 2]])).tolist() == [1, 0, 2]
     with pytest.raises(zg.OperatorError, match="look at the values"):
         step(torch.tensor([[0, 2, 3]]))
@@ -223,7 +214,7 @@ def test_shapes_that_depend_on_values_are_refused_with_advice_that_fits(
     call: Callable[[nn.Module, Tensor], Tensor], words: list[str]
 ) -> None:
     with pytest.raises(zg.CaptureError, match="whose shape depends on values") as refused:
-        Predict(call)(torch.randn(4, 4))
+        Predict(nn.Linear(4, 3), call)(torch.randn(4, 4))
     for word in words:
         assert word in str(refused.value)
 

@@ -160,7 +160,7 @@ def in_low_precision_on_one_device(dtype: torch.dtype) -> list[float]:
     return losses
 
 
-@sliced("name", ["stage 1", "stage 3 in files", "stage 3, bf16, micro-batches"], published(Path()))
+@sliced("name", ["stage 3 in files", "stage 3, bf16, micro-batches"], published(Path()))
 def test_twenty_steps_of_published_configurations_are_those_of_one_device(
     pool: Pool, tmp_path: Path, name: str
 ) -> None:

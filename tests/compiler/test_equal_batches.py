@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zerograph as zg
-from tests.compiler.test_plain_inputs import Step, classes, linear, numbers
+from tests.compiler.test_plain_inputs import classes, linear, numbers, step_of
 from tests.pool import Pool
 
 
@@ -30,7 +30,7 @@ def equal_batches(mark: Callable[[Tensor], Tensor], prepared: bool) -> tuple[lis
                 optimizer.step()
                 optimizer.zero_grad()
         else:
-            step = Step(model, lambda model, rows, target: F.cross_entropy(model(rows), target))
+            step = step_of(model, lambda model, rows, target: F.cross_entropy(model(rows), target))
             losses = [step(x, y) for _ in range(2)]
         values = [loss.item() for loss in losses]
     about = [one for one in caught if "bitwise equal" in str(one.message)]

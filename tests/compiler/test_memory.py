@@ -88,27 +88,15 @@ MODELS = {
 }
 
 
-class TrainStep(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-        self.config.bucket_size = 16384
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        return loss
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
 
 
-def trained(name: str, stage: int, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> TrainStep:
+def trained(name: str, stage: int, optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> LossStep:
     """Return a graph after two steps: the first update may be another program than the later ones."""
     torch.manual_seed(0)
     model = MODELS[name][0]()
-    step = TrainStep(model, optimizer(model.parameters()), stage)
-    for option, value in options.items():
-        setattr(step.config, option, value)
+    step = LossStep(model, optimizer(model.parameters()), stage, token_loss, bucket_size=16384, **options)
     for _ in range(2):
         step(*own_batch(name))
     return step

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 import zerograph as zg
-from tests.harness import LossStep, compilations_of, needs_compiler, prepare, sliced
+from tests.harness import Function, LossStep, compilations_of, needs_compiler, prepare, sliced
 from tests.pool import Pool
 
 # For each step the documents' lengths in each row, and the rows of each of two ranks.
@@ -189,17 +189,6 @@ def test_stages_train_packed_rows_by_flex_attention_as_separate_documents_and_ag
         assert [compilations for _, _, compilations in (first, *others)] == [2, 2]
 
 
-class Attend(zg.ZeroGraph):
-    """Return what a function of heads [rows, heads, length, channels] and documents returns."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.run = run
-
-    def build(self, *batch: Tensor) -> Any:
-        return self.run(*batch)
-
-
 def heads(rows: int = 3) -> tuple[Tensor, Tensor]:
     """Return heads [rows, 2, 6, 4] of fp64 and the documents of each row [rows, 6]."""
     generator = torch.Generator().manual_seed(3)
@@ -253,14 +242,14 @@ def test_flex_attention_computes_what_is_written_out(run: Callable[..., Any]) ->
     }[run]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "return_lse", FutureWarning)
-        torch.testing.assert_close(Attend(run)(x, documents), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(Function(run)(x, documents), expected, rtol=1e-12, atol=1e-12)
 
 
 def attend_to_rows(kind: str) -> tuple[int, Tensor]:
     x, documents = heads()
     own = [2, 1] if zg.world_size() == 2 else [3]
     run = {"numbered": rows_count, "documents": compiled_by_the_user}[kind]
-    return zg.rank(), Attend(run)(x.split(own)[zg.rank()], documents.split(own)[zg.rank()])
+    return zg.rank(), Function(run)(x.split(own)[zg.rank()], documents.split(own)[zg.rank()])
 
 
 @sliced("kind", ["numbered"], ["documents"])
@@ -279,7 +268,7 @@ def up_to_the_last(x: Tensor) -> Tensor:
 
 
 def test_a_size_in_a_mask_function_is_that_of_the_call() -> None:
-    step, (whole, _) = Attend(up_to_the_last), heads()
+    step, (whole, _) = Function(up_to_the_last), heads()
     for length in (6, 5, 3, 4):
         x, places = whole[:, :, :length].contiguous(), torch.arange(length)
         expected = attention(x, (places >= places[:, None]) & (places < length - 1))
@@ -321,7 +310,7 @@ def test_documents_stay_split_with_the_batch() -> None:
         mask = create_block_mask(same_document(documents), 6, None, 6, 6, device="cpu")
         return flex_attention(x, x, x, block_mask=mask)
 
-    prepared = prepare(Attend(run), *both)
+    prepared = prepare(Function(run), *both)
     assert "zerograph.flex_attention" in prepared.text()
     assert not prepared.collectives()
 
@@ -354,7 +343,7 @@ def varlen(x: Tensor, documents: Tensor) -> Any:
 )
 def test_attention_that_no_step_computes_is_refused_with_the_line(run: Callable[..., Any], message: str) -> None:
     with pytest.raises(zg.CaptureError, match=message) as error:
-        Attend(run)(*heads())
+        Function(run)(*heads())
     assert "test_packed.py" in str(error.value)
 
 
@@ -362,24 +351,24 @@ def test_a_block_mask_is_no_input() -> None:
     x, documents = heads()
     mask = create_block_mask(same_document(documents), 3, None, 6, 6, device="cpu")
     with pytest.raises(zg.InputError, match="create_block_mask"):
-        Attend(lambda x, mask: flex_attention(x, x, x, block_mask=mask))(x, mask)
+        Function(lambda x, mask: flex_attention(x, x, x, block_mask=mask))(x, mask)
 
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 def test_a_nested_tensor_is_refused_with_what_to_pass_instead(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
     with pytest.raises(zg.InputError, match="pack them into rows of one length"):
-        Attend(lambda x: x * 2)(nested)
+        Function(lambda x: x * 2)(nested)
 
 
 def test_a_cache_that_hides_documents_from_transformers_is_a_warning() -> None:
     model = make("llama-sdpa", torch.float32)
     tokens, _, positions, _ = batch(STEPS[0][0])
-    step = Attend(lambda tokens, positions: model(tokens, position_ids=positions).logits)
+    step = Function(lambda tokens, positions: model(tokens, position_ids=positions).logits)
     step.model = model
     with pytest.warns(UserWarning, match="use_cache=False"):
         step(tokens, positions)
-    silent = Attend(lambda tokens: model(tokens).logits)
+    silent = Function(lambda tokens: model(tokens).logits)
     silent.model = model
     with warnings.catch_warnings():
         warnings.simplefilter("error")

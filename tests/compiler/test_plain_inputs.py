@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, Predict, sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.compiler.index_inputs import check_indices
@@ -22,20 +22,8 @@ from zerograph.compiler.plain_inputs import Comparison, Values
 from zerograph.ir import mesh
 
 
-class Step(zg.ZeroGraph):
-    """A step of a loss that is given; warnings of the compiler are kept."""
-
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        self.config.enable_zero(stage=2)
-
-    def build(self, *inputs: Tensor) -> Tensor:
-        loss = self._loss(self.model, *inputs)
-        loss.backward()
-        return loss
+def step_of(model: nn.Module, loss: Callable[..., Tensor]) -> LossStep:
+    return LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, loss)
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ def mistaken_and_right() -> dict[str, tuple[str, bool, float, float]]:
         torch.manual_seed(0)
         model = case.model()
         expected = case.loss(model, *case.whole()).item()
-        mistaken, right = Step(case.model(), case.loss), Step(model, case.loss)
+        mistaken, right = step_of(case.model(), case.loss), step_of(model, case.loss)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
@@ -230,7 +218,7 @@ def accepted() -> dict[str, tuple[float, float]]:
         torch.manual_seed(0)
         model = linear()
         expected = loss(model, *whole).item()
-        losses[title] = Step(model, loss)(*own).item(), expected
+        losses[title] = step_of(model, loss)(*own).item(), expected
     return losses
 
 
@@ -247,7 +235,7 @@ def warned_of() -> list[str]:
     def loss(model: nn.Module, rows: Tensor, target: Tensor, factor: Tensor) -> Tensor:
         return (F.cross_entropy(model(rows), target, reduction="none")[:, None] * factor).mean()
 
-    step = Step(linear(), loss)
+    step = step_of(linear(), loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -267,7 +255,7 @@ def differing_wholes() -> list[str]:
     messages = []
     for last in (torch.tensor(1.0 + zg.rank()), zg.replicated(torch.ones(1) * zg.rank())):
         with pytest.raises(zg.InputError) as refused:
-            Step(linear(), scaled)(part(x), part(y), last)
+            step_of(linear(), scaled)(part(x), part(y), last)
         messages.append(str(refused.value))
     return messages
 
@@ -323,7 +311,7 @@ def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], l
 
     def losses(offsets: Tensor) -> list[float]:
         torch.manual_seed(0)
-        step = Step(Bags(mode), of_bags)
+        step = step_of(Bags(mode), of_bags)
         step.config.placement = zg.placement("cpu", ranks=grid)
         step.config.input_sbp = input_sbp
         given = indices.chunk(parts)[at], offsets.chunk(parts)[at], y.chunk(parts)[at]
@@ -379,7 +367,7 @@ def test_offsets_that_end_with_the_last_bag_are_refused() -> None:
             out: Tensor = self.bags(indices, offsets)
             return out
 
-    step = Step(Ends(), lambda model, indices, offsets: model(indices, offsets).mean())
+    step = step_of(Ends(), lambda model, indices, offsets: model(indices, offsets).mean())
     given = torch.arange(6), torch.tensor([0, 3, 6])
     step.prepare(mesh.line(1, 0, "one"), *given)
     with pytest.raises(zg.InputError, match=r"args\[1\] of shape \(3,\) has boundaries, the offsets of") as refused:
@@ -388,19 +376,10 @@ def test_offsets_that_end_with_the_last_bag_are_refused() -> None:
 
 
 def test_offsets_are_not_cut_into_micro_batches() -> None:
-    step = Step(Bags("sum"), of_bags)
+    step = step_of(Bags("sum"), of_bags)
     step.config.set_gradient_accumulation_steps(2)
     with pytest.raises(zg.InputError, match="has boundaries, the offsets of"):
         step.prepare(mesh.line(1, 0, "one"), torch.arange(8), torch.tensor([0, 2, 4, 6]), classes(4))
-
-
-class Predict(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model, self._call = model, call
-
-    def build(self, *inputs: Tensor) -> Any:
-        return self._call(self.model, *inputs)
 
 
 def compared(values: list[Values], *others: list[Values]) -> Comparison:
@@ -448,7 +427,7 @@ def test_labels_of_classes_are_not_warned_of() -> None:
 def unequal_batch() -> list[str]:
     messages = []
     for x, y in ((numbers(0, 8, 8), classes(6)), (numbers(0, 8 - 2 * zg.rank(), 8), classes(8 - 2 * zg.rank()))):
-        step = Step(linear(), lambda model, x, y: F.cross_entropy(model(x), y))
+        step = step_of(linear(), lambda model, x, y: F.cross_entropy(model(x), y))
         step.config.dynamic_shapes = False
         with pytest.raises(zg.ZeroGraphError) as refused:
             step(x, y)
@@ -465,7 +444,7 @@ def test_unequal_batches_are_told_with_the_inputs_and_what_to_do(pool: Pool) -> 
 
 
 def on_rank_0_only(call: str) -> str:
-    step = Step(linear(), lambda model, x, y: F.cross_entropy(model(x), y))
+    step = step_of(linear(), lambda model, x, y: F.cross_entropy(model(x), y))
     x, y = numbers(0, 8, 8), classes(8)
     step(part(x), part(y))
 

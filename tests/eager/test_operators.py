@@ -220,7 +220,7 @@ def numbers_that_change() -> int:
 
 def test_a_number_that_changes_compiles_nothing_anew(pool: Pool) -> None:
     # One program for the product, one for the sum with a whole number, one for that with a fraction.
-    assert max(pool.run(2, numbers_that_change)) < 40
+    assert max(pool.run_afresh(2, numbers_that_change)) < 40
 
 
 def numbers_of_programs() -> None:

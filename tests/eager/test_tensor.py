@@ -221,7 +221,7 @@ ERRORS += [batch_of_gradients]
 
 @pytest.mark.parametrize("check", ERRORS, ids=lambda check: check.__name__)
 def test_errors_of_global_tensors(pool: Pool, check: Callable[[], None]) -> None:
-    pool.run(2, check)
+    pool.run_afresh(2, check)
 
 
 def part_of_one_rank(dim: int, sizes: tuple[int, int]) -> None:

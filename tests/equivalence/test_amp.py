@@ -89,10 +89,13 @@ def train(name: str, dtype: torch.dtype, stages: list[int], options: dict[str, A
 @sliced(
     "name, dtype, reduce_dtype, stages",
     [
-        ("gpt_of_one_block", torch.bfloat16, None, [0, 1, 2, 3]),
+        ("gpt_of_one_block", torch.bfloat16, None, [0, 2]),
         ("gpt_tied_of_one_block", torch.float16, torch.float32, [3]),
     ],
-    [("gpt_tied_of_one_block", torch.float16, torch.float32, [0, 1, 2])],
+    [
+        ("gpt_of_one_block", torch.bfloat16, None, [0, 1, 2, 3]),
+        ("gpt_tied_of_one_block", torch.float16, torch.float32, [0, 1, 2]),
+    ],
 )
 def test_stages_and_plain_autocast_agree_bitwise(
     pool: Pool, name: str, dtype: torch.dtype, reduce_dtype: torch.dtype | None, stages: list[int]

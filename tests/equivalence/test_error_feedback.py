@@ -62,7 +62,7 @@ def train_plainly(
     return {name: value.clone() for name, value in module.state_dict().items()}, kept
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@sliced("ranks", [3], [2])
 def test_every_stage_adds_what_earlier_codes_of_the_rank_lacked(pool: Pool, ranks: int) -> None:
     expected, _ = train_plainly(ranks, batches())
     for result in pool.run(ranks, train, [0, 1, 2, 3] if ranks == 2 else [2], [FEEDBACK])[0]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import deviation, plain_run, sliced
+from tests.harness import Predict, deviation, plain_run, sliced
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh
@@ -152,19 +152,6 @@ def test_what_does_not_fit_the_mesh_is_refused(pool: Pool) -> None:
     assert len(found) == len(words)
     for message, wanted in zip(found, words, strict=True):
         assert wanted in message
-
-
-class Predict(zg.ZeroGraph):
-    """A forward graph on the module of a train graph."""
-
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.model = model
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
 
 
 def move_between_meshes() -> dict[str, Any]:

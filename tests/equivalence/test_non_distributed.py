@@ -206,7 +206,7 @@ def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
 
 def on_a_grid() -> tuple[list[Tensor], dict[str, int]]:
     model, mesh, given = split_modules.placed("grid")
-    step = split_modules.Step(model, split_modules.adamw(model), 3)
+    step = split_modules.LossStep(model, split_modules.adamw(model), 3, split_modules.distance)
     step.config.placement = mesh
     step.set_zero_mode("non_distributed", stage=3)
     return [step(given(x), given(y)) for x, y in split_modules.data()], step.owners()

@@ -108,7 +108,7 @@ def tokens(mesh: Mesh) -> tuple[Tensor, Tensor]:
     return ids, ids.clone()
 
 
-@pytest.mark.parametrize("layout", MESHES)
+@sliced("layout", ["rows-and-sequence"], MESHES)
 def test_ulysses_sends_queries_keys_and_values_in_one_all_to_all_and_results_in_another(layout: str) -> None:
     mesh, input_sbp = MESHES[layout]
     step = prepared(llama(), mesh, input_sbp, *tokens(mesh), context_parallel_method="ulysses")
@@ -341,7 +341,7 @@ class Accelerated(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(("kernel", "key_heads"), [("flash", 4), ("flash", 2), ("efficient", 4), ("cudnn", 2)])
+@sliced("kernel, key_heads", [("flash", 2), ("efficient", 4), ("cudnn", 2)], [("flash", 4)])
 def test_kernels_of_accelerators_split_heads_and_keep_the_sequence_split(kernel: str, key_heads: int) -> None:
     mesh, input_sbp = MESHES["sequence"]
     step = prepared(Accelerated(kernel, key_heads), mesh, input_sbp, *tokens(mesh), backend="eager")

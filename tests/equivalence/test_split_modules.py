@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import zerograph as zg
-from tests.harness import Predict, sliced
+from tests.harness import LossStep, Predict, sliced
 from tests.pool import Pool
 from zerograph.compiler.input_layout import zero_dims_on
 from zerograph.ir.mesh import Mesh
@@ -38,21 +38,11 @@ class Net(nn.Module):
         return self.split(F.gelu(self.whole(x)))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-        if stage:
-            self.set_zero_mode("distributed_split", stage=stage)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(self.model(x), y)
-        loss.backward()
-        return loss
+def distance(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
 
 
-class Both(Step):
+class Both(LossStep):
     """Returns what it predicts as well, as tutorials do."""
 
     def build(self, x: Tensor, y: Tensor) -> Any:  # type: ignore[override]
@@ -106,9 +96,9 @@ def placed(layout: str) -> tuple[Net, Any, Callable[[Tensor], Tensor]]:
     return model, mesh, given
 
 
-def trained(layout: str, stage: int, **options: Any) -> tuple[Step, list[Tensor]]:
+def trained(layout: str, stage: int, **options: Any) -> tuple[LossStep, list[Tensor]]:
     model, mesh, given = placed(layout)
-    step = Step(model, adamw(model), stage)
+    step = LossStep(model, adamw(model), stage, distance)
     step.config.placement = mesh
     for name, value in options.items():
         setattr(step.config, name, value)
@@ -199,7 +189,7 @@ def columns() -> tuple[str, Tensor, list[int]]:
     nn.init.normal_(model[0].weight)
     zg.to_global(model, placement=mesh, sbp=S1)
     held = zg.to_local(model[0].weight).shape
-    step = Step(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 1, distance)
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(4, INPUTS, generator=generator).double(), torch.randn(4, 6, generator=generator).double()
     step(x.chunk(2)[zg.rank()], y.chunk(2)[zg.rank()])
@@ -225,14 +215,14 @@ def before_and_after() -> dict[str, Any]:
     model, _, given = placed("line")
     (x, y), *_ = data()
     predict = Predict(model)
-    step = Step(model, adamw(model), 2)
+    step = LossStep(model, adamw(model), 2, distance)
     start = step.state_dict()["modules"]["model"]
     hidden = type(model.split.weight).__name__
     first = zg.to_local(predict(given(x)))
     kept = predict.placements()["model.split.weight"]
     step(given(x), given(y))
     fresh, _, _ = placed("line")
-    again = Step(fresh, adamw(fresh), 3)
+    again = LossStep(fresh, adamw(fresh), 3, distance)
     again.load_state_dict(step.state_dict())
     # Loaded into the pieces: nobody holds the whole of it.
     assert type(fresh.split.weight).__name__ == hidden
@@ -280,7 +270,7 @@ def eager_first() -> tuple[Tensor, Tensor]:
     (model(given(x)) - given(y)).square().mean().full_tensor().backward()
     optimizer.step()
     optimizer.zero_grad()
-    step = Step(model, optimizer, 2)
+    step = LossStep(model, optimizer, 2, distance)
     saved = step.state_dict()["optimizers"][0]["state"][2]["exp_avg"]
     step(given(x2), given(y2))
     return saved, step.state_dict()["modules"]["model"]["split.weight"]
@@ -374,7 +364,7 @@ def refusals() -> list[str]:
     square = zg.placement("cpu", ranks=[[0, 1]])
     attempt(zg.to_global(nn.Linear(4, 4), placement=square, sbp=(B, S0)))
     muon = zg.to_global(nn.Linear(4, 4, bias=False), placement=line, sbp=S0)
-    step = Step(muon, torch.optim.Muon(muon.parameters()), 2)
+    step = LossStep(muon, torch.optim.Muon(muon.parameters()), 2, distance)
     try:
         step(torch.ones(2, 4), torch.ones(2, 4))
     except zg.ZeroGraphError as error:

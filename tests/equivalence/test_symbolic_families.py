@@ -15,9 +15,9 @@ from tests.harness import LossStep, sliced
 from zerograph.ir.mesh import line
 
 # The others of the table are of these kinds, or are trained on ragged batches elsewhere.
-NAMES = ("bert", "gru_time_first", "unet", "graph")
+NAMES = ("bert", "gru_time_first")
 # Whisper: attention as in BERT, two lengths as in the transformer, convolutions as in the U-Net. LSTM: as the GRU.
-REST = ("transformer", "mixer", "whisper", "lstm")
+REST = ("unet", "graph", "transformer", "mixer", "whisper", "lstm")
 
 
 def sent(name: str, dynamic: bool) -> Counter[tuple[str, int]]:

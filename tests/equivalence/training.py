@@ -17,7 +17,7 @@ from tests.models import part
 State = dict[str, Tensor]
 Stage = str | int
 
-STEPS, SAMPLES = 5, 8
+STEPS, SAMPLES = 3, 8
 STAGES: tuple[Stage, ...] = ("off", 1, 2, 3)
 
 

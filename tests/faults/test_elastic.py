@@ -135,8 +135,9 @@ def test_a_rank_that_dies_while_others_wait_for_its_connection_keeps_none_waitin
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 @sliced(
     "event, options",
-    [("cut", Options(pace=0.2)), ("comes back", Options(pace=0.5))],
+    [("cut", Options(pace=0.2))],
     [
+        ("comes back", Options(pace=0.5)),
         ("a rank", Options(pace=0.2, loop=True)),
         ("its launcher", Options(pace=0.2, stage=3)),
         ("its launcher ends", Options(pace=0.2, loop=True)),
@@ -512,7 +513,8 @@ def check_no_growth(folder: Path, *, is_long: bool) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux shows in /proc")
-@sliced("kills, number", [(4, 0)], [(40, number) for number in range(1, KILLS // 40 + 1)])
+@pytest.mark.long
+@pytest.mark.parametrize(("kills", "number"), [(4, 0), *((40, number) for number in range(1, KILLS // 40 + 1))])
 def test_kills_again_and_again_change_nothing(
     tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], kills: int, number: int
 ) -> None:

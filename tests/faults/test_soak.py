@@ -14,7 +14,6 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
-from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 
@@ -87,7 +86,8 @@ def soak(steps: int, moments: int, folder: str) -> list[Usage]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux shows in /proc")
-@sliced("steps, moments", [(80, 2)], [(2000, 10)])
+@pytest.mark.long
+@pytest.mark.parametrize(("steps", "moments"), [(80, 2), (2000, 10)])
 def test_nothing_grows(pool: Pool, tmp_path: Path, tally: Callable[[str], Tally], steps: int, moments: int) -> None:
     row = tally(f"a soak of {steps} steps on two ranks")
     for first, *rest in pool.run(2, soak, steps, moments, str(tmp_path)):

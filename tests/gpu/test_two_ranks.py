@@ -85,7 +85,9 @@ def test_two_ranks_on_one_device_train_as_one(
     assert max(apart.values()) < LIMITS["fp32"]
 
 
-@pytest.mark.parametrize("name", [pytest.param("conv", marks=pytest.mark.long), "llama"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("conv", marks=pytest.mark.long), pytest.param("llama", marks=pytest.mark.long), "mlp"]
+)
 def test_two_ranks_on_one_device_have_the_bits_of_one(name: str, two: Pool, device: str, steps: int) -> None:
     (wanted,) = two.run(1, bits, name, (0,), device, steps)[0]
     for run in two.run(RANKS, bits, name, (0, 3), device, steps)[0]:

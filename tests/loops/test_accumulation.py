@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerograph as zg
-from tests.harness import compilations_of
+from tests.harness import compilations_of, in_turn, sliced
 from tests.loops.test_prepare import X, Y, loop_of, network
 from zerograph.loops.loop_graph import Update
 
@@ -93,8 +93,7 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-@pytest.mark.parametrize("edit", [hand_written_clipping, several_at_once, setting, reading_after_clipping])
-@pytest.mark.parametrize("count", [1, 2])
+@sliced("edit, count", *in_turn([hand_written_clipping, several_at_once, setting, reading_after_clipping], (1, 2)))
 def test_gradients_can_be_read_and_changed_before_the_step(edit: Edit, count: int) -> None:
     assert_same([count, count], edit, stage=count)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import sliced
 from tests.loops.scripts import Prepare, samples, seeded, unprepared
 from tests.loops.test_habits import prepare_at, update
 from tests.pool import Pool
@@ -170,7 +171,7 @@ def unsynced(stage: int | None) -> list[tuple[float, float, list[bool]]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@sliced("stage", [1, 2], [0, 3])
 def test_gradients_of_no_sync_are_reduced_once_for_each_update(pool: Pool, stage: int) -> None:
     expected = unsynced(None)
     for seen in pool.run(2, unsynced, stage):
@@ -221,7 +222,7 @@ def gathering(stage: int | None) -> list[tuple[float, int]]:
     return seen
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@sliced("stage", [2], [1])
 def test_parameters_are_gathered_once_between_changes(pool: Pool, stage: int) -> None:
     expected = gathering(None)
     for seen in pool.run(2, gathering, stage):
@@ -390,7 +391,7 @@ def unequal(prepare: Any) -> list[float]:
     return [*seen, float(all(graphs_of(module))) if hasattr(module, "no_sync") else 1.0]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@sliced("stage", [3], [0])
 def test_calls_with_unequal_rows_are_graphs(pool: Pool, stage: int) -> None:
     expected = unequal(lambda *objects: objects)
     for seen in pool.run(2, unequal_on_a_rank, stage):

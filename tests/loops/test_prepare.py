@@ -19,6 +19,7 @@ from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
+from tests.harness import in_turn, sliced
 from tests.loops.scripts import unprepared
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of as loop_of_module
@@ -453,8 +454,7 @@ def test_a_prepared_model_is_not_pickled_but_its_copy_is() -> None:
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps, copy.copy])
+@sliced("copying, stage", *in_turn([copy.deepcopy, pickle.dumps, copy.copy], (2, 3)))
 def test_an_optimizer_whose_state_the_graph_has_is_copied_by_its_state_dict(
     copying: Callable[[object], object], stage: int
 ) -> None:

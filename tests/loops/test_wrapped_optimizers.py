@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.harness import sliced
 from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
 from tests.loops.test_habits import perceptron, prepare_at
 from tests.pool import Pool
@@ -95,14 +97,13 @@ def loop(prepare: Prepare, name: str) -> Seen:
     return printed, [dict(model.state_dict()), inner.state_dict()["state"]]
 
 
-def at_stages(name: str) -> list[Seen]:
-    return [loop(prepare_at(stage), name) for stage in (0, 2, 3)]
+def at_stage(name: str, stage: int) -> Seen:
+    return loop(prepare_at(stage), name)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_wrapper_around_an_optimizer_runs_as_in_one_process(pool: Pool, name: str) -> None:
+@sliced("name, stage", [("sharpness", 3), ("slow weights", 2)], itertools.product(MAKERS, (0, 2, 3)))
+def test_a_wrapper_around_an_optimizer_runs_as_in_one_process(pool: Pool, name: str, stage: int) -> None:
     printed, states = loop(unprepared, name)
-    for seen in pool.run(2, at_stages, name):
-        for stage_printed, stage_states in seen:
-            assert stage_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
-            torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
+    for stage_printed, stage_states in pool.run(2, at_stage, name, stage):
+        assert stage_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)

@@ -93,7 +93,7 @@ def tensors(value: Any) -> list[Tensor]:
     ("kind", "stage"), [("plain", 0), ("count", 2), ("start", 3), ("list", 2), ("tuple", 3), ("dict", 3)]
 )
 def test_state_from_the_constructor_is_that_of_plain_pytorch(pool: Pool, kind: str, stage: int) -> None:
-    (plain,) = pool.run(1, trained, False, stage, kind)
+    plain = trained(False, stage, kind)
     for losses, parameters, state in pool.run(2, trained, True, stage, kind):
         torch.testing.assert_close(losses, plain[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(parameters, dict(plain[1]), rtol=1e-12, atol=1e-12)
@@ -122,7 +122,7 @@ def resumed(prepared: bool, before: bool, kind: str) -> list[float]:
 
 @pytest.mark.parametrize(("before", "kind"), [(True, "tuple"), (False, "count")])
 def test_a_loop_resumes_from_state_that_the_constructor_has_made_first(pool: Pool, before: bool, kind: str) -> None:
-    (plain,) = pool.run(1, resumed, False, before, kind)
+    plain = resumed(False, before, kind)
     for losses in pool.run(2, resumed, True, before, kind):
         assert losses == pytest.approx(plain, rel=1e-12)
 

@@ -154,10 +154,10 @@ def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]
         ("onecycle", torch.optim.AdamW, {"amsgrad": True}, 1),
         ("onecycle", torch.optim.RMSprop, {"momentum": 0.5, "centered": True}, 1),
         ("weight_decay", torch.optim.AdamW, {}, 2),
-        ("weight_decay", torch.optim.Muon, {}, 2),
         ("momentum", torch.optim.Muon, {}, 2),
     ],
     [
+        ("weight_decay", torch.optim.Muon, {}, 2),
         ("weight_decay", torch.optim.Adafactor, {}, 2),
         # Multiplied with another number before it meets a tensor: stays a constant, compiled each time.
         ("d", torch.optim.Adafactor, {}, STEPS),

@@ -194,7 +194,7 @@ def work(stage: int, matrices: int) -> tuple[list[str], str]:
     return found, step.describe()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@sliced("stage", [2], [0])
 def test_muons_work_is_divided_between_the_ranks(pool: Pool, stage: int) -> None:
     results = pool.run(2, work, stage, 4)
     # Two of the four matrices each, all of one shape: one program.
@@ -321,7 +321,7 @@ def prepared_counted(kind: str, stage: int) -> tuple[list[Tensor], list[Any]]:
 
 @sliced("kind, stage", [("root", 3), ("sub", 0)], [("warm-up", 2)])
 def test_a_number_of_a_parameters_state_that_changes_is_an_input(pool: Pool, kind: str, stage: int) -> None:
-    ((values, counts),) = pool.run(1, counted, kind, unprepared)
+    values, counts = counted(kind, unprepared)
     for own, own_counts in pool.run(2, prepared_counted, kind, stage):
         torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-12)
         assert own_counts == counts == [6, 6]
@@ -371,7 +371,7 @@ def prepared_countable(kind: str, stage: int) -> Any:
 
 @sliced("kind, stage", [("group", 3), ("own", 2)], [("later", 0)])
 def test_a_number_of_an_optimizer_or_its_group_that_counts_steps_is_an_input(pool: Pool, kind: str, stage: int) -> None:
-    ((values, *counts),) = pool.run(1, countable, kind, unprepared)
+    values, *counts = countable(kind, unprepared)
     for own, *own_counts in pool.run(2, prepared_countable, kind, stage):
         torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-12)
         assert own_counts == counts == [6, None if kind == "own" else 6]

@@ -205,6 +205,11 @@ def without_rule(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return unruly(model(x)).square().mean()
 
 
+def of_sorted_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    whole = x.sort(0).values
+    return model(whole).square().mean()
+
+
 @pytest.mark.parametrize(
     ("loss", "model", "words"),
     [
@@ -213,6 +218,7 @@ def without_rule(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (squares, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), ["batch_norm = 'local'", "model(x).square()"]),
         (squares, frozen(), ["batch_norm = 'local'", "model(x).square()"]),
         (without_rule, None, ["unruly", "zg.register_rule"]),
+        (of_sorted_rows, None, ["aten.addmm", "return model(whole)"]),
     ],
 )
 def test_what_needs_the_whole_batch_is_refused(loss: Any, model: nn.Module | None, words: list[str]) -> None:

@@ -91,7 +91,7 @@ def report() -> Report:
     start = step.state_dict()
     # Under a budget what is gathered comes and goes at every stage.
     free = {2: see(step, 2, PLENTY, start), 3: see(step, 3, None, start)}
-    complaints = {stage: complaint(step, stage) for stage in (3, 2, 1, 0)}
+    complaints = {stage: complaint(step, stage) for stage in (3, 0)}
     least = TOO_SMALL + missing(complaints[3][0])
     budgets = [math.ceil(least + fraction * (free[2].predicted - least)) for fraction in FRACTIONS]
     under = {}

@@ -206,17 +206,17 @@ def test_what_is_read_behind_its_update_has_no_gather_buffer(change: Callable[[f
 
 def predicted_between() -> tuple[bool, bool, int, float]:
     """(training as without predictions, predictions as plain, rooms, share of the predicted bytes that are alive)."""
-    model, alone, plain = make(GPT), make(GPT), make(GPT)
-    step, other = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(alone, adamw(alone), 2, **SMALL)
+    model, alone, plain = make("mlp"), make("mlp"), make("mlp")
+    step, other = TrainStep(model, adamw(model), 2, **TINY), TrainStep(alone, adamw(alone), 2, **TINY)
     predict = Predict(model)
     same = right = True
-    for x, y in batches(GPT, STEPS):
+    for x, y in batches("mlp", STEPS):
         same &= torch.equal(step(part(x), part(y)), other(part(x), part(y)))
         plain.load_state_dict(step.state_dict()["modules"]["model"])
         right &= torch.allclose(predict(part(x)), plain(part(x)), atol=1e-6)
     filled = len(placeholders(predict.graph().graph, "gather_buffer"))
     predicted = predict.memory.peak
-    return same, right, filled, most_alive_bytes(predict, part(batches(GPT, 1)[0][0])) / predicted
+    return same, right, filled, most_alive_bytes(predict, part(batches("mlp", 1)[0][0])) / predicted
 
 
 def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
@@ -232,9 +232,9 @@ def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
 
 def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
     """Return True if each shard is inside its gather buffer and no buffer has moved since the last step; bytes."""
-    model = make(GPT)
-    step = TrainStep(model, adamw(model), stage, **SMALL)
-    (x, y), (x2, y2) = batches(GPT, 2)
+    model = make("mlp")
+    step = TrainStep(model, adamw(model), stage, **TINY)
+    (x, y), (x2, y2) = batches("mlp", 2)
     step(part(x), part(y))
     before = {store: store.gather_buffer.data_ptr() for store in rooms(step) if store.gather_buffer is not None}
     step(part(x2), part(y2))
@@ -254,7 +254,7 @@ def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
     return within, stayed, step.state_bytes(), sum(storages.values())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@sliced("stage", [1], [2])
 def test_the_shard_is_a_piece_of_the_room_which_stays(pool: Pool, stage: int) -> None:
     for within, stayed, said, held in pool.run(2, lie_within, stage):
         assert within
@@ -286,7 +286,7 @@ def grown(stage: int) -> tuple[int, int, int]:
     return most_allocated_bytes(step, x, y), most_allocated_bytes(plain, x, y), whole
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@sliced("stage", [2], [1])
 def test_a_step_takes_no_memory_for_what_it_gathers(pool: Pool, stage: int) -> None:
     for taken, before, whole in pool.run(2, grown, stage):
         assert whole > 4 * 256 * 256 * 4
@@ -319,14 +319,14 @@ def test_a_backend_of_ones_own_is_given_no_inputs_that_overlap() -> None:
 def stages_in_turn() -> list[tuple[int, bool, int]]:
     """(rooms, whether the numbers are those of stage 3 alone, predicted bytes at rest beside those held) by stage.
 
-    A block is frozen, as all but the adapters are in LoRA.
+    A layer is frozen, as all but the adapters are in LoRA.
     """
-    model, other = make(GPT), make(GPT)
+    model, other = make("mlp"), make("mlp")
     for one in (model, other):
-        one.get_submodule("blocks.0").requires_grad_(requires_grad=False)
-    step, alone = TrainStep(model, adamw(model), 3, **SMALL), TrainStep(other, adamw(other), 3, **SMALL)
+        one.get_submodule("0").requires_grad_(requires_grad=False)
+    step, alone = TrainStep(model, adamw(model), 3, **TINY), TrainStep(other, adamw(other), 3, **TINY)
     found = []
-    for stage, (x, y) in zip((2, 3, 1), batches(GPT, 3), strict=True):
+    for stage, (x, y) in zip((2, 3, 1), batches("mlp", 3), strict=True):
         step.config.enable_zero(stage=stage)
         same = torch.equal(step(part(x), part(y)), alone(part(x), part(y)))
         found.append((len(rooms(step)), same, step.memory.at_rest - step.state_bytes()))

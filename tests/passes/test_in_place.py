@@ -40,7 +40,7 @@ def _targets(step: TrainStep) -> Counter[Any]:
     return Counter(node.target for node in step.graph().graph.nodes)
 
 
-@pytest.mark.parametrize("name", ["gpt", "conv"])
+@pytest.mark.parametrize("name", ["gpt_of_one_block", "conv"])
 def test_writing_over_temporaries_changes_no_bit(name: str) -> None:
     over, step = _trained(name, "eager")
     apart, plain = _trained(name, as_it_is)
@@ -67,7 +67,7 @@ def test_a_gradient_in_another_order_of_dimensions_is_not_written_over() -> None
 
 
 def test_gradients_of_products_are_made_in_their_bucket() -> None:
-    _, step = _trained("gpt", "eager")
+    _, step = _trained("gpt_of_one_block", "eager")
     copied = [
         node.args[1].meta["val"].shape
         for node in step.graph().graph.find_nodes(op="call_function", target=aten.copy_.default)
@@ -75,7 +75,7 @@ def test_gradients_of_products_are_made_in_their_bucket() -> None:
     ]
     # Layer norm yields its gradients with its input's, and an embedding's is scattered.
     assert all(len(shape) == 1 or shape in ((61, 32), (16, 32)) for shape in copied)
-    products = [p for n, p in make("gpt").named_parameters() if p.dim() == 2 and n not in _EMBEDDINGS]
+    products = [p for n, p in make("gpt_of_one_block").named_parameters() if p.dim() == 2 and n not in _EMBEDDINGS]
     assert _targets(step)[aten.mm.out] == len(products) > 4
 
 
@@ -101,9 +101,9 @@ def test_what_backward_can_make_again_in_one_pass_is_not_kept() -> None:
 
 def positions_of_the_head() -> tuple[int, int, int]:
     """Where backward's product with the head's weight stands, where its gradient, and where the logits' is made."""
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     step = TrainStep(model, _adamw(model), 3)
-    nodes = list(prepare(step, *batches("gpt", 1)[0]).graph.graph.nodes)
+    nodes = list(prepare(step, *batches("gpt_of_one_block", 1)[0]).graph.graph.nodes)
     logits = next(n for n in nodes if n.target is aten._log_softmax_backward_data.out)
     product = next(n for n in nodes if logits < n and n.target is aten.mm.default)
     gradient = next(n for n in nodes if logits < n and n.target is aten.mm.out)
@@ -121,9 +121,9 @@ def test_data_parallel_gradients_are_summed_where_they_lie(pool: Pool) -> None:
 
 
 def reductions() -> dict[str, int]:
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     step = TrainStep(model, _adamw(model), 0)
-    (x, y), *_ = batches("gpt", 1)
+    (x, y), *_ = batches("gpt_of_one_block", 1)
     step(part(x), part(y))
     found = _targets(step)
     # Where the ranks cannot read each other's memory it is torch's own.
@@ -132,7 +132,7 @@ def reductions() -> dict[str, int]:
 
 
 def test_a_fused_optimizer_updates_each_bucket_by_its_own_operator() -> None:
-    _, step = _trained("gpt", "eager")
+    _, step = _trained("gpt_of_one_block", "eager")
     found = _targets(step)
     assert found[aten._fused_adamw_.tensor_lr] == len(stores_of(step))
     assert not any(found[one] for one in (aten.addcdiv.default, aten.addcdiv_.default, aten.sqrt.default))

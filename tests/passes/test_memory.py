@@ -110,7 +110,7 @@ def bytes_at_rest(name: str, stage: int, small: int) -> tuple[int, int]:
     return step.state_bytes(), sum(storages.values())
 
 
-@sliced("ranks, stage", [(2, 1), (2, 2), (2, 3)], [(4, 3)])
+@sliced("ranks, stage", [(2, 1), (2, 3)], [(2, 2), (4, 3)])
 def test_a_rank_holds_its_share_of_the_state(pool: Pool, ranks: int, stage: int) -> None:
     sizes = [p.numel() for p in make("mlp").parameters()]
     share = math.ceil(sum(sizes) / ranks)
@@ -130,8 +130,8 @@ def test_data_parallel_holds_the_whole_state(pool: Pool) -> None:
 
 def in_place(stage: int) -> tuple[list[str], list[bool]]:
     """Writes that are still copies, and whether each store's tensors are the same memory after a step."""
-    step = Case("gpt", stage).step()
-    (x, y), *_ = batches("gpt", 1)
+    step = Case("gpt_of_one_block", stage).step()
+    (x, y), *_ = batches("gpt_of_one_block", 1)
     step.compile(part(x), part(y))
     copies = [state.name for _, state, _ in writes(step.graph().graph)]
     before = [tensor.data_ptr() for store in stores_of(step) for tensor in (store.flat, *store.state.values())]
@@ -140,7 +140,7 @@ def in_place(stage: int) -> tuple[list[str], list[bool]]:
     return copies, [a == b for a, b in zip(before, after, strict=True)]
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@sliced("stage", [2], [0])
 def test_updates_are_written_in_place(pool: Pool, stage: int) -> None:
     copies, same = pool.run(2, in_place, stage)[0]
     assert copies == []

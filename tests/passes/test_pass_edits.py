@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 import zerograph as zg
+from tests.harness import in_turn, sliced
 from tests.inspection.models import Step
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
@@ -65,11 +66,10 @@ def test_a_replaced_pass_keeps_its_place() -> None:
     assert not step.diff("hoist_batch_statistics", "no_op")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["place", "hoist_batch_statistics", "reshard_after_forward", "localize", "loop", "schedule", "gather_in_place"],
-)
-@pytest.mark.parametrize("micro_batches", [1, 2])
+PASSES = ("place", "hoist_batch_statistics", "reshard_after_forward", "localize", "loop", "schedule", "gather_in_place")
+
+
+@sliced("name, micro_batches", *in_turn(PASSES, (1, 2)))
 def test_an_inserted_pass_sees_the_mesh_that_its_graph_has(name: str, micro_batches: int) -> None:
     dims: list[tuple[int, int]] = []
     prepared(zg.PassEdit.after(name, note_meshes(dims)), micro_batches=micro_batches)

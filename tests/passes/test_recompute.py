@@ -25,7 +25,7 @@ from zerograph.passes.recompute.min_cut import Operator, Problem, Value, choices
 
 aten = torch.ops.aten
 STAGES = (0, 3)
-OTHERS = ((0, "checkpoint"), (3, "auto"), (3, "checkpoint"))
+OTHERS = ((3, "auto"), (3, "checkpoint"))
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 

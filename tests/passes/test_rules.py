@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from tests.harness import in_turn, sliced
 from tests.passes import samples, samples_torch
 from tests.passes.samples import Zeros
 from zerograph._torch import fake_mode, graph_module, pytree
@@ -124,22 +125,21 @@ def local_outputs(made: Made, signature: Signature, ranks: int, rank: int) -> tu
 CASES = [(operator, number) for operator, samples in SAMPLES.items() for number in range(len(samples))]
 
 
-@pytest.mark.parametrize(("operator", "number"), CASES, ids=lambda value: str(value))
-def test_every_signature_computes_what_the_whole_operator_computes(operator: Any, number: int) -> None:
+@sliced("operator, number, ranks", *in_turn(CASES, (2, 4)))
+def test_every_signature_computes_what_the_whole_operator_computes(operator: Any, number: int, ranks: int) -> None:
     args, kwargs = SAMPLES[operator][number]
     given = pytree.tree_map(real, (args, kwargs))
     whole = [v for v in pytree.tree_leaves(operator(*given[0], **given[1])) if isinstance(v, Tensor)]
     made = graph_of(operator, args, kwargs)
     _, node, _ = made
-    for ranks in (2, 4):
-        found = rules.signatures_of(node, ranks)
-        assert found
-        for signature in found:
-            if not _floating(node, signature):
-                continue
-            result = run_in_pieces(made, signature, ranks)
-            for one, other in zip(result, whole, strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m: f"{signature}: {m}")  # noqa: B023
+    found = rules.signatures_of(node, ranks)
+    assert found
+    for signature in found:
+        if not _floating(node, signature):
+            continue
+        result = run_in_pieces(made, signature, ranks)
+        for one, other in zip(result, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m: f"{signature}: {m}")  # noqa: B023
 
 
 def _floating(node: fx.Node, signature: Signature) -> bool:

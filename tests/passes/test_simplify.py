@@ -9,23 +9,15 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
+from tests.harness import Function
 
 aten = torch.ops.aten
 Computation = Callable[[Tensor], Tensor]
 
 
-class Forward(zg.ZeroGraph):
-    def __init__(self, compute: Computation) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def build(self, x: Tensor) -> Tensor:
-        return self._compute(x)
-
-
 def check(compute: Computation, operator: object, *, stays: bool) -> None:
     x = torch.randn(6, 6)
-    graph = Forward(compute)
+    graph = Function(compute)
     assert torch.equal(graph(x), compute(x))
     assert any(node.target is operator for node in graph.graph("capture").graph.nodes)
     assert any(node.target is operator for node in graph.graph("simplify").graph.nodes) is stays

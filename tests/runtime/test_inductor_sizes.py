@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -84,8 +85,9 @@ def test_draws_and_gathers_of_unequal_parts_are_those_of_eager(pool: Pool) -> No
     )
 
 
+@functools.cache
 def pieces_of(dynamic: bool) -> list[Piece]:
-    model = Gpt(False, layers=2)
+    model = Gpt(False, layers=1)
     step = TrainStep(model, adamw(model), 2, backend="inductor", dynamic_shapes=dynamic)
     with every_size:
         program = cut(prepare(step, *batches("gpt", 1)[0]).graph.graph)

@@ -25,16 +25,16 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def simulated(rank: int, stage: int) -> tuple[int, list[str]]:
     """(bytes at rest, kinds of collectives in order) of a step that has run twice."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     step = TrainStep(model, adamw(model), stage)
-    for x, y in batches("gpt", 2):
+    for x, y in batches("gpt_of_one_block", 2):
         step(x, y)
     return step.state_bytes(), [one.kind for one in step.collectives()]
 
 
 def test_a_rank_of_simulated_ones_holds_its_part_of_the_state(process: ProcessPoolExecutor) -> None:
     held, kinds = process.submit(simulated, 0, 3).result(timeout=300)
-    weight = sum(parameter.nbytes for parameter in make("gpt").parameters())
+    weight = sum(parameter.nbytes for parameter in make("gpt_of_one_block").parameters())
     # Parameters and the two moments of AdamW; buckets are padded.
     assert held == pytest.approx(3 * weight / RANKS, rel=0.02)
     assert {"all-gather", "reduce-scatter"} <= set(kinds)

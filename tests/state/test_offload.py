@@ -107,10 +107,10 @@ def test_training_is_bitwise_the_same(
 
 
 def predicted_and_seen(folder: Path) -> tuple[zg.Memory, int, int, int]:
-    model = make("gpt")
+    model = make("gpt_of_one_block")
     step = TrainStep(model, fused_adamw(model.parameters()), 3, bucket_size=2**13)
     into_files(step, folder)
-    batch = [part(tensor) for tensor in batches("gpt", 1)[0]]
+    batch = [part(tensor) for tensor in batches("gpt_of_one_block", 1)[0]]
     step(*batch)
     everything = sum(parameter.numel() * 4 for parameter in model.parameters())
     return step.memory, most_alive_bytes(step, *batch), step.state_bytes(), everything
@@ -127,10 +127,10 @@ def test_the_memory_forecast_knows_what_is_in_files(pool: Pool, tmp_path: Path) 
 def under_a_budget(folder: Path) -> tuple[int, int, list[Tensor], list[Tensor]]:
     losses, budget = [], 0
     for place in (None, folder):
-        model = make("gpt")
+        model = make("gpt_of_one_block")
         step = TrainStep(model, fused_adamw(model.parameters()), 3, bucket_size=2**13, memory_budget=budget or None)
         into_files(step, place)
-        losses.append([step(*map(part, batch)) for batch in batches("gpt", 2)])
+        losses.append([step(*map(part, batch)) for batch in batches("gpt_of_one_block", 2)])
         # More than half of what rests in memory is missing then: no schedule makes up for that.
         budget = step.memory.peak - step.memory.at_rest // 2
     return int(step.config.memory_bytes or 0), step.memory.peak, *losses

@@ -34,7 +34,7 @@ from zerograph.state.whole_values import loaded_facts
 State = dict[str, Tensor]
 
 
-def step_of(stage: int, name: str = "gpt_of_one_block", **options: Any) -> TrainStep:
+def step_of(stage: int, name: str = "mlp", **options: Any) -> TrainStep:
     model = make(name)
     return TrainStep(model, adamw(model), stage, backend="eager", **options)
 
@@ -66,7 +66,7 @@ def saved_and_gone_on(path: Path, stages: list[int]) -> list[tuple[list[float], 
     found = []
     for stage in stages:
         step = step_of(stage)
-        data = batches("gpt_of_one_block", 4)
+        data = batches("mlp", 4)
         go(step, data[:2])
         step.save(path / str(stage))
         found.append((go(step, data[2:]), step.state_dict()["modules"]["model"]))
@@ -80,7 +80,7 @@ def gone_on_from(
     found = []
     for stage in stages:
         step = step_of((stage + 1) % 4 if compiled else stage, bucket_size=bucket_size)
-        data = batches("gpt_of_one_block", 4)
+        data = batches("mlp", 4)
         if compiled:
             step.compile(*map(part, data[0]))
         else:
@@ -93,9 +93,13 @@ def gone_on_from(
 
 
 @pytest.fixture(scope="module")
-def checkpoints(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[list[float], State]]]:
+def checkpoints(
+    pool: Pool, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, tuple[list[float], State]]]:
+    """Return the folder of checkpoints, and for each stage the losses and the parameters after its own."""
     path = tmp_path_factory.mktemp("checkpoints")
-    return path, pool.run(2, saved_and_gone_on, path, [0, 1, 2, 3])[0]
+    stages = [0, 1, 2, 3] if request.config.getoption("--long") else [0, 2, 3]
+    return path, dict(zip(stages, pool.run(2, saved_and_gone_on, path, stages)[0], strict=True))
 
 
 # Into a new graph, or into a compiled one of another stage.
@@ -120,11 +124,11 @@ def test_training_goes_on_on_another_number_of_ranks(pool: Pool, checkpoints: An
 
 def test_a_checkpoint_is_the_plain_state_of_model_and_optimizer(checkpoints: Any) -> None:
     state = zg.read_checkpoint(checkpoints[0] / "2")
-    model = make("gpt_of_one_block")
+    model = make("mlp")
     optimizer = adamw(model)
     model.load_state_dict(state["modules"]["model"])
     optimizer.load_state_dict(state["optimizers"][0])
-    losses = [float(loss) for loss in train_plainly(model, optimizer, batches("gpt_of_one_block", 4)[2:])]
+    losses = [float(loss) for loss in train_plainly(model, optimizer, batches("mlp", 4)[2:])]
     assert losses == pytest.approx(checkpoints[1][2][0], abs=1e-5)
 
 
@@ -141,7 +145,7 @@ def test_what_a_checkpoint_reads_as_loads_into_a_graph(checkpoints: Any) -> None
 def test_export_writes_one_file_that_the_plain_model_loads(checkpoints: Any, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(checkpoints[0] / "3"), str(tmp_path)])
     assert result.exit_code == 0, result.output
-    model = make("gpt_of_one_block")
+    model = make("mlp")
     model.load_state_dict(load_file(tmp_path / "model.safetensors"))
     expected = zg.read_checkpoint(checkpoints[0] / "3")["modules"]["model"]
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
@@ -255,7 +259,7 @@ def test_training_goes_on_however_parameters_are_placed(pool: Pool, tmp_path: Pa
 
 
 def saved_in_the_background(path: Path) -> tuple[list[float], list[float], list[str], str]:
-    step, data = step_of(2), batches("gpt_of_one_block", 6)
+    step, data = step_of(2), batches("mlp", 6)
     go(step, data[:2])
     step.save(path, asynchronous=True, keep=2)
     expected = go(step, data[2:4])
@@ -420,7 +424,7 @@ def test_rank_0_plans_a_save_of_thousands_of_ranks_from_their_counts() -> None:
 
 
 def test_a_process_plans_a_load_of_what_thousands_of_ranks_saved(tmp_path: Path) -> None:
-    ranks, names = 2816, [f"weight{number}" for number in range(10)]
+    ranks, names = 2816, ["weight", "bias"]
     tensors = {
         name: Entry(
             "float32",
@@ -457,7 +461,7 @@ def loaded_first(path: Path, stage: int) -> tuple[dict[str, str], dict[str, str]
     step.load(path / str(stage))
     assert all(isinstance(parameter, SplitParameter) for parameter in step.model.parameters())
     with pytest.raises(zg.SplitParameterError, match="no step has run yet"):
-        step.model.state_dict()["blocks.0.norm1.weight"].sum()
+        step.model.state_dict()["2.weight"].sum()
     before = step.fingerprint()
     step.save(path / f"again {stage}")
     step.load(path / f"again {stage}")
@@ -471,12 +475,13 @@ def test_a_load_before_the_first_call_gives_each_rank_its_shards(pool: Pool, che
         names = [name for name in expected if "parameter" in name or name.startswith("model.")]
         assert [before[name] for name in names] == [after[name] for name in names] == [expected[name] for name in names]
         # Every rank has the numbers of steps.
-        assert kept < 0.51 * whole
+        # And what fills up a shard of few numbers.
+        assert kept < 0.54 * whole
 
 
 def parts_of(path: Path) -> dict[str, str]:
     """Write what each rank keeps of a snapshot at stage 3."""
-    step = step_of(3)
+    step = step_of(3, "gpt_of_one_block")
     go(step, batches("gpt_of_one_block", 1))
     torch.save(packed(*state_of(step._parts(), "", {})), path / f"part {zg.rank()}")
     return step.fingerprint()
@@ -484,7 +489,7 @@ def parts_of(path: Path) -> dict[str, str]:
 
 def loaded_from_parts(path: Path) -> tuple[dict[str, str], int, int, int]:
     """Load the snapshot of two ranks on three, of which two hold a part."""
-    step, received = step_of(3), []
+    step, received = step_of(3, "gpt_of_one_block"), []
     parts = {zg.rank(): torch.load(path / f"part {zg.rank()}")} if zg.rank() < 2 else {}
     reader = snapshot_reader(step._join(), parts, [[0], [1]])
 

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
 from tests.constructors import CONSTRUCTIONS, tied
-from tests.harness import Predict, stores_of
+from tests.harness import LossStep, Predict, stores_of
 from tests.models import TrainStep, adamw, batches, part, train_plainly
 from tests.peak_memory import Live, most_allocated
 from tests.pool import Pool
@@ -140,25 +140,16 @@ def deep() -> nn.Module:
     return nn.ModuleList([layers, copy.deepcopy(layers)])
 
 
-class Distance(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        self.config.enable_zero(True, stage=3)
-        self.config.bucket_size = 4 * 2 * WIDTH**2
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = (self.model[0](x) - 2 * self.model[1](x)).square().mean()
-        loss.backward()
-        return loss
+def distance(model: nn.Module) -> LossStep:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = lambda model, x: (model[0](x) - 2 * model[1](x)).square().mean()  # noqa: E731
+    return LossStep(model, optimizer, 3, loss, bucket_size=4 * 2 * WIDTH**2, backend="eager")
 
 
 def memory() -> tuple[int, int]:
     made: list[nn.Module] = []
     making = most_allocated(lambda: made.append(split(deep)))
-    step, x = Distance(made[0]), torch.ones(1, WIDTH)
+    step, x = distance(made[0]), torch.ones(1, WIDTH)
     # The profiler does not hear of memory that a collective's own thread gives back.
     with Live([store.flat for store in stores_of(step)]) as live:
         step.compile(x)

@@ -221,7 +221,7 @@ CHANGED: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@sliced("name", ["sgd", "lamb"], CHANGED)
+@sliced("name", ["lamb"], CHANGED)
 def test_options_that_change_between_steps_are_those_of_the_next(name: str) -> None:
     option = cases(name)[2]
     start, rows = start_and_gradients(1)

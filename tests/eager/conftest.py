@@ -1,0 +1,3 @@
+"""As of loops."""
+
+from tests.loops.conftest import pool as pool
