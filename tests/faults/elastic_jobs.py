@@ -288,7 +288,7 @@ def script(folder: Path, options: Options) -> None:
             print(json.dumps(line), file=file)
         if options.kills and measured[0] != generation:
             measured[0] = generation
-            write_usage(folder / f"usage of {worker.number}", zg.world_size(), len(written_by_others))
+            write_usage(folder / f"usage of {worker.number}", zg.world_size(), len(written_by_others), generation)
         time.sleep(options.pace * (not options.kills or not (folder / f"fault {options.kills - 1}").exists()))
         while (folder / "hold").exists():
             time.sleep(0.02)
@@ -362,7 +362,7 @@ class _Forking(Supervisor):
         if self._generation != before and hasattr(self, "usage"):
             # A socket for each that has not started, and a pipe of each that has.
             own = -len(self.idle) - len(self._workers)
-            write_usage(self.usage, own, self._store.num_keys())
+            write_usage(self.usage, own, self._store.num_keys(), self._generation[0])
 
     def _spawn(self, variables: Mapping[str, str], pipe: int) -> subprocess.Popen[bytes]:
         pid, ours = self.idle.pop(0)

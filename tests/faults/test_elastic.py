@@ -469,7 +469,8 @@ def test_torchrun_with_fewer_hosts_goes_on_from_the_checkpoint(
 def soaked(kills: int, number: int, folder: Path) -> Options:
     """Return the options of a job in which ranks are killed again and again."""
     draw = random.Random(number)
-    variables = {"TMPDIR": str(folder)}
+    # Torch keeps its last 2,000 collectives, some kilobyte each, of groups that are gone too.
+    variables = {"TMPDIR": str(folder), "TORCH_FR_BUFFER_SIZE": "0"}
     if number % 4 == 2:
         variables["ZEROGRAPH_WIRE"] = "sockets"
     if number % 3 == 2:
@@ -495,20 +496,21 @@ def check_no_growth(folder: Path, *, is_long: bool) -> None:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         if file.name.endswith("the launcher"):
             # Some for the job, and what processes that wait have asked.
-            assert max(keys for *_, keys in lines) <= 10
-            files = [files + own for _, files, _, own, _ in lines]
+            assert max(keys for *_, keys, _ in lines) <= 10
+            files = [files + own for _, files, _, own, *_ in lines]
             # Connections of workers that are on their way count too.
             assert max(files[len(files) // 2 :]) <= max(files[: len(files) // 2 + 1]) + 8, lines
         else:
             # Others of a generation of as many ranks, after the first, in which everything happens once.
             lines = [line for line in lines[1:] if line[3] == 4]
-            assert all(mailboxes <= 3 for *_, mailboxes in lines), lines
+            assert all(mailboxes <= 3 for *_, mailboxes, _ in lines), lines
             # What a broken step has held may stay until the next recovery.
             files = [files for _, files, *_ in lines]
             assert len(lines) < 4 or min(files[-3:]) <= files[0], lines
         assert not lines or lines[-1][2] <= lines[0][2], lines
         if is_long and len(lines) > 12:
-            assert lines[-1][0] - lines[6][0] < 2**18 * (len(lines) - 6), lines
+            # What lives does not grow; the free heap, in pieces, does by some 0.05 MB for each generation.
+            assert lines[-1][0] - lines[6][0] < 2**17 * (lines[-1][-1] - lines[6][-1]), lines
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads what Linux shows in /proc")
