@@ -531,10 +531,12 @@ def run(
 class Launchers:
     """Launchers of a job of two hosts with two ranks each; a context, at whose end none runs."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, options: Options, *faults: Fault) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path, options: Options, *faults: Fault, names: Sequence[str] = ()
+    ) -> None:
         self.hosts, self.folder = hosts, folder
-        names = [host.address for host in hosts]
-        self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": names}
+        self.names = names or [host.address for host in hosts]
+        self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": self.names}
         self.arguments |= {"least": 1, "most": 4, "restarts": 0, "patience": 5.0, "port": 29500}
         self.processes: dict[Host, subprocess.Popen[bytes]] = {}
 
@@ -549,7 +551,7 @@ class Launchers:
             process.wait()
 
     def start(self, host: Host) -> None:
-        arguments = pickle.dumps(self.arguments | {"host": host.address})
+        arguments = pickle.dumps(self.arguments | {"host": self.names[self.hosts.index(host)]})
         program = f"from tests.faults.elastic_jobs import *; sys.exit(supervise(**pickle.loads({arguments!r})))"
         place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         self.processes[host] = subprocess.Popen([*host.enter(), sys.executable, "-c", program], env=place)

@@ -42,7 +42,7 @@ from tests.faults.test_restart import environment
 from tests.harness import sliced
 from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
-from zerograph.cli.elastic import Supervisor
+from zerograph.cli.elastic import Supervisor, _interface
 from zerograph.loops.elastic import _buddies, _interval, _Loop
 from zerograph.runtime.job.elastic import Generation, JobLostError
 
@@ -177,6 +177,22 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_hosts_that_have_ipv6_addresses_alone_go_on_without_a_rank(
+    tmp_path: Path, expected: Callable[[Options], Outcome]
+) -> None:
+    with two_hosts(addresses="fd77::{}") as hosts:
+        (tmp_path / "hosts").write_text(f"{hosts[0].address} first\n")
+        for host in hosts:
+            host.run("mount", "--bind", str(tmp_path / "hosts"), "/etc/hosts")
+        names = ["first", hosts[1].address]
+        with Launchers(hosts, tmp_path, Options(pace=0.2), Fault(3, "step", 5), names=names) as launchers:
+            outcome, _ = launchers.wait()
+    check_same(outcome, expected(Options()))
+    assert outcome.sizes()[-2:] == [4, 3]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 def test_the_loss_of_the_first_host_ends_the_job_and_a_rerun_goes_on(
     tmp_path: Path, expected: Callable[[Options], Outcome]
 ) -> None:
@@ -255,12 +271,15 @@ def test_launchers_that_do_not_fit_together_say_so_at_once(tmp_path: Path) -> No
         assert "cannot listen at 192.0.2.1" in launch("1:2", "--hosts", "192.0.2.1,b", "--host", "192.0.2.1")
     assert "does not answer at 127.0.0.1" in launch("1:2", "--hosts", "127.0.0.1,b", "--host", "b")
     assert "does not answer at no.invalid" in launch("1:2", "--hosts", "no.invalid,b", "--host", "b")
-    terms = {"--elastic": "1:2", "--hosts": "127.0.0.1,b", "the script": str(script), "its digest": "0"}
-    first = Supervisor([], 1, 2, 0, 1.0, 1, ["127.0.0.1", "b"], "127.0.0.1", port, terms)
-    store = first._listen()
-    assert "--elastic is 1:3 on b, and 1:2 on 127.0.0.1" in launch("1:3", "--hosts", "127.0.0.1,b", "--host", "b")
-    assert "its digest is" in launch("1:2", "--hosts", "127.0.0.1,b", "--host", "b")
-    del store
+    for first in ["127.0.0.1", *(["::1"] if Path("/proc/net/if_inet6").exists() else [])]:
+        terms = {"--elastic": "1:2", "--hosts": f"{first},b", "the script": str(script), "its digest": "0"}
+        launcher = Supervisor([], 1, 2, 0, 1.0, 1, [first, "b"], first, port, terms)
+        store = launcher._listen()
+        assert _interface(launcher._address) == "lo"
+        hosts = ["--hosts", f"[{first}],b", "--host", "b"]
+        assert f"--elastic is 1:3 on b, and 1:2 on {first}" in launch("1:3", *hosts)
+        assert "its digest is" in launch("1:2", *hosts)
+        del store, launcher
 
 
 def test_without_a_copy_and_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:
