@@ -32,6 +32,7 @@ from tests.faults.elastic_jobs import (
     Options,
     Outcome,
     Step,
+    busy_address,
     read,
     run,
     runs,
@@ -117,18 +118,27 @@ def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
 
 
 # The fourth group that ranks connect is the last of the first generation.
-@sliced("group", [5], [1, 2, 4, 6, 8])
-def test_a_rank_that_dies_while_others_wait_for_its_connection_keeps_none_waiting(
-    tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], group: int
+@sliced(
+    "group, is_busy", [(5, False)], [(1, False), (2, False), (4, False), (6, False), (8, False), (1, True), (5, True)]
+)
+def test_a_rank_that_dies_while_others_connect_to_it_keeps_none_waiting(
+    tmp_path: Path,
+    expected: Callable[[Options], Outcome],
+    tally: Callable[[str], Tally],
+    group: int,
+    is_busy: bool,
 ) -> None:
     faults = [*([Fault(1, "step", 5)] if group > 4 else []), Fault(3, "connecting", group)]
-    outcome = run(tmp_path, faults, Options())
+    with busy_address() as address:
+        if is_busy:
+            (tmp_path / "busy").write_bytes(address)
+        outcome = run(tmp_path, faults, Options())
     check_same(outcome, expected(Options()))
     assert len(outcome.faults) == len(faults)
     # Gloo waits for 40.
     assert outcome.seconds is not None
     assert outcome.seconds < 20, outcome.output
-    tally("elastic: a rank is killed while others wait for its connection").add(True, seconds=outcome.seconds)
+    tally("elastic: a rank is killed while others connect to it").add(True, seconds=outcome.seconds)
 
 
 # A step may take a while, so that the loss comes before the end; in the last the host's parts would else be lost.
