@@ -43,6 +43,8 @@ from tests.faults.test_restart import environment
 from tests.harness import sliced
 from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
+from zerograph.capture.captured import Captured
+from zerograph.capture.trace import Capture
 from zerograph.cli.elastic import Supervisor, _interface
 from zerograph.loops.elastic import _buddies, _interval, _Loop
 from zerograph.runtime.job.elastic import Generation, JobLostError
@@ -238,6 +240,41 @@ def test_a_host_that_is_lost_at_a_drawn_moment_changes_nothing(
         outcome, _ = launchers.wait()
     check_same(outcome, expected(options))
     tally(f"elastic: a host is lost: {event}").add(True, lost_steps=outcome.repeated())
+
+
+FACTOR = 1.0
+
+
+class Scaled(Step):
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        return super().build(x) * FACTOR
+
+
+@pytest.mark.parametrize(("changed", "captures"), [("never", 1), ("before", 3), ("between", 2)])
+def test_a_generation_captures_again_only_after_python_values_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, captures: int
+) -> None:
+    run, ran = Capture.run, [0]
+
+    def counted(self: Capture) -> Captured:
+        ran[0] += 1
+        return run(self)
+
+    monkeypatch.setattr(Capture, "run", counted)
+    step, x = Scaled(Options()), torch.randint(32, (8, 9))
+    step(x)
+    if changed == "before":
+        monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    step(x)
+    step.save(tmp_path)
+    wanted = step(x)
+    step._leave_job()
+    step.load(tmp_path)
+    if changed == "between":
+        monkeypatch.setitem(globals(), "FACTOR", 2.0)
+        wanted *= 2
+    assert torch.equal(step(x), wanted)
+    assert ran == [captures]
 
 
 @pytest.mark.parametrize(
