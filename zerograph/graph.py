@@ -99,10 +99,12 @@ class ZeroGraph(Inspected):
         self._saver = None
 
     def _leave_job(self) -> None:
-        """Leave a job that has lost ranks: what is compiled goes, and the values of sharded state."""
+        """Leave a job that has lost ranks: what is compiled for it goes, and the values of sharded state."""
         for store in self._stores():
             abandon(store)
+        before = self._compiler
         self._begin(self.config)
+        self._compiler.take_captures(before)
         for number, scheduler in enumerate(self._schedulers):
             self._compiler.updates.expect_changes(number, scheduler)
 

@@ -81,11 +81,12 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
+def two_hosts(rate: str | None = None, addresses: str = "10.77.0.{}") -> Iterator[tuple[Host, Host]]:
     """Make two hosts, and end all their processes at the end.
 
     Args:
         rate: what each of them can send, as ``tc`` writes it; None: no limit.
+        addresses: of the hosts, with a host's number in place of ``{}``; of IPv4 or IPv6.
 
     Raises:
         RuntimeError: this process may not make namespaces, or the machine cannot shape an interface.
@@ -94,14 +95,14 @@ def two_hosts(rate: str | None = None) -> Iterator[tuple[Host, Host]]:
         raise RuntimeError(reason)
     with contextlib.ExitStack() as stack:
         firsts = [_first_process(stack) for _ in range(2)]
-        hosts = tuple(Host(f"host{at}", f"10.77.0.{at + 1}", first) for at, first in enumerate(firsts))
+        hosts = tuple(Host(f"host{at}", addresses.format(at + 1), first) for at, first in enumerate(firsts))
         # The peer's process has this number only outside of the first host's own namespace of processes.
         outside = ("nsenter", "--target", str(firsts[0]), "--net", "--")
         _run(*outside, "ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(firsts[1]))
         for host in hosts:
             host.run("hostname", host.name)
             host.run("ip", "link", "set", "lo", "up")
-            host.run("ip", "addr", "add", f"{host.address}/24", "dev", LINK)
+            host.run("ip", "addr", "add", f"{host.address}/24", "dev", LINK, "nodad")
             host.run("ip", "link", "set", LINK, "up")
             if rate is not None:
                 host.shape(rate)

@@ -80,8 +80,8 @@ ELASTIC = "ZEROGRAPH_ELASTIC"
 # Seconds in which ranks of an elastic job connect, whatever the timeout of their collectives: one may die meanwhile.
 # Gloo waits so long for an address, and five times as long for a connection, if nothing ends that before.
 _CONNECT_LIMIT = 8.0
-# While this process connects a group of an elastic job: its size, and where this process has listened before.
-_connecting: tuple[int, set[tuple[str, int]]] | None = None
+# While this process connects a group of an elastic job: its size, and the sockets that this process has had before.
+_connecting: tuple[int, set[int]] | None = None
 # Memory of this process that other ranks write into until they learn that it has ended; in an elastic job until the
 # next generation, which is formed when all that live have left the one before.
 written_by_others: list[object] = []
@@ -228,18 +228,15 @@ def _ending(size: int) -> Iterator[None]:
         size: at least the ranks of a group that is connected.
     """
     global _connecting
-    _connecting = (size, set(_listening())) if ELASTIC in os.environ else None
+    _connecting = (size, {_inode(one) for _, one in sockets()}) if ELASTIC in os.environ else None
     try:
         yield
     finally:
         _connecting = None
 
 
-def _listening() -> Iterator[tuple[str, int]]:
-    """Yield the addresses and ports at which this process listens."""
-    for _, copy in sockets():
-        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            yield copy.getsockname()[:2]
+def _inode(one: socket.socket) -> int:
+    return os.fstat(one.fileno()).st_ino
 
 
 def _groups(grid: torch.Tensor, limit: timedelta, world: dist.ProcessGroup) -> tuple[dist.ProcessGroup, ...]:
@@ -370,8 +367,11 @@ def end_exchanges() -> None:
         job.liveness.hang_up()
     hang_up(dist.group.WORLD)
     if (connecting := _connecting) is not None:
-        for address in set(_listening()) - connecting[1]:
-            _torch.end_connecting(address, connecting[0])
+        size, before = connecting
+        for _, one in sockets():
+            if _inode(one) not in before:
+                with contextlib.suppress(OSError):
+                    _torch.end_connecting(one, size)
 
 
 def rank() -> int:

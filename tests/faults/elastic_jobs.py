@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -118,7 +118,7 @@ class Fault:
             class Connecting(dist.ProcessGroupGloo):
                 def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
                     if calls[0] == last - 1:
-                        publish_address(store, rank, size)
+                        publish_address(store, rank, size, folder / "busy")
                     act()
                     super().__init__(store, rank, size, timeout=timeout)
 
@@ -127,12 +127,35 @@ class Fault:
             before(self.place, act)
 
 
-def publish_address(store: Any, rank: int, size: int) -> None:
-    """Tell the other ranks of a group an address from which they wait for a connection: the greater one connects."""
+def publish_address(store: Any, rank: int, size: int, busy: Path) -> None:
+    """Tell the other ranks of a group an address from which they wait for a connection: the greater one connects.
+
+    If there is the file, it has a smaller address of this host, to which they connect.
+    """
     options, meeting, key = dist.ProcessGroupGloo._Options(), dist.HashStore(), f"0/{rank}"
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.2")]
     threading.Thread(target=dist.ProcessGroupGloo, args=(meeting, rank, size, options), daemon=True).start()
-    store.set(key, meeting.get(key))
+    addresses = meeting.get(key)
+    if busy.exists():
+        # A port, as the system has it, and an address.
+        before = addresses.index(socket.inet_aton("127.0.0.2")) - 2
+        addresses = addresses.replace(addresses[before : before + 6], busy.read_bytes())
+    store.set(key, addresses)
+
+
+@contextlib.contextmanager
+def busy_address() -> Iterator[bytes]:
+    """Listen at an address of the loopback interface that answers no further connection; yield its bytes for gloo."""
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket())
+        # Gloo compares ports with their bytes swapped: these are less than all that are drawn.
+        for port in range(0x3000, 0x7000, 0x100):
+            with contextlib.suppress(OSError):
+                listening.bind(("127.0.0.1", port))
+                break
+        listening.listen(0)
+        stack.enter_context(socket.create_connection(listening.getsockname()))
+        yield port.to_bytes(2, "big") + socket.inet_aton("127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -288,7 +311,7 @@ def script(folder: Path, options: Options) -> None:
             print(json.dumps(line), file=file)
         if options.kills and measured[0] != generation:
             measured[0] = generation
-            write_usage(folder / f"usage of {worker.number}", zg.world_size(), len(written_by_others))
+            write_usage(folder / f"usage of {worker.number}", zg.world_size(), len(written_by_others), generation)
         time.sleep(options.pace * (not options.kills or not (folder / f"fault {options.kills - 1}").exists()))
         while (folder / "hold").exists():
             time.sleep(0.02)
@@ -362,7 +385,7 @@ class _Forking(Supervisor):
         if self._generation != before and hasattr(self, "usage"):
             # A socket for each that has not started, and a pipe of each that has.
             own = -len(self.idle) - len(self._workers)
-            write_usage(self.usage, own, self._store.num_keys())
+            write_usage(self.usage, own, self._store.num_keys(), self._generation[0])
 
     def _spawn(self, variables: Mapping[str, str], pipe: int) -> subprocess.Popen[bytes]:
         pid, ours = self.idle.pop(0)
@@ -531,10 +554,12 @@ def run(
 class Launchers:
     """Launchers of a job of two hosts with two ranks each; a context, at whose end none runs."""
 
-    def __init__(self, hosts: Sequence[Host], folder: Path, options: Options, *faults: Fault) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], folder: Path, options: Options, *faults: Fault, names: Sequence[str] = ()
+    ) -> None:
         self.hosts, self.folder = hosts, folder
-        names = [host.address for host in hosts]
-        self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": names}
+        self.names = names or [host.address for host in hosts]
+        self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": self.names}
         self.arguments |= {"least": 1, "most": 4, "restarts": 0, "patience": 5.0, "port": 29500}
         self.processes: dict[Host, subprocess.Popen[bytes]] = {}
 
@@ -549,7 +574,7 @@ class Launchers:
             process.wait()
 
     def start(self, host: Host) -> None:
-        arguments = pickle.dumps(self.arguments | {"host": host.address})
+        arguments = pickle.dumps(self.arguments | {"host": self.names[self.hosts.index(host)]})
         program = f"from tests.faults.elastic_jobs import *; sys.exit(supervise(**pickle.loads({arguments!r})))"
         place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         self.processes[host] = subprocess.Popen([*host.enter(), sys.executable, "-c", program], env=place)

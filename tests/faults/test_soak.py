@@ -31,7 +31,7 @@ class Evaluate(zg.ZeroGraph):
 
 @dataclass(frozen=True)
 class Usage:
-    """Resident bytes, open files and threads of a process."""
+    """Bytes in memory that are no file's, open files and threads of a process."""
 
     resident: int
     files: int
@@ -41,13 +41,14 @@ class Usage:
 def usage() -> Usage:
     """Return what is in use, without the reserves of Python and glibc: collect garbage and return free heap first.
 
-    Without that, the resident size goes up and down by some percent with the moment of the last collection.
+    Without that, the size goes up and down by some percent with the moment of the last collection. Pages of files do
+    not count: libraries have megabytes of code, which a rare error is the first to read, and the system may drop it.
     """
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return Usage(
-        pages * os.sysconf("SC_PAGE_SIZE"),
+        sum(1024 * int(status[kind].split()[0]) for kind in ("RssAnon", "RssShmem")),
         len(os.listdir("/proc/self/fd")),
         len(os.listdir("/proc/self/task")),
     )

@@ -79,6 +79,8 @@ class _Works(dist.Work):
         return True
 
 
+# Linux's state of a connection that the other side has not answered.
+_SYN_SENT = 2
 # Those that nothing has waited for.
 _awaited: set[_Works] = set()
 
@@ -105,16 +107,25 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     set_of_group(timeout, group)
 
 
-def end_connecting(address: tuple[str, int], size: int) -> None:
-    """End a wait of gloo for ranks that do not connect: nothing but connections ends it, which are closed at once.
+def end_connecting(one: socket.socket, size: int) -> None:
+    """End what gloo waits for at a socket while it connects a group: nothing else does in this process.
+
+    Where it listens for ranks that do not connect, connections end that, which are closed at once. One that it makes
+    itself to a rank that does not answer gets an error; gloo tries three times more.
 
     Args:
-        address: where gloo listens. A connection begins with the number of the pair of ranks that it is for.
-        size: the number of pairs.
+        one: a socket that has been opened meanwhile.
+        size: the number of pairs of ranks. A connection begins with the number of the pair that it is for.
     """
-    for number in range(size):
-        with contextlib.suppress(OSError), socket.create_connection(address, 1.0) as connection:
-            connection.sendall(struct.pack("n", number))
+    if one.type != socket.SOCK_STREAM or not one.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
+        # Gloo sets that, and other clients do not.
+        return
+    if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        for number in range(size):
+            with contextlib.suppress(OSError), socket.create_connection(one.getsockname()[:2], 1.0) as connection:
+                connection.sendall(struct.pack("n", number))
+    elif one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _SYN_SENT:
+        one.shutdown(socket.SHUT_RDWR)
 
 
 def restart_group_names() -> None:

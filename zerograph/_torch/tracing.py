@@ -152,7 +152,7 @@ def node_of(tensor: Tensor) -> fx.Node | None:
 def forget_sources() -> None:
     """Drop the sources of generated functions that are gone: torch keeps those of all for tracebacks."""
     sources = torch.fx.graph_module._loader.eval_cache
-    used = {one.__code__.co_filename for one in gc.get_objects() if isinstance(one, FunctionType)}
+    used = {one.__code__.co_filename for one in gc.get_objects() if type(one) is FunctionType}
     for name in sources.keys() - used:
         del sources[name]
         linecache.cache.pop(name, None)

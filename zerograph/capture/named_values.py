@@ -96,11 +96,14 @@ class ValueStates:
     """The last states of the named values, numbered in their order.
 
     Ranks compare numbers: values may differ between ranks, and have to change on all of them together.
+
+    Attributes:
+        count: of all states so far.
     """
 
     def __init__(self) -> None:
         self._states: list[tuple[dict[Hashable, Hashable], str]] = []
-        self._count = 0
+        self.count = 0
         self._left_out: set[Hashable] = set()
 
     def leave_out(self, before: NamedValues, after: NamedValues) -> None:
@@ -118,8 +121,8 @@ class ValueStates:
                 return title
         before = self._states[-1][0] if self._states else now
         names = sorted({values.places[key].name for key in now if before.get(key, MISSING) != now[key]})
-        title = f"{self._count}: {', '.join(names)}" if self._count else ""
-        self._count += 1
+        title = f"{self.count}: {', '.join(names)}" if self.count else ""
+        self.count += 1
         self._states = [*self._states[1 - _MOST_STATES :], (now, title)]
         return title
 

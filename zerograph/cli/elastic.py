@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -29,7 +31,7 @@ import typer
 _LOOK, _STARTED, _TERMINATED = 0.02, 600.0, 30.0
 # The exit code of a worker that is lost with its host.
 _WITH_HOST = 256
-# Linux's request for the address of an interface.
+# Linux's request for the IPv4 address of an interface.
 _SIOCGIFADDR = 0x8915
 
 
@@ -173,9 +175,10 @@ class Supervisor:
         import torch.distributed as dist
 
         try:
-            listening = socket.create_server((self.host, self.port), backlog=1024)
-            self._address, self.port = listening.getsockname()
-            if len(self.hosts) > 1 and self._address.startswith("127.") and self._address != self.host:
+            family, *_, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(place, family=family, backlog=1024)
+            self._address, self.port = listening.getsockname()[:2]
+            if len(self.hosts) > 1 and ip_address(self._address).is_loopback and self._address != self.host:
                 raise OSError(0, f"it is {self._address} here, which no other host reaches (see /etc/hosts)")
         except OSError as error:
             raise LauncherError(
@@ -405,10 +408,14 @@ def _interface(address: str) -> str:
     Raises:
         LauncherError: none has it.
     """
+    number, others = ip_address(address).packed, Path("/proc/net/if_inet6")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             with contextlib.suppress(OSError):
-                if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == socket.inet_aton(address):
+                if fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24] == number:
                     return name
+    for line in others.read_text().splitlines() if others.exists() else ():
+        if bytes.fromhex(line.split()[0]) == number:
+            return line.split()[-1]
     raise LauncherError(f"no network interface has {address}: set GLOO_SOCKET_IFNAME to that between the hosts")

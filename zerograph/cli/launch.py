@@ -64,9 +64,10 @@ def launch(
     slurm = slurm or (hosts is None and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ)
     if (slurm and hosts is not None) or (host is not None and hosts is None) or (nodes is not None and not slurm):
         raise typer.BadParameter("give --hosts (and --host), or --slurm (and --nodes), not both")
-    started, names = [str(script), *arguments], [] if hosts is None else hosts.split(",")
+    started, names = [str(script), *arguments], [] if hosts is None else [name.strip("[]") for name in hosts.split(",")]
     if not all(names) or len(set(names)) < len(names):
         raise typer.BadParameter(f"--hosts {hosts}: give each host once, with commas between them")
+    host = host and host.strip("[]")
     if host is not None and host not in names:
         raise typer.BadParameter(f"--host {host} is not one of --hosts {hosts}")
     if elastic is not None:

@@ -463,6 +463,15 @@ class Compiler:
         self._captures[own] = captured, seconds, parts
         return captured, seconds
 
+    def take_captures(self, other: Compiler) -> None:
+        """Take over what another compiler of this ``build()`` has captured: it is of global tensors, for any job.
+
+        A process that is new has captured nothing, and must come to the same facts: none may be of Python state that
+        has changed.
+        """
+        if not other._guards and other._states.count <= 1 and other.reads_same():
+            self._captures, self._named, self._states = other._captures, other._named, other._states
+
     def has_captured(self, batch: Batch, key: StepKey) -> bool:
         """Return whether the graph of a step is captured, with the gradients of all results."""
         of = key.of_capture(batch)

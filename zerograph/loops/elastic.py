@@ -374,8 +374,9 @@ class _Loop:
         """Do the steps that are left, and end with all ranks."""
         job = self.step._join()
         self._snapshot(job)
-        self._wait()
-        if self.worker is not None:
+        # After a loss the snapshot before this one is still there.
+        if self.worker is not None and not self.worker.has("began"):
+            self._wait()
             self.worker.store.set("began", "")
         while self.epoch < self.epochs:
             for batch in self._batches(job):
