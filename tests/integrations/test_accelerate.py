@@ -258,7 +258,7 @@ def habits(folder: Path, ranks: int, zero: int | None) -> list[Any]:
         own = [model(torch.full((1, 6), one)).sum().item() for one in parts]
     printed += gather_object(own)
     if ranks > 1:
-        with pytest.raises(RuntimeError, match=r"divided by accelerator.num_processes.*\nLeave the factor out"):
+        with pytest.raises(RuntimeError, match=r"divided by the number of processes.*\nLeave the factor out"):
             loss * accelerator.num_processes
         assert json.loads(json.dumps(accelerator.num_processes)) == torch.tensor(4) // accelerator.num_processes
     return [*printed, float(torch.cat(losses).mean()), len(torch.cat(losses)), *saved, hooked]
