@@ -310,9 +310,8 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("load_state() needs a folder")
         with self._without_sharded():
             super().load_state(input_dir, load_kwargs, **kwargs)
-        if self.num_processes > 1:
-            # Of ranks that the checkpoint does not know, too.
-            synchronize_rng_states(["torch"])
+        # Of ranks that the checkpoint does not know, too.
+        self.draw_as_first()
         for number, loop in enumerate(self._loops()):
             loop.graph(*loop.optimizers).load(Path(input_dir) / f"{STATE}{number or ''}")
 

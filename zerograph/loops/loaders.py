@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    Subset,
-    TensorDataset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 from zerograph import data
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
@@ -446,11 +438,10 @@ class Reader(Dataset[Any]):
 
 def _reads_each_alone(dataset: Any) -> bool:
     """Return whether a sample of a dataset does not depend on those that are read with it."""
-    kind: Any = type(dataset)
-    if kind is Subset:
+    if type(dataset) is torch.utils.data.Subset:
         return _reads_each_alone(dataset.dataset)
     # That of Hugging Face's datasets transforms them together if the script has given it a transform.
-    is_known = kind.__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
+    is_known = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
     return is_known or not hasattr(dataset, "__getitems__")
 
 
