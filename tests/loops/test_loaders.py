@@ -233,7 +233,7 @@ class Counting(Dataset[list[float]]):
         self.rest: Any = iter(range(100)) if kind == "iterator" else None
         if kind == "file":
             self.rest = io.StringIO("\n".join(map(str, range(50))))
-        self.last, self.sums, self.kept = torch.zeros(1), numpy.zeros(2), dict[int, float]()
+        self.last, self.sums, self.counts, self.kept = torch.zeros(1), numpy.zeros(2), [0, 0], dict[int, float]()
 
     def __len__(self) -> int:
         return 11
@@ -247,6 +247,9 @@ class Counting(Dataset[list[float]]):
         if self.kind == "array":
             self.sums[index % 2] += index
             return [index, *self.sums]
+        if self.kind == "entries of a list":
+            self.counts[index % 2] += 1
+            return [index, *self.counts]
         if self.kind == "noise that is kept":
             return [index, self.kept.setdefault(index // 2, random.random())]
         self.count += self.kind == "counter"
@@ -271,7 +274,18 @@ def counted(prepare: Prepare, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["counter", "positions", "list", "iterator", "file", "last", "array", "noise that is kept", "together"],
+    [
+        "counter",
+        "positions",
+        "list",
+        "iterator",
+        "file",
+        "last",
+        "array",
+        "entries of a list",
+        "noise that is kept",
+        "together",
+    ],
 )
 def test_samples_that_depend_on_those_before_are_those_of_one_process(pool: Pool, kind: str) -> None:
     expected = counted(unprepared, kind)

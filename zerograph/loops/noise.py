@@ -116,14 +116,13 @@ def _found(value: Any) -> Iterator[_Functions | None]:
             yield functions
         elif hasattr(type(one), "__next__"):
             yield None
-        elif isinstance(one, dict):
-            if len(one) <= _MOST_ENTRIES:
-                yield functools.partial(_Entries, one), functools.partial(_put_back, one)
-                waiting += one.values()
-        elif isinstance(one, (list, tuple, deque)):
-            if not isinstance(one, tuple):
+        elif isinstance(one, (dict, list, tuple, deque)):
+            if isinstance(one, (list, deque)):
                 yield functools.partial(len, one), functools.partial(_shorten, one)
-            waiting += one if len(one) <= _MOST_ENTRIES else ()
+            if len(one) <= _MOST_ENTRIES:
+                if not isinstance(one, tuple):
+                    yield functools.partial(_Entries, one), functools.partial(_put_back, one)
+                waiting += one.values() if isinstance(one, dict) else one
         elif hasattr(one, "__dict__"):
             waiting.append(vars(one))
 
@@ -135,10 +134,10 @@ def _shorten(one: Any, length: int) -> None:
 
 
 class _Entries:
-    """The entries of a dictionary. They differ by a number, and by a tensor or array in place of another one."""
+    """The entries of a container. They differ by a number, and by a tensor or array in place of another one."""
 
-    def __init__(self, entries: dict[Any, Any]) -> None:
-        self.values = dict(entries)
+    def __init__(self, entries: Any) -> None:
+        self.values = dict(entries) if isinstance(entries, dict) else dict(enumerate(entries))
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Entries)
@@ -151,10 +150,12 @@ def _is_same(value: Any, old: Any) -> bool:
     return value is old or not isinstance(value, _ARRAYS) or old is None
 
 
-def _put_back(one: dict[Any, Any], before: _Entries) -> None:
-    for name in one.keys() - before.values.keys():
-        del one[name]
-    one.update(before.values)
+def _put_back(one: Any, before: _Entries) -> None:
+    one.clear()
+    if isinstance(one, dict):
+        one.update(before.values)
+    else:
+        one.extend(before.values.values())
 
 
 def _functions_of_array(one: Any) -> _Functions:
