@@ -136,7 +136,7 @@ COUNTERS = {
     "an object beside a tensor": (lambda: in_an_object_beside_a_tensor, r"KEPT\.calls", "KEPT.calls + 1"),
     "a global": (lambda: in_a_global, "CALLS", "CALLS += 1"),
     "a closure": (counted, "calls", "calls += 1"),
-    "a default": (lambda: in_a_default, r"defaults of in_a_default\[0\]\[0\]", "calls[0] += 1"),
+    "a default": (lambda: in_a_default, r"in_a_default\.__defaults__\[0\]\[0\]", "calls[0] += 1"),
     "the function": (lambda: in_the_function, r"in_the_function\.calls", "in_the_function.calls += 1"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume
         model.train()
         for x, y in train:
             with accelerator.accumulate(model):
-                loss = criterion(model(x), y)
+                loss = criterion(model(x), y) * (1 + random.random())
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
@@ -96,6 +97,7 @@ def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume
 def run(folder: Path, ranks: int, zero: int | None, accumulation: int = 1, resume: bool = False) -> list[float]:
     torch.set_num_threads(1)
     torch.manual_seed(5)
+    random.seed(5)
     printed: list[float] = on_ranks(script, folder, ranks, zero, accumulation, resume)
     return printed
 
@@ -110,6 +112,9 @@ def test_two_ranks_print_what_one_process_does(pool: Pool, tmp_path: Path, stage
         return
     resumed: list[Any] = run(tmp_path / "zero", 1, 1, accumulation, resume=True)
     assert resumed == pytest.approx(expected[-len(resumed) :], abs=1e-5)
+    run(tmp_path / "one", 1, 1, accumulation)
+    for resumed in pool.run(2, run, tmp_path / "one", 2, stage, accumulation, True):
+        assert resumed == pytest.approx(expected[-len(resumed) :], abs=1e-5)
 
 
 def test_fp16_on_a_cpu_is_an_error() -> None:
@@ -258,7 +263,7 @@ def habits(folder: Path, ranks: int, zero: int | None) -> list[Any]:
         own = [model(torch.full((1, 6), one)).sum().item() for one in parts]
     printed += gather_object(own)
     if ranks > 1:
-        with pytest.raises(RuntimeError, match=r"divided by accelerator.num_processes.*\nLeave the factor out"):
+        with pytest.raises(RuntimeError, match=r"divided by the number of processes.*\nLeave the factor out"):
             loss * accelerator.num_processes
         assert json.loads(json.dumps(accelerator.num_processes)) == torch.tensor(4) // accelerator.num_processes
     return [*printed, float(torch.cat(losses).mean()), len(torch.cat(losses)), *saved, hooked]

@@ -75,6 +75,20 @@ class UsesIndex(Net):
         return super().training_step(batch, batch_idx) * (1 + batch_idx)
 
 
+class Contrasts(Net):
+    """Compares outputs with those of all ranks. It may not scale a loss that is that of all ranks by their number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        own = F.normalize(self.net(batch[0]), dim=1)
+        loss = F.cross_entropy(own @ self.all_gather(own, sync_grads=True).T / 0.5, torch.arange(len(own)))
+        assert not self.all_gather(loss.detach()).requires_grad
+        if self.trainer.world_size > 1:
+            with pytest.raises(RuntimeError, match=r"by the number of processes.*\nLeave the factor out"):
+                loss * self.trainer.world_size
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 class ComputesAMetric(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +223,7 @@ def run(
         (Measured, 2, 1),
         (UsesIndex, 1, 1),
         (KeepsATensor, 3, 1),
+        (Contrasts, 2, 1),
         (ComputesAMetric, 2, 1),
         (Adversarial, 3, 1),
     ],

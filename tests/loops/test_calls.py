@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import zerograph as zg
 from tests.harness import sliced
+from tests.loops import scripts
 from tests.loops.scripts import Prepare, samples, seeded, unprepared
 from tests.loops.test_habits import prepare_at, update
 from tests.pool import Pool
@@ -654,16 +656,26 @@ class Kinds(type):
         return Kinds.level
 
 
+LAYER = nn.LeakyReLU(0.5)
+
+
+def scaled(x: Tensor, by: float = 1.5) -> Tensor:
+    return x * by
+
+
 class Reading(nn.Module, metaclass=Kinds):
-    """A model that reads the environment, its class of classes, and functions of torch, and counts calls."""
+    """A model that reads the environment, its class of classes, functions of torch, and a layer that torch misses."""
 
     count = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+        self.net, self.layers = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)), [LAYER]
 
     def forward(self, x: Tensor) -> Tensor:
+        from tests.loops.scripts import unprepared as imported
+
+        x = scaled(self.layers[0](imported(x)))
         scale = float(os.environ.get("SCALE_OF_READING", "1")) * type(self).scale * math.sqrt(2.0)
         result: Tensor = torch.relu(self.net(x)) * scale
         return result
@@ -693,6 +705,10 @@ def twice(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight, layer.bias) * 2
 
 
+def scaled_if_linear(layer: nn.Module, _: Any, result: Any) -> Any:
+    return result * 1.1 if isinstance(layer, nn.Linear) else None
+
+
 # What a script changes before a call: of what, and in which way.
 CHANGES: list[tuple[Any, str, Any]] = [
     (Kinds, "level", 2.0),
@@ -701,6 +717,9 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (nn.Linear, "forward", twice),
     (Tensor, "sigmoid", Tensor.tanh),
     (math, "sqrt", math.exp),
+    (LAYER, "negative_slope", 0.1),
+    (scaled, "__defaults__", (0.7,)),
+    (scripts, "unprepared", lambda x: x.exp()),
 ]
 
 
@@ -708,7 +727,7 @@ def changed_between_calls(stage: int | None, kind: type[Reading]) -> list[float]
     """Return losses, with one change more in each call and at last with none, then the calls and their warnings."""
     model: Any = seeded(kind)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data: Any = batches(len(CHANGES) + 5)
+    data: Any = batches(len(CHANGES) + 6)
     model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
     kind.count, seen = 0, []
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as shown:
@@ -719,15 +738,15 @@ def changed_between_calls(stage: int | None, kind: type[Reading]) -> list[float]
             elif 2 < number < len(CHANGES) + 3:
                 stack.enter_context(patch.object(*CHANGES[number - 3]))
             elif number == len(CHANGES) + 3:
+                stack.callback(register_module_forward_hook(scaled_if_linear).remove)
+            elif number == len(CHANGES) + 4:
                 stack.close()
             seen.append(float(update(optimizer, F.cross_entropy(model(x), y))))
     return [*seen, kind.count, sum("this call warns" in str(one.message) for one in shown)]
 
 
 @pytest.mark.parametrize("kind", [Reading, Counted, Warned])
-def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_in_the_environment(
-    pool: Pool, kind: type[Reading]
-) -> None:
+def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_elsewhere(pool: Pool, kind: type[Reading]) -> None:
     expected = changed_between_calls(None, kind)
     for seen in pool.run(2, changed_between_calls, 2, kind):
         assert seen == pytest.approx(expected, rel=1e-12)

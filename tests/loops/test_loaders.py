@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import zerograph as zg
 from tests.loops.scripts import Prepare, seeded, unprepared
@@ -226,13 +226,14 @@ def change_own(worker: int) -> None:
 
 
 class Counting(Dataset[list[float]]):
-    """Samples that depend on those read before: on a counter, a position of each class, an iterator or a file."""
+    """Samples that depend on those read before: such as a counter, the last sample or a file."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.count, self.positions, self.read = kind, 0, {0: 0, 1: 0}, list[int]()
         self.rest: Any = iter(range(100)) if kind == "iterator" else None
         if kind == "file":
             self.rest = io.StringIO("\n".join(map(str, range(50))))
+        self.last, self.sums, self.counts, self.kept = torch.zeros(1), numpy.zeros(2), [0, 0], dict[int, float]()
 
     def __len__(self) -> int:
         return 11
@@ -240,18 +241,52 @@ class Counting(Dataset[list[float]]):
     def __getitem__(self, index: int) -> list[float]:
         if self.rest is not None:
             return [index, float(next(self.rest))]
+        if self.kind == "last":
+            last, self.last = self.last, torch.tensor([1.0 * index])
+            return [index, last.item()]
+        if self.kind == "array":
+            self.sums[index % 2] += index
+            return [index, *self.sums]
+        if self.kind == "entries of a list":
+            self.counts[index % 2] += 1
+            return [index, *self.counts]
+        if self.kind == "noise that is kept":
+            return [index, self.kept.setdefault(index // 2, random.random())]
         self.count += self.kind == "counter"
         self.read += [index] if self.kind == "list" else []
         self.positions[index % 2] += self.kind == "positions"
         return [index, self.count, self.positions[index % 2] + len(self.read)]
 
 
+class Together(Counting):
+    """Samples that depend on those read with them."""
+
+    def __getitems__(self, indices: list[int]) -> list[list[float]]:
+        return [[index, sum(indices)] for index in indices]
+
+
 def counted(prepare: Prepare, kind: str) -> list[Any]:
-    _, loader = prepare(nn.Linear(2, 1), DataLoader(Counting(kind), 4))
+    random.seed(0)
+    samples = Subset(Together(kind), range(11)) if kind == "together" else Counting(kind)
+    _, loader = prepare(nn.Linear(2, 1), DataLoader(samples, 4))
     return [[zg.gather(column).tolist() for column in batch] for _ in range(2) for batch in loader]
 
 
-@pytest.mark.parametrize("kind", ["counter", "positions", "list", "iterator", "file"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "counter",
+        "positions",
+        "list",
+        "iterator",
+        "file",
+        "last",
+        "array",
+        "entries of a list",
+        "noise that is kept",
+        "together",
+    ],
+)
 def test_samples_that_depend_on_those_before_are_those_of_one_process(pool: Pool, kind: str) -> None:
     expected = counted(unprepared, kind)
     assert pool.run(2, counted, zg.prepare, kind) == [expected, expected]
@@ -292,6 +327,19 @@ def unseeded_noise() -> list[Any]:
 def test_a_pass_gives_all_ranks_the_numbers_of_the_first(pool: Pool) -> None:
     first, second = pool.run(2, unseeded_noise)
     assert first == second
+
+
+def noise_of_numpy_alone() -> float:
+    random.seed(zg.rank())
+    numpy.random.seed(0)
+    _, loader = zg.prepare(nn.Linear(2, 1), [torch.ones(4)])
+    list(loader)
+    return float(numpy.random.rand())
+
+
+def test_a_pass_keeps_a_generator_that_is_equal_on_all_ranks(pool: Pool) -> None:
+    expected = numpy.random.RandomState(0).rand()
+    assert pool.run(2, noise_of_numpy_alone) == [expected, expected]
 
 
 @pytest.mark.parametrize(("stay", "collates"), [(False, False), (True, False), (True, True)])

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
+from torch.nn.modules import module as _every_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad, parametrize
 from torch.nn.utils.stateless import _reparametrize_module
@@ -73,6 +74,15 @@ def hook_tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     """Return the dicts that hold the :func:`module_hooks`."""
     forward: tuple[Any, ...] = (module._forward_pre_hooks, module._forward_hooks)
     return *forward, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks around the forward and backward of all modules. Torch has no public list of them."""
+    tables: tuple[dict[Any, Any], ...] = (
+        *(_every_module._global_forward_pre_hooks, _every_module._global_forward_hooks),
+        *(_every_module._global_backward_pre_hooks, _every_module._global_backward_hooks),
+    )
+    return [hook for table in tables for hook in table.values()]
 
 
 def unsaved_buffers(root: nn.Module) -> set[str]:

@@ -96,14 +96,20 @@ def named_values(space: Mapping[str, Any], code: types.CodeType) -> Iterator[tup
     for name in names:
         if (value := _look_up(space, name)) is not None or name in space:
             yield from _with_attributes(name, value, names)
-    package = str(space.get("__package__") or "")
-    # An import may be relative to the module's package, or to one that contains it.
-    for name in sorted(_imported(code)) if package else ():
-        for outer in itertools.accumulate(package.split("."), "{}.{}".format):
-            if (module := sys.modules.get(f"{outer}.{name}")) is not None:
-                yield from _with_attributes(f"{outer}.{name}", module, names)
+    for path, module in modules_imported_in(code, space):
+        if path not in names:
+            yield from _with_attributes(path, module, names)
     if "globals" in names:
         yield _ALL, values_of(space)
+
+
+def modules_imported_in(code: types.CodeType, space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of the modules that code with these globals imports itself."""
+    package = str(space.get("__package__") or "")
+    # An import may be relative to the module's package, or to one that contains it.
+    outer = ["", *(f"{one}." for one in itertools.accumulate(package.split("."), "{}.{}".format) if one)]
+    paths = (one + name for name in sorted(_imported(code)) for one in outer)
+    yield from ((path, sys.modules[path]) for path in paths if path in sys.modules)
 
 
 def value_at(space: Mapping[str, Any], path: str) -> Any:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
+    DEFAULTS,
     FUNCTIONS,
     MAX_LENGTH,
     MISSING,
@@ -143,7 +144,9 @@ def _is_named(place: Place, texts: Collection[str]) -> bool:
     if kind == "attr" and is_graphs:
         # Others are zerograph's.
         return key in {*texts} and key[:1] != "_"
-    return kind != "attr" or key in texts
+    # The code of a library's module is not read.
+    is_layers = isinstance(place.root, nn.Module) and is_of_library(type(place.root))
+    return kind != "attr" or is_layers or key in texts or key in DEFAULTS
 
 
 def _token(value: Any) -> Hashable:

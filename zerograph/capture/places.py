@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zerograph._torch import FakeTensor, hook_tables, module_hooks
+from zerograph._torch import FakeTensor, global_hooks, hook_tables, module_hooks
 from zerograph.base import source
-from zerograph.base.names import EveryName, computes_names, globals_in, names_in, texts_of
+from zerograph.base.names import EveryName, computes_names, globals_in, modules_imported_in, names_in, texts_of
 from zerograph.base.sizes import LARGE
 from zerograph.capture.wrappers import is_seen_through
 
@@ -279,7 +279,7 @@ def module_guards(root: nn.Module) -> tuple[Any, ...]:
             type(module).__qualname__,
             (
                 *(() if is_seen_through(module) else attribute_guards(vars(module), private=True)),
-                *map(Identity, module_hooks(module)),
+                *map(Identity, (*module_hooks(module), *(global_hooks() if module is root else ()))),
             ),
         )
         for name, module in root.named_modules()
@@ -347,6 +347,7 @@ _STATE_OF_PYTHON: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(("environ", "getenv"), (vars(os.environ), "_data")),
     "warn": (vars(warnings), "filters"),
 }
+DEFAULTS = ("__defaults__", "__kwdefaults__")
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _SPACES = (types.ModuleType, type)
 _OF_CREATION = frozenset({"__init__", "__new__", "__post_init__"})
@@ -420,7 +421,12 @@ class PythonState:
         # Methods of an object may lead to others.
         known = -1
         while known != (known := len(self.texts)):
-            objects = [value for _, value, _ in walk(self.places()) if is_users_object(value)]
+            values = [value for _, value, _ in walk(self.places())]
+            # Torch does not know modules in lists.
+            for one in [*values, *(entry for owner, _ in self._owners for entry in vars(owner).values())]:
+                if isinstance(one, nn.Module):
+                    self._meet_named(one, set())
+            objects = [*filter(is_users_object, values)]
             for kind in {type(one) for one in (*objects, *self.modules())}:
                 if not is_of_library(kind):
                     self._add_class(kind, self.texts)
@@ -466,7 +472,8 @@ class PythonState:
         if computes_names(function.__code__) and not source.is_installed(function.__code__.co_filename):
             self.texts = EveryName(self.texts)
         self.texts |= texts_of(function.__code__)
-        title, defaults = function.__qualname__, function.__defaults__ or ()
+        for name in DEFAULTS:
+            self._add(function, function.__qualname__, ("attr", name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             value = self._add(cell, name, ("cell", None))
             if name == "__class__" and isinstance(value, type):
@@ -474,21 +481,19 @@ class PythonState:
                 self._add_class(value, names)
             else:
                 self._meet_named(value, names)
-        for number in range(len(defaults)):
-            self._add(defaults, f"defaults of {title}", ("index", number))
-        for name in function.__kwdefaults__ or ():
-            self._add(function.__kwdefaults__, f"defaults of {title}", ("key", name))
         for name, value in vars(function).items():
             if name == "__wrapped__":
                 self._meet(value, owner)
             else:
-                self._add(function, title, ("attr", name))
+                self._add(function, function.__qualname__, ("attr", name))
         for name, (holder, key) in _STATE_OF_PYTHON.items():
             if name in names:
                 self._add(holder, name, ("key", key))
         by_text = texts_of(function.__code__) if "globals" in names else set()
         for name in (globals_in(function.__code__) | by_text) & function.__globals__.keys():
             self._meet_named(self._add(function.__globals__, "", ("key", name)), names)
+        for _, module in modules_imported_in(function.__code__, function.__globals__):
+            self._meet_named(module, names)
         if owner is not None:
             self._add_class(owner, names)
 

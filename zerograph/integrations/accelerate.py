@@ -23,7 +23,7 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
-from zerograph.integrations.eager import RowsOfRank, whole
+from zerograph.integrations.eager import ProcessCount, RowsOfRank, whole
 from zerograph.integrations.options import Zero, config_of, refuse
 from zerograph.integrations.rows import global_loader
 from zerograph.loops import noise
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
     def num_processes(self) -> int:
         """The number of processes. A product or quotient of it and a tensor is an error."""
         count: int = super().num_processes
-        return count if count == 1 else _Processes(count)
+        return count if count == 1 else ProcessCount(count)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects, and return them in their order.
@@ -310,9 +310,8 @@ class Accelerator(accelerate.Accelerator):
             raise ConfigError("load_state() needs a folder")
         with self._without_sharded():
             super().load_state(input_dir, load_kwargs, **kwargs)
-        if self.num_processes > 1:
-            # Of ranks that the checkpoint does not know, too.
-            synchronize_rng_states(["torch"])
+        # Of ranks that the checkpoint does not know, too.
+        self.draw_as_first()
         for number, loop in enumerate(self._loops()):
             loop.graph(*loop.optimizers).load(Path(input_dir) / f"{STATE}{number or ''}")
 
@@ -391,26 +390,6 @@ def one_process() -> Iterator[None]:
     finally:
         for state, values in zip(states, before, strict=True):
             state.update(values)
-
-
-_PRODUCTS = {"mul", "multiply", "rmul", "imul", "div", "divide", "rdiv", "idiv", "true_divide"}
-
-
-class _Processes(int):
-    """The number of processes, which is no factor of a tensor: tensors are those of all processes together."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.strip("_") in _PRODUCTS and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
-            raise InputError(
-                "a tensor is multiplied or divided by accelerator.num_processes: losses, gradients and what gather() "
-                "and reduce() return are those of all processes together\nLeave the factor out."
-            )
-        args, kwargs = pytree.tree_map(lambda one: int(one) if isinstance(one, cls) else one, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
 
 
 def _of_each_process(one: Tensor, rows: int, processes: int) -> Tensor:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerograph._torch import pytree
 from zerograph.eager.tensor import GlobalTensor
+from zerograph.errors import InputError
 from zerograph.loops.containers import map_tensors
 from zerograph.loops.global_parts import of_parts
 from zerograph.loops.rows import WholeBatch
@@ -18,6 +20,26 @@ from zerograph.loops.rows import WholeBatch
 def whole(values: Any) -> Any:
     """Return the same values with whole plain tensors in place of global ones, without history. A collective."""
     return map_tensors(values, lambda one: one.full_tensor().detach() if isinstance(one, GlobalTensor) else one)
+
+
+_PRODUCTS = {"mul", "multiply", "rmul", "imul", "div", "divide", "rdiv", "idiv", "true_divide"}
+
+
+class ProcessCount(int):
+    """The number of processes, which is no factor of a tensor: tensors are those of all processes together."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.strip("_") in _PRODUCTS and any(isinstance(x, Tensor) and x.is_floating_point() for x in args):
+            raise InputError(
+                "a tensor is multiplied or divided by the number of processes: losses, gradients and gathered values "
+                "are those of all processes together\nLeave the factor out."
+            )
+        args, kwargs = pytree.tree_map(lambda one: int(one) if isinstance(one, cls) else one, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
 
 
 class RowsOfRank:

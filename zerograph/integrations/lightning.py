@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zerograph.errors import ConfigError
-from zerograph.integrations.eager import RowsOfRank, whole
+from zerograph.integrations.eager import ProcessCount, RowsOfRank, whole
 from zerograph.integrations.options import Zero, config_of
 from zerograph.integrations.rows import global_loader
 from zerograph.integrations.state import whole_state
@@ -45,6 +45,12 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, stage: int | str = DEFAULT_STAGE, *, zero: Zero = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.zero_config = config_of(stage if zero is None else zero)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes. A product or quotient of it and a tensor is an error."""
+        count: int = super().world_size
+        return count if count == 1 else ProcessCount(count)
 
     def setup_distributed(self) -> None:
         """Join the processes. Random generators go on as in one process: Lightning would seed them once more."""
@@ -120,8 +126,8 @@ class ZeroStrategy(DDPStrategy):
         return count == self.world_size if all else count > 0
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Return a value, which is that of all ranks."""
-        gathered: Tensor = whole(tensor)
+        """Return a value, which is that of all ranks. One that has a gradient stays global, and keeps it."""
+        gathered: Tensor = tensor if tensor.requires_grad else whole(tensor)
         return gathered
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

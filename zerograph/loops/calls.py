@@ -194,9 +194,9 @@ def _tensors_of(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _is_plain_here() -> bool:
-    """Return whether no mode around a call changes what its operators do."""
+    """Return whether no mode or hook of all modules around a call changes what its operators do."""
     modes = _torch.active_modes() or _torch.is_transforming() or _torch.caches_parametrizations()
-    return not (modes or torch.is_anomaly_enabled())
+    return not (modes or torch.is_anomaly_enabled() or _torch.global_hooks())
 
 
 def _described(value: Any, key: list[Hashable], tensors: list[Tensor]) -> bool:

@@ -192,7 +192,7 @@ class SplitLoader:
                 "samples of each batch, so that they are those of one process\nTo have each rank read its own samples "
                 "only, draw by a generator that is seeded with the sample's index, or in the loop, for whole batches."
             )
-            return batch if local.num_workers else reader.again(indices)
+            return batch if local.num_workers or reader.reads_all else reader.again(indices)
 
         return _Batches(job, batches, part_of, reader.restore, first)
 
@@ -348,19 +348,23 @@ class Reader(Dataset[Any]):
     """Read and collate one part of each batch, in the loader's process or in one of its workers.
 
     If the collator only stacks samples, it reads those of its part. Random numbers of samples are those of one process,
-    which depend on all samples before: once reading has moved a generator, it reads all samples. A worker then reads
-    from its start what it has left out. In the loader's process :meth:`again` reads the last batch once more.
+    which depend on all samples before: once reading has moved a generator, it reads all samples. The first batch shows
+    it mostly, of which it reads all samples. Else a worker reads from its start what it has left out, and in the
+    loader's process :meth:`again` reads the last batch once more.
 
     Args:
         loader: has the dataset and the collator.
         share: the part.
+
+    Attributes:
+        reads_all: it reads all samples of each batch from now on.
     """
 
     def __init__(self, loader: DataLoader[Any], share: Share) -> None:
         self.dataset, self._share = loader.dataset, share
         self._only_stacks = only_stacks(loader.collate_fn)
         self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, share)
-        self._reads_all = share.parts == 1 or not self._only_stacks
+        self.reads_all = share.parts == 1 or not self._only_stacks or not _reads_each_alone(loader.dataset)
         # A TensorDataset draws nothing, but a collator may.
         self._is_watching = type(loader.dataset) is not TensorDataset or not self._only_stacks
         self._generators: noise.Generators | None = None
@@ -375,46 +379,49 @@ class Reader(Dataset[Any]):
         if batch.is_before:
             self._missed += [batch.samples] if is_worker else []
             return None, False
-        if not self._is_watching or (self._reads_all and not is_worker):
-            return self._read(batch.samples), False
+        if not self._is_watching or (self.reads_all and not is_worker):
+            return self._read(batch.samples, self.reads_all), False
+        read_all = self.reads_all
         if self._generators is None:
             self._generators = noise.Generators(self.dataset)
             self._before = self._generators.states()
-            self._reads_all |= self._generators.has_iterators
-        before = self._generators.states()
+            self.reads_all |= self._generators.has_iterators
+            read_all = True
+        known, before = self.reads_all, self._generators.states()
         if not is_worker:
             self._before = before
-        part, read_all = self._read(batch.samples), self._reads_all
+        part = self._read(batch.samples, read_all)
         if not self._generators.have_moved(before):
             self._missed += [batch.samples] if is_worker and not read_all else []
             return part, False
+        self.reads_all = read_all
         if is_worker:
             self._is_watching = False
             if self._missed or not read_all:
                 self._generators.restore(self._before)
-                self._reads_all = True
+                self.reads_all = True
                 for samples in self._missed:
-                    self._read(samples)
-                part = self._read(batch.samples)
+                    self._read(samples, True)
+                part = self._read(batch.samples, True)
                 self._missed.clear()
-        return part, not read_all
+        return part, not known
 
     def again(self, samples: list[Any]) -> Any:
         """Return this part of the batch that was read last, reading all samples, as from now on."""
         self.restore()
-        self._reads_all = True
-        return self._read(samples)
+        self.reads_all = True
+        return self._read(samples, True)
 
     def restore(self) -> None:
         """Restore the generators as they were before samples were read that are not all."""
-        if self._generators is not None and not self._reads_all:
+        if self._generators is not None and not self.reads_all:
             self._generators.restore(self._before)
 
-    def _read(self, samples: list[Any]) -> Any:
+    def _read(self, samples: list[Any], reads_all: bool) -> Any:
         if not self._only_stacks:
             return self._collate(self._fetched(samples))
         mine = self._share.rows(len(samples))
-        if self._reads_all:
+        if reads_all:
             found = self._fetched(samples)
             own = found[mine] or found[:1]
         else:
@@ -427,6 +434,15 @@ class Reader(Dataset[Any]):
         dataset: Any = self.dataset
         at_once = getattr(dataset, "__getitems__", None)
         return [dataset[one] for one in samples] if at_once is None else at_once(samples)
+
+
+def _reads_each_alone(dataset: Any) -> bool:
+    """Return whether a sample of a dataset does not depend on those that are read with it."""
+    if type(dataset) is torch.utils.data.Subset:
+        return _reads_each_alone(dataset.dataset)
+    # That of Hugging Face's datasets transforms them together if the script has given it a transform.
+    is_known = type(dataset).__module__ == "datasets.arrow_dataset" and dataset.format["type"] != "custom"
+    return is_known or not hasattr(dataset, "__getitems__")
 
 
 def _as_read(part: tuple[Any, bool]) -> tuple[Any, bool]:
@@ -457,11 +473,12 @@ def same_generators(loader: Any, job: Job) -> None:
         own = digest(generator.get_state().tolist()) % 2**62
         if _differ(job, own):
             generator.manual_seed(broadcast_number(job, generator.initial_seed() % 2**62 ^ own))
-    own = digest([noise.comparable(one) for one in noise.states()[1:]]) % 2**62
-    if _differ(job, own):
-        seed = broadcast_number(job, own)
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
+    # A script may have seeded one of them.
+    seeds: tuple[Callable[[int], None], ...] = (random.seed, numpy.random.seed)
+    for state, seed in zip(noise.states()[1:], seeds, strict=True):
+        own = digest(noise.comparable(state)) % 2**32
+        if _differ(job, own):
+            seed(broadcast_number(job, own))
 
 
 def _differ(job: Job, number: int) -> bool:

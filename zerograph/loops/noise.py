@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ def restore(before: tuple[Any, ...]) -> None:
 class Generators:
     """The generators of this process, and those that a dataset holds, or its code names.
 
-    Numbers count as generators, and lengths of lists.
+    Numbers count as generators, lengths of lists, and tensors and arrays up to 1 MiB in all.
 
     Attributes are searched through containers and objects, transforms for instance. Code names globals and closures.
 
@@ -90,34 +91,38 @@ def comparable(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: comparable(entry) for name, entry in state.items()}
     if isinstance(state, torch.Tensor):
-        state = state.numpy()
+        state = state.cpu().reshape(-1).view(torch.uint8).numpy()
     return state.tobytes() if isinstance(state, numpy.ndarray) else state
 
 
-_MOST_VALUES, _MOST_ENTRIES = 10_000, 1000
+_MOST_VALUES, _MOST_ENTRIES, _MOST_BYTES = 10_000, 1000, 2**20
+_ARRAYS = (torch.Tensor, numpy.ndarray)
 _Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _found(value: Any) -> Iterator[_Functions | None]:
     """Yield the functions that read and set the states of the generators in a value; None for an iterator."""
-    waiting, seen = [value], set[int]()
+    waiting, seen, room = [value], set[int](), _MOST_BYTES
     while waiting and len(seen) < _MOST_VALUES:
         one = waiting.pop()
-        if id(one) in seen or isinstance(one, (type, ModuleType, torch.Tensor, numpy.ndarray)):
+        if id(one) in seen or isinstance(one, (type, ModuleType)):
             continue
         seen.add(id(one))
-        if (functions := _functions_of(one)) is not None:
+        if isinstance(one, _ARRAYS):
+            room -= one.nbytes
+            if room >= 0:
+                yield _functions_of_array(one)
+        elif (functions := _functions_of(one)) is not None:
             yield functions
         elif hasattr(type(one), "__next__"):
             yield None
-        elif isinstance(one, dict):
-            if len(one) <= _MOST_ENTRIES:
-                yield functools.partial(_numbers, one), one.update
-                waiting += one.values()
-        elif isinstance(one, (list, tuple, deque)):
-            if not isinstance(one, tuple):
+        elif isinstance(one, (dict, list, tuple, deque)):
+            if isinstance(one, (list, deque)):
                 yield functools.partial(len, one), functools.partial(_shorten, one)
-            waiting += one if len(one) <= _MOST_ENTRIES else ()
+            if len(one) <= _MOST_ENTRIES:
+                if not isinstance(one, tuple):
+                    yield functools.partial(_Entries, one), functools.partial(_put_back, one)
+                waiting += one.values() if isinstance(one, dict) else one
         elif hasattr(one, "__dict__"):
             waiting.append(vars(one))
 
@@ -128,8 +133,36 @@ def _shorten(one: Any, length: int) -> None:
         one.pop()
 
 
-def _numbers(one: dict[Any, Any]) -> dict[Any, Any]:
-    return {name: value for name, value in one.items() if type(value) in (int, float)}
+class _Entries:
+    """The entries of a container. They differ by a number, and by a tensor or array in place of another one."""
+
+    def __init__(self, entries: Any) -> None:
+        self.values = dict(entries) if isinstance(entries, dict) else dict(enumerate(entries))
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, _Entries)
+        return all(map(_is_same, self.values.values(), map(other.values.get, self.values)))
+
+
+def _is_same(value: Any, old: Any) -> bool:
+    if type(value) in (int, float):
+        return type(old) in (int, float) and value == old
+    return value is old or not isinstance(value, _ARRAYS) or old is None
+
+
+def _put_back(one: Any, before: _Entries) -> None:
+    one.clear()
+    if isinstance(one, dict):
+        one.update(before.values)
+    else:
+        one.extend(before.values.values())
+
+
+def _functions_of_array(one: Any) -> _Functions:
+    if isinstance(one, numpy.ndarray):
+        return one.copy, functools.partial(operator.setitem, one, ...)
+    values = one.detach()
+    return values.clone, values.copy_
 
 
 def _functions_of(value: Any) -> _Functions | None:
