@@ -12,29 +12,29 @@ import pytest
 from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
-    "zerograph": 1_170,
-    "zerograph/_torch": 1_190,
+    "zerograph": 1_175,
+    "zerograph/_torch": 1_200,
     "zerograph/artifact": 1_140,
     "zerograph/base": 565,
-    "zerograph/capture": 3_770,
-    "zerograph/cli": 1_380,
+    "zerograph/capture": 3_775,
+    "zerograph/cli": 1_385,
     "zerograph/compat": 3_155,
-    "zerograph/compiler": 4_390,
+    "zerograph/compiler": 4_395,
     "zerograph/eager": 1_030,
     "zerograph/inspection": 2_500,
-    "zerograph/integrations": 865,
+    "zerograph/integrations": 870,
     "zerograph/ir": 2_990,
-    "zerograph/loops": 2_795,
+    "zerograph/loops": 2_840,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_610,
     "zerograph/planner": 2_010,
     "zerograph/state": 3_405,
     "passes": 8_305,
-    "runtime": 6_300,
-    "benchmarks": 6_075,
-    "tests": 42_065,
+    "runtime": 6_305,
+    "benchmarks": 6_165,
+    "tests": 42_175,
 }
-PACKAGE = 49_660
+PACKAGE = 49_745
 
 
 @pytest.fixture(scope="module")

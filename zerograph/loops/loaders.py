@@ -365,8 +365,9 @@ class Reader(Dataset[Any]):
         self._only_stacks = only_stacks(loader.collate_fn)
         self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, share)
         self.reads_all = share.parts == 1 or not self._only_stacks or not _reads_each_alone(loader.dataset)
-        # A TensorDataset draws nothing, but a collator may.
-        self._is_watching = type(loader.dataset) is not TensorDataset or not self._only_stacks
+        # Their samples draw nothing, but a collator may.
+        is_plain = type(loader.dataset) is TensorDataset or noise.is_plain(loader.dataset)
+        self._is_watching = not (is_plain and self._only_stacks)
         self._generators: noise.Generators | None = None
         # The states at the start of a worker; else those before the last batch.
         self._before: list[Any] = []

@@ -14,7 +14,9 @@ import numpy
 import torch
 from torch import nn
 
+from zerograph import _torch
 from zerograph.capture.places import PythonState
+from zerograph.loops.containers import PLAIN
 
 
 def states() -> tuple[Any, ...]:
@@ -86,12 +88,20 @@ def draws(dataset: Any) -> bool:
     return moved
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a container, which is not too long, and what is in it have no code of their own that draws."""
+    if type(value) in (list, tuple, dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return len(value) <= _MOST_ENTRIES and all(map(is_plain, inside))
+    return type(value) in (*_ARRAYS, *PLAIN) or isinstance(value, numpy.generic)
+
+
 def comparable(state: Any) -> Any:
     """Return the state of a generator without arrays; equal states are equal."""
     if isinstance(state, dict):
         return {name: comparable(entry) for name, entry in state.items()}
     if isinstance(state, torch.Tensor):
-        state = state.cpu().reshape(-1).view(torch.uint8).numpy()
+        state = state.numpy()
     return state.tobytes() if isinstance(state, numpy.ndarray) else state
 
 
@@ -110,7 +120,7 @@ def _found(value: Any) -> Iterator[_Functions | None]:
         seen.add(id(one))
         if isinstance(one, _ARRAYS):
             room -= one.nbytes
-            if room >= 0:
+            if room >= 0 and not (isinstance(one, torch.Tensor) and one.is_inference()):
                 yield _functions_of_array(one)
         elif (functions := _functions_of(one)) is not None:
             yield functions
@@ -161,8 +171,15 @@ def _put_back(one: Any, before: _Entries) -> None:
 def _functions_of_array(one: Any) -> _Functions:
     if isinstance(one, numpy.ndarray):
         return one.copy, functools.partial(operator.setitem, one, ...)
-    values = one.detach()
-    return values.clone, values.copy_
+    kept = _torch.version(one), one.detach().clone()
+
+    def read() -> tuple[int, torch.Tensor]:
+        nonlocal kept
+        if kept[0] != _torch.version(one):
+            kept = _torch.version(one), one.detach().clone()
+        return kept
+
+    return read, lambda state: one.detach().copy_(state[1])
 
 
 def _functions_of(value: Any) -> _Functions | None:
