@@ -234,6 +234,8 @@ class Counting(Dataset[list[float]]):
         if kind == "file":
             self.rest = io.StringIO("\n".join(map(str, range(50))))
         self.last, self.sums, self.counts, self.kept = torch.zeros(1), numpy.zeros(2), [0, 0], dict[int, float]()
+        # These cannot be put back as they were.
+        self.constants = [numpy.frombuffer(b"abcd", numpy.uint8), torch.eye(2).to_sparse()]
 
     def __len__(self) -> int:
         return 11
@@ -244,6 +246,9 @@ class Counting(Dataset[list[float]]):
         if self.kind == "last":
             last, self.last = self.last, torch.tensor([1.0 * index])
             return [index, last.item()]
+        if self.kind == "tensor":
+            self.last += index
+            return [index, self.last.item()]
         if self.kind == "array":
             self.sums[index % 2] += index
             return [index, *self.sums]
@@ -281,6 +286,7 @@ def counted(prepare: Prepare, kind: str) -> list[Any]:
         "iterator",
         "file",
         "last",
+        "tensor",
         "array",
         "entries of a list",
         "noise that is kept",

@@ -119,8 +119,7 @@ def _found(value: Any) -> Iterator[_Functions | None]:
             continue
         seen.add(id(one))
         if isinstance(one, _ARRAYS):
-            room -= one.nbytes
-            if room >= 0 and not (isinstance(one, torch.Tensor) and one.is_inference()):
+            if _can_change(one) and (room := room - one.nbytes) >= 0:
                 yield _functions_of_array(one)
         elif (functions := _functions_of(one)) is not None:
             yield functions
@@ -166,6 +165,13 @@ def _put_back(one: Any, before: _Entries) -> None:
         one.update(before.values)
     else:
         one.extend(before.values.values())
+
+
+def _can_change(one: Any) -> bool:
+    if isinstance(one, numpy.ndarray):
+        return bool(one.flags.writeable)
+    # Of others torch counts no writes, or does not know the bytes.
+    return one.layout is torch.strided and not one.is_inference()
 
 
 def _functions_of_array(one: Any) -> _Functions:
