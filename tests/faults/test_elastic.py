@@ -119,6 +119,16 @@ def test_a_job_that_loses_a_rank_goes_on_with_the_same_samples_and_bits(
     row.add(True, lost_steps=outcome.repeated(), seconds=outcome.seconds)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("loop", [False, True])
+def test_eight_ranks_go_on_as_six_with_the_same_bits(tmp_path: Path, loop: bool) -> None:
+    options, alone = Options(virtual=8, loop=loop), tmp_path / "undisturbed"
+    alone.mkdir()
+    outcome = run(tmp_path, [Fault(2, "step", 5), Fault(6, "step", 5)], options, most=8)
+    check_same(outcome, undisturbed(alone, options))
+    assert outcome.sizes() == [8, 6]
+
+
 # The fourth group that ranks connect is the last of the first generation.
 @sliced(
     "group, is_busy", [(5, False)], [(1, False), (2, False), (4, False), (6, False), (8, False), (1, True), (5, True)]
