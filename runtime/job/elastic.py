@@ -1,10 +1,11 @@
 """An elastic job as one of its processes sees it: generations of ranks, which the launcher forms.
 
-The launcher of the first host has the store, so that it survives every rank. Launchers number the processes that they
-start, *workers*, and the first one writes one key for each generation. A worker that lost others leaves its process
-group, asks for the next generation and waits until the launcher has formed it of all workers that are left. Each worker
-tells its launcher through a pipe that it lives; one that is silent is killed, so that no collective waits for a stopped
-process until its timeout. Nobody can kill the workers of a host that is cut off: the others hang up.
+The launcher that leads has the store, so that it survives every rank. Launchers number the processes that they start,
+*workers*, and the leading one writes one key for each generation. A worker that lost others leaves its process group,
+asks for the next generation and waits until the launcher has formed it of all workers that are left. Each worker tells
+its launcher through a socket that it lives; one that is silent is killed, so that no collective waits for a stopped
+process until its timeout. Nobody can kill the workers of a host that is cut off: the others hang up. If the store is
+lost, and another launcher leads, a worker learns through its socket where the store is now.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from zerograph.errors import CommunicationError
 from zerograph.runtime.job.environment import listen_on_loopback
-from zerograph.runtime.job.liveness import connected
+from zerograph.runtime.job.liveness import connected, connections
 from zerograph.runtime.job.process_group import ELASTIC, end_exchanges, enter
 
-# Variables of a worker's environment besides the launcher's store: its number, the file descriptor of its pipe.
-WORKER, PIPE = "ZEROGRAPH_WORKER", "ZEROGRAPH_PIPE"
+# Variables of a worker's environment besides the launcher's store: its number, the file descriptor of its socket, and
+# the seconds that it waits for another store if that is gone.
+WORKER, PIPE, WAITS = "ZEROGRAPH_WORKER", "ZEROGRAPH_PIPE", "ZEROGRAPH_WAITS"
 # Seconds between two signs of life, between two looks at the store, and in which a thread leaves the store at exit.
 _BEAT, _LOOK, _LEAVES = 0.5, 0.02, 2.0
+# Until a store that is connected to must have answered.
+_ANSWERS = timedelta(seconds=10)
 
 
 class JobLostError(CommunicationError):
@@ -63,15 +68,22 @@ def worker() -> Worker | None:
     """Return this process's part in an elastic job, connected to the launcher; None in any other job."""
     if ELASTIC not in os.environ:
         return None
-    return Worker(int(os.environ[WORKER]), _connect())
+    return Worker(int(os.environ[WORKER]))
 
 
 def _connect() -> Any:
-    host, _, port = os.environ[ELASTIC].rpartition(":")
-    try:
-        return dist.TCPStore(host, int(port), is_master=False)  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        raise CommunicationError(f"the launcher of this elastic job does not answer at {host}:{port}") from error
+    until = time.monotonic() + float(os.environ[WAITS])
+    while True:
+        host, _, port = os.environ[ELASTIC].rpartition(":")
+        try:
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=_ANSWERS)  # type: ignore[attr-defined]
+        except RuntimeError as error:
+            if time.monotonic() >= until:
+                at = f"{host}:{port}"
+                raise CommunicationError(f"the launcher of this elastic job does not answer at {at}") from error
+            continue
+        store.set_timeout(dist.default_pg_timeout)
+        return store
 
 
 @dataclass(eq=False)
@@ -87,22 +99,53 @@ class Worker:
     """
 
     number: int
-    store: Any
+    store: Any = None
     generation: Generation = Generation(0, (), 0)
     hang_up: Callable[[], None] = end_exchanges
     connections: Sequence[socket.socket] = ()
     _over: threading.Event = field(default_factory=threading.Event)
+    _watching: threading.Thread = field(init=False)
+    # Held while the store is connected to.
+    _moving: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        threading.Thread(
-            target=_beat, args=(int(os.environ[PIPE]),), name="zerograph sign of life", daemon=True
-        ).start()
+        pipe = int(os.environ[PIPE])
+        threading.Thread(target=self._beat, args=(pipe,), name="zerograph sign of life", daemon=True).start()
+        with self._moving:
+            self._meet_store()
+        # See [Note: threads at exit] of liveness.py.
+        atexit.register(lambda: self._watching.join(_LEAVES))
+        atexit.register(self._over.set)
+
+    def _meet_store(self) -> None:
+        self.store = _connect()
         # The connection of the main thread may be in use.
         watching = threading.Thread(target=self._watch, args=(_connect(),), name="zerograph generation", daemon=True)
         watching.start()
-        # See [Note: threads at exit] of liveness.py.
-        atexit.register(watching.join, _LEAVES)
-        atexit.register(self._over.set)
+        self._watching = watching
+
+    def _beat(self, pipe: int) -> None:
+        """Write a byte into the socket again and again; end this process if nobody reads: the launcher is gone."""
+        while True:
+            try:
+                # If it is full the launcher is busy, and has enough to read.
+                with contextlib.suppress(BlockingIOError):
+                    os.write(pipe, b".")
+                with contextlib.suppress(BlockingIOError):
+                    if told := os.read(pipe, 4096).decode():
+                        self._move(told.split()[-1])
+            except (BrokenPipeError, ConnectionResetError):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(_BEAT)
+
+    def _move(self, address: str) -> None:
+        """Go on with the store at another address: that of before is gone, or cut off."""
+        os.environ[ELASTIC] = address
+        with self._moving:
+            for _, before in connections(self.store):
+                with contextlib.suppress(OSError):
+                    before.shutdown(socket.SHUT_RDWR)
+            self._meet_store()
 
     def _watch(self, store: Any) -> None:
         """Hang up when a worker of the generation is lost: a host that is cut off ends no exchange."""
@@ -125,12 +168,15 @@ class Worker:
         Raises:
             JobLostError: the launcher is gone, or has given the job up.
         """
-        self._ask(self.store.set, f"want/{self.number}", json.dumps(most))
+        asked = None
         while not self.has("done"):
+            if asked is not self.store:
+                asked = self.store
+                self.tell(f"want/{self.number}", json.dumps([self.generation.number, most]))
             if self.has("job is over"):
-                raise JobLostError(self._ask(self.store.get, "job is over").decode())
+                raise JobLostError(self._ask("get", "job is over").decode())
             if self.has("generation"):
-                number, workers, ranks, hosts = json.loads(self._ask(self.store.get, "generation"))
+                number, workers, ranks, hosts = json.loads(self._ask("get", "generation"))
                 if number > self.generation.number and self.number in workers:
                     after_loss = not set(self.generation.workers).issubset(workers)
                     self.generation = Generation(number, tuple(workers), ranks, tuple(hosts), after_loss)
@@ -188,32 +234,34 @@ class Worker:
         Raises:
             JobLostError: the launcher is gone.
         """
-        return bool(self._ask(self.store.check, [key]))
+        return bool(self._ask("check", [key]))
 
-    def _ask(self, operation: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return operation(*args)
-        except RuntimeError as error:
-            raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
+    def tell(self, key: str, message: str = "") -> None:
+        """Write a key of the launcher's store.
+
+        Raises:
+            JobLostError: the launcher is gone.
+        """
+        self._ask("set", key, message)
+
+    def _ask(self, operation: str, *args: Any) -> Any:
+        while True:
+            store = self.store
+            try:
+                return getattr(store, operation)(*args)
+            except RuntimeError as error:
+                until = time.monotonic() + float(os.environ[WAITS])
+                while self.store is store:
+                    if time.monotonic() >= until:
+                        raise JobLostError(f"the launcher of this elastic job is gone: {error!s:.200}") from error
+                    time.sleep(_LOOK)
 
     def job_lost(self, message: str) -> JobLostError:
         """Tell the launcher that the job cannot go on, and return the error that says so."""
-        self.store.set("job is over", message)
+        self.tell("job is over", message)
         return JobLostError(message)
 
     def finish(self) -> None:
         """Tell the launcher, and workers that wait, that all ranks have finished."""
         self._over.set()
-        self.store.set("done", "")
-
-
-def _beat(pipe: int) -> None:
-    """Write a byte into the pipe again and again; end this process if nobody reads: the launcher is gone."""
-    while True:
-        # A full pipe: the launcher is busy, and has enough to read.
-        with contextlib.suppress(BlockingIOError):
-            try:
-                os.write(pipe, b".")
-            except BrokenPipeError:
-                os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(_BEAT)
+        self.tell("done")

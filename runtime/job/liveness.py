@@ -475,21 +475,21 @@ def sockets() -> Iterator[tuple[int, socket.socket]]:
                         yield int(name), copy
 
 
-def connections(store: Any) -> Iterator[int]:
-    """Yield the file descriptors that are connected to the port of a store, as far as :func:`sockets` does."""
+def connections(store: Any) -> Iterator[tuple[int, socket.socket]]:
+    """Yield those of :func:`sockets` that are connected to the port of a store."""
     store = _without_prefix(store)
     for number, copy in sockets() if isinstance(store, dist.TCPStore) else ():  # type: ignore[attr-defined]
         # Others listen.
         with contextlib.suppress(OSError):
             if copy.getpeername()[1] == store.port:
-                yield number
+                yield number, copy
 
 
 def connected(store: Any, connect: Callable[[], T]) -> tuple[T, list[socket.socket]]:
     """Return what a function that connects to a store returns, and copies of the connections that it has made."""
-    before = set(connections(store))
+    before = {number for number, _ in connections(store)}
     result = connect()
-    return result, [socket.socket(fileno=os.dup(number)) for number in set(connections(store)) - before]
+    return result, [copy.dup() for number, copy in connections(store) if number not in before]
 
 
 def _close(connections: Iterable[socket.socket]) -> None:

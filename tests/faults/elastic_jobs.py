@@ -452,6 +452,11 @@ def supervise(
     supervisor.fork(each + restarts, work)
     if options.kills:
         supervisor.usage = folder / "usage of the launcher"
+    if place:
+        # The first launcher waits for the other for some seconds only.
+        (folder / f"ready {supervisor.host}").touch()
+        while len([*folder.glob("ready *")]) < len(supervisor.hosts):
+            time.sleep(0.02)
     try:
         code = supervisor.run()
     except LauncherError as error:
@@ -555,12 +560,18 @@ class Launchers:
     """Launchers of a job of two hosts with two ranks each; a context, at whose end none runs."""
 
     def __init__(
-        self, hosts: Sequence[Host], folder: Path, options: Options, *faults: Fault, names: Sequence[str] = ()
+        self,
+        hosts: Sequence[Host],
+        folder: Path,
+        options: Options,
+        *faults: Fault,
+        names: Sequence[str] = (),
+        shared: Path | None = None,
     ) -> None:
         self.hosts, self.folder = hosts, folder
         self.names = names or [host.address for host in hosts]
         self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": self.names}
-        self.arguments |= {"least": 1, "most": 4, "restarts": 0, "patience": 5.0, "port": 29500}
+        self.arguments |= {"least": 1, "most": 4, "restarts": 0, "patience": 5.0, "port": 29500, "shared": shared}
         self.processes: dict[Host, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Launchers:

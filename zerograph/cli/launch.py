@@ -40,6 +40,9 @@ def launch(
     patience: Annotated[
         float, typer.Option(min=1, help="seconds of silence until an elastic rank or host is lost")
     ] = 30.0,
+    shared: Annotated[
+        Path | None, typer.Option(help="a folder of all hosts: an elastic job goes on without the first one")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the commands only")] = False,
 ) -> None:
     """Print and run the command that starts a script on all ranks: torchrun here, on several hosts, or srun.
@@ -58,7 +61,8 @@ def launch(
             "--dry-run after the script is an argument of the script, and starts it: put options of launch before the "
             "script, or those of the script after --"
         )
-    own = {"--ranks", "--hosts", "--host", "--slurm", "--nodes", "--port", "--max-restarts", "--elastic"} & {*arguments}
+    own = {"--ranks", "--hosts", "--host", "--slurm", "--nodes", "--port", "--max-restarts", "--elastic", "--shared"}
+    own &= {*arguments}
     if own and not is_marked:
         typer.echo(f"zerograph: {', '.join(sorted(own))} after the script: an argument of the script", err=True)
     slurm = slurm or (hosts is None and "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ)
@@ -76,7 +80,9 @@ def launch(
                 "--elastic is for one host without --ranks and --slurm, or for the part of one of several: give "
                 "--hosts and --host, and start such a launcher on each of them"
             )
-        place = {} if host is None else {"hosts": names, "host": host, "port": port}
+        if shared is not None and (host is None or not shared.is_dir()):
+            raise typer.BadParameter(f"--shared {shared}: give a folder that all of --hosts have")
+        place = {} if host is None else {"hosts": names, "host": host, "port": port, "shared": shared}
         supervisor = _supervisor(elastic, started, restarts=max_restarts, patience=patience, each=ranks, **place)
         typer.echo(f"{supervisor.each} x {shlex.join(supervisor.command)}", err=True)
         raise typer.Exit(0 if dry_run else _supervise(supervisor))
@@ -113,7 +119,8 @@ def _supervisor(ranks: str, started: Sequence[str], each: int | None, **options:
         raise typer.BadParameter(f"--elastic {ranks}: give the least and the most ranks, such as 2:4")
     hosts = options.get("hosts", ["this host"])
     digest = hashlib.blake2b(Path(started[0]).read_bytes(), digest_size=4).hexdigest()
-    terms = {"--elastic": ranks, "--hosts": ",".join(hosts), "the script": shlex.join(started), "its digest": digest}
+    terms = {"--elastic": ranks, "--hosts": ",".join(hosts), "--shared": str(options.get("shared"))}
+    terms |= {"the script": shlex.join(started), "its digest": digest}
     each = each or math.ceil(int(most) / len(hosts))
     return Supervisor([sys.executable, *started], int(least), int(most), each=each, terms=terms, **options)
 

@@ -377,7 +377,7 @@ class _Loop:
         # After a loss the snapshot before this one is still there.
         if self.worker is not None and not self.worker.has("began"):
             self._wait()
-            self.worker.store.set("began", "")
+            self.worker.tell("began")
         while self.epoch < self.epochs:
             for batch in self._batches(job):
                 start = time.monotonic()
