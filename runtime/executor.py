@@ -248,10 +248,8 @@ class Executor:
 
     def _failed_call(self, error: Exception, doing: str) -> ZeroGraphError:
         """Return the error of the node that failed."""
-        lines = _failed_lines(error.__traceback__)
-        node = _failed_node(self.graph.graph, lines)
-        if node is not None and node.target is WAIT:
-            node = node.all_input_nodes[0]
+        lines = failed_lines(error.__traceback__)
+        node = failed_node(self.graph.graph, lines)
         boxing = boxing_of(node) if node is not None else None
         if boxing is not None:
             collective = f"in the {boxing.kind} of {boxing.tensor} ({boxing.phase}, node {node})"
@@ -375,16 +373,20 @@ def _feed_of_store(store: Store, role: Role, node: fx.Node, copied: Collection[f
     return functools.partial(in_memory, value) if copied is not None and node in copied else value.handle
 
 
-def _failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:
-    """Return the node at which a step failed: that of the last name, or one in a loop's body, named after the loop."""
+def failed_node(graph: fx.Graph, names: Sequence[str]) -> fx.Node | None:
+    """Return the node at which a graph failed: that of the last name, or one in a loop's body, named after the loop.
+
+    Of an exchange that was waited for the node that began it.
+    """
     for number, name in enumerate(names):
         node = next((node for node in graph.nodes if node.name == name), None)
         if node is not None and (loop := loop_of(node)) is not None:
-            return _failed_node(loop.body.graph, names[number + 1 :]) or node
-    return next((node for node in graph.nodes if node.name in names[-1:]), None)
+            return failed_node(loop.body.graph, names[number + 1 :]) or node
+    node = next((node for node in graph.nodes if node.name in names[-1:]), None)
+    return node.all_input_nodes[0] if node is not None and node.target is WAIT else node
 
 
-def _failed_lines(traceback: TracebackType | None) -> list[str]:
+def failed_lines(traceback: TracebackType | None) -> list[str]:
     """Return the names of the nodes whose generated lines an exception passed through, outermost first."""
     return [name for frame, line in walk_tb(traceback) if (name := _node_of_line(frame, line)) is not None]
 

@@ -590,10 +590,14 @@ class Launchers:
         place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         self.processes[host] = subprocess.Popen([*host.enter(), sys.executable, "-c", program], env=place)
 
-    def kill(self, host: Host) -> None:
-        """Kill a launcher, and no worker."""
-        os.kill(min(host.processes()), signal.SIGKILL)
-        self.processes[host].wait()
+    def kill(self, host: Host, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a launcher, and to no worker."""
+        # What has entered the host's namespaces waits for its only child.
+        entered = self.processes[host].pid
+        (launcher,) = Path(f"/proc/{entered}/task/{entered}/children").read_text().split()
+        os.kill(int(launcher), number)
+        if number == signal.SIGKILL:
+            self.processes[host].wait()
 
     def wait_for(self, is_so: Callable[[Outcome], bool]) -> None:
         """Wait until the job has come so far."""

@@ -178,7 +178,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
         if event == "cut":
             hosts[1].cut()
         elif event == "its launcher ends":
-            os.kill(min(hosts[1].processes()), signal.SIGTERM)
+            launchers.kill(hosts[1], signal.SIGTERM)
         elif event != "a rank":
             launchers.kill(hosts[1])
         if event == "comes back":
@@ -230,7 +230,8 @@ def test_a_job_with_a_shared_folder_goes_on_without_the_first_host(
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
-    fault = [Fault(3, "step", 5)] if "recovery" in event else []
+    # A rank of the first host, which is lost next.
+    fault = [Fault(0, "step", 5)] if "recovery" in event else []
     with two_hosts() as hosts, Launchers(hosts, tmp_path, options, *fault, shared=shared) as launchers:
         launchers.wait_for(lambda job: any(line[0] >= 5 and line[3] == 4 for line in job.lines) or bool(job.faults))
         if "wire" in event:

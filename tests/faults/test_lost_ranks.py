@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -20,7 +21,9 @@ from tests.faults.lost_ranks import Answer, note_time, noted_time, run
 from tests.faults.survival_table import Tally
 from tests.harness import sliced
 from tests.models import TrainStep, adamw, batches, make, part
+from zerograph.eager import program
 from zerograph.runtime.checkpoint import storage
+from zerograph.runtime.job.process_group import agree
 
 # Of a rank that is stopped nothing else tells: what a try of that takes. The others learn at once.
 TIMEOUT = {"is stopped": 8.0}
@@ -215,3 +218,21 @@ def expected_words(case: Case) -> list[tuple[str, ...]]:
         "compile": ["before running step 1"],
     }[case.phase]
     return [(f"lost rank {case.lost} while",), tuple(where), *cause]
+
+
+def multiply() -> str:
+    """Multiply tensors of which the ranks have parts of the rows; the second rank is lost before the parts add up."""
+    x = zg.global_tensor(torch.ones(2, 3), zg.sbp.split(0))
+    torch.relu(x.T @ x)
+    if dist.get_rank() == 1:
+        program.agree = lambda *args: (agree(*args), ends())  # type: ignore[assignment]
+    try:
+        torch.relu(x.T @ x)
+    except zg.CommunicationError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_is_lost_in_an_operator_on_global_tensors_is_named() -> None:
+    answer, _ = run(2, 1, multiply)
+    assert "rank 0 of 2 lost rank 1 while in the all-reduce of" in answer.value, answer.raised

@@ -287,7 +287,9 @@ class Supervisor:
             self._store.set("generation", json.dumps(self._generation))
         typer.echo(f"zerograph: the launcher of host {self._leader} leads", err=True)
         for worker in self._workers.values():
-            os.write(worker.pipe, f"{self._leader}:{self.port}\n".encode())
+            # Some have ended.
+            with contextlib.suppress(BrokenPipeError):
+                os.write(worker.pipe, f"{self._leader}:{self.port}\n".encode())
 
     def _end(self, *, is_cut_off: bool) -> None:
         """End the processes of this host, and say so to the launchers of the others."""

@@ -31,8 +31,9 @@ from zerograph.ir.zero import OFF
 from zerograph.passes.context import BackendTraits, BatchLayout, Context, MissingRules
 from zerograph.passes.pipeline import PIPELINE, Pass, apply_pass, finalize
 from zerograph.passes.placement.place import needed
+from zerograph.runtime.executor import failed_lines, failed_node
 from zerograph.runtime.job.differences import READING
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.job.process_group import Job, agree, communication_error, digest
 from zerograph.runtime.wire.selection import Transport
 
 aten = torch.ops.aten
@@ -217,23 +218,35 @@ class Compilation:
             keeps = single.target is own and (is_written or _described(single) == before)
             target: Any = operator if keeps else single.target
             return Program(target, specs, leaves, tree, tuple(sbps), arguments, keeps, rows)
-        run = finalize(module).forward
+        module = finalize(module)
+        run = module.forward
         if self.job.size > 1 and any(boxing_of(node) is not None for node in graph.nodes):
             doing = READING if operator is None else f"running {operator}"
             facts = {
                 f"tensor {number}": f"{list(spec.shape)} of {spec.dtype}, {show(spec.sbp)}"
                 for number, spec in enumerate(inputs)
             }
-            run = functools.partial(_after_comparison, self.job, doing, facts, digest(facts), run)
+            run = functools.partial(_after_comparison, self.job, doing, facts, digest(facts), module)
         return Program(run, specs, leaves, tree, rows=rows)
 
 
 def _after_comparison(
-    job: Job, doing: str, facts: Mapping[str, str], number: int, run: Callable[..., Any], *parts: Tensor
+    job: Job, doing: str, facts: Mapping[str, str], number: int, module: fx.GraphModule, *parts: Tensor
 ) -> Any:
-    """Run a program that exchanges parts once all ranks are about to: one rank alone would wait until its timeout."""
+    """Run a program that exchanges parts once all ranks are about to: one rank alone would wait until its timeout.
+
+    Raises:
+        CommunicationError: an exchange has failed.
+    """
     agree(job, doing, number, lambda: facts)
-    return run(*parts)
+    try:
+        return module.forward(*parts)
+    except RuntimeError as error:
+        node = failed_node(module.graph, failed_lines(error.__traceback__))
+        boxing = boxing_of(node) if node is not None else None
+        if boxing is None:
+            raise
+        raise communication_error(job, f"in the {boxing.kind} of {boxing.tensor}, {doing}", error) from error
 
 
 def _complete(sbp: NdSbp) -> NdSbp:
