@@ -133,12 +133,13 @@ def publish_address(store: Any, rank: int, size: int, busy: Path) -> None:
     If there is the file, it has a smaller address of this host, to which they connect.
     """
     options, meeting, key = dist.ProcessGroupGloo._Options(), dist.HashStore(), f"0/{rank}"
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.2")]
+    host = os.environ["MASTER_ADDR"].replace("0.1", "0.2")
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     threading.Thread(target=dist.ProcessGroupGloo, args=(meeting, rank, size, options), daemon=True).start()
     addresses = meeting.get(key)
     if busy.exists():
         # A port, as the system has it, and an address.
-        before = addresses.index(socket.inet_aton("127.0.0.2")) - 2
+        before = addresses.index(socket.inet_aton(host)) - 2
         addresses = addresses.replace(addresses[before : before + 6], busy.read_bytes())
     store.set(key, addresses)
 
