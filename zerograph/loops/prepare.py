@@ -212,7 +212,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a block whose gradients are reduced once for each update, when they are read, at stages off and 1."""
-        return patch.object(loop, "is_unsynced", new=True)
+        return patch.object(loop, "is_unsynced", new=True)  # type: ignore[return-value]
 
     def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
         """Generate with gathered parameters, by the model's own loop."""
