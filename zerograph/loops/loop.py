@@ -129,7 +129,8 @@ class Loop:
         self._share()
         self._end_copies()
         self._take_states()
-        doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
+        named = type(function) if isinstance(function, nn.Module) else function
+        doing = f"a call of {getattr(named, '__name__', type(function).__name__)}"
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
             return self.run_eagerly(function, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -58,14 +59,18 @@ class LoopGraph(ZeroGraph):
         clips: bool = True,
     ) -> None:
         super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
+        self._modules = dict(modules)
+        vars(self).update(modules)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
         self._request = replace(self._request, gradients=self.gradients)
         self.config = config if clips else copy.copy(config)
         if not clips:
             self.config.clip_grad_norm = None
+
+    def _attributes(self) -> dict[str, Any]:
+        # Each call of the graph asks, and it has no others.
+        return self._modules
 
     def _attributes_of_code(self) -> dict[str, Any]:
         return {**self._attributes(), OF_LOOP: self._described()}
@@ -130,8 +135,10 @@ class Update(LoopGraph):
         reduce_sums(stores_of(split))
         parameters = dict.fromkeys((*gradients, *split))
         has_gradient = set(map(id, parameters))
-        accumulated = tuple(name for name, one in self._members().parameters.items() if id(one) in has_gradient)
-        self._request = replace(self._request, accumulated=accumulated)
+        known = self._members().parameters
+        accumulated = tuple(itertools.compress(known, map(has_gradient.__contains__, map(id, known.values()))))
+        if accumulated != self._request.accumulated:
+            self._request = replace(self._request, accumulated=accumulated)
         # Ranks drop tensors at different times.
         is_read = any(id(one) in has_gradient for one in parameters_read())
         self._steps.notes = [int(is_read), *world().summands()]
