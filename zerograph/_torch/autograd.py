@@ -125,21 +125,20 @@ def reaches_all_leaves(*, deeply: bool = True) -> bool:
     Args:
         deeply: look at all nodes below, not only at the next ones.
     """
-    nodes, seen = [torch._C._current_autograd_node()], set()
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen: set[Any] = {None}
     while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                try:
-                    if not torch._C._will_engine_execute_node(node):
-                        return False
-                except RuntimeError:
-                    # It is an input of torch.autograd.grad().
-                    return False
-            elif deeply:
-                nodes.append(node)
+        below: set[Any] = {node for node, _ in nodes.pop().next_functions} - seen
+        seen |= below
+        leaves = [node for node in below if hasattr(node, "variable")]
+        try:
+            if not all(map(torch._C._will_engine_execute_node, leaves)):
+                return False
+        except RuntimeError:
+            # One is an input of torch.autograd.grad().
+            return False
+        if deeply:
+            nodes += below.difference(leaves)
     return True
 
 

@@ -241,7 +241,7 @@ class CallGraph(LoopGraph):
         tensors: Sequence[Tensor],
         autocast: Any,
     ) -> None:
-        super().__init__(owner.modules, optimizers, owner.config, clips=False)
+        super().__init__(owner.modules, optimizers, owner.config)
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
@@ -399,10 +399,6 @@ class CallGraph(LoopGraph):
         template = self._template(step)
         given = {place: _filled(one, tensors) for place, one in template.given.items()}
         return _filled(template.result, [given.get(place, one) for place, one in enumerate(results)])
-
-    def differentiable(self, step: CompiledStep) -> Sequence[bool]:
-        """Return which tensors of a result have a gradient."""
-        return self._template(step).differentiable
 
     def refuse_inner(self) -> Tensor:
         """Refuse to differentiate one result by another."""
@@ -652,7 +648,7 @@ class _Call(torch.autograd.Function):
         # Torch frees it after backward, and refuses another backward without it.
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
-        flags = begun.graph.differentiable(begun.step)
+        flags = begun.graph._template(begun.step).differentiable
         ctx.mark_non_differentiable(*(one for one, wanted in zip(outputs, flags, strict=True) if not wanted))
         return tuple(outputs)
 

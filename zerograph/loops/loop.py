@@ -118,7 +118,7 @@ class Loop:
         Raises:
             RankMismatchError: ranks pass other tensors.
         """
-        if world().slices is None:
+        if self.config.virtual_ranks is not None and world().slices is None:
             # There may be a new process group.
             self._use_slices(self.config)
         if self.config.virtual_ranks != world().slices:

@@ -42,7 +42,6 @@ class LoopGraph(ZeroGraph):
         modules: the modules, by their name in the graph.
         optimizers: the optimizers.
         config: the options.
-        clips: clip gradients as the options say. Else another graph clips their sum.
 
     Attributes:
         gradients: the use of gradients.
@@ -51,12 +50,7 @@ class LoopGraph(ZeroGraph):
     gradients: ClassVar[GradientUse]
 
     def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: Config,
-        *,
-        clips: bool = True,
+        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
     ) -> None:
         super().__init__()
         self._modules = dict(modules)
@@ -64,9 +58,11 @@ class LoopGraph(ZeroGraph):
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
         self._request = replace(self._request, gradients=self.gradients)
-        self.config = config if clips else copy.copy(config)
-        if not clips:
-            self.config.clip_grad_norm = None
+        if self.gradients in ("accumulate", "edit"):
+            # Another graph clips their sum.
+            config = copy.copy(config)
+            config.clip_grad_norm = None
+        self.config = config
 
     def _attributes(self) -> dict[str, Any]:
         # Each call of the graph asks, and it has no others.
@@ -176,7 +172,7 @@ class Edit(Update):
         names: Sequence[str],
         arguments: Mapping[str, Any],
     ) -> None:
-        super().__init__(modules, optimizers, config, clips=False)
+        super().__init__(modules, optimizers, config)
         self._function, self._names, self._arguments = function, names, dict(arguments)
 
     def build(self) -> Any:

@@ -36,13 +36,12 @@ class SplitGradients:
         for parameter in parameters:
             read_gradient_by(parameter, self)
 
-    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+    def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that a graph has added to the gradients of these parameters."""
         if self._aside is not None:
             self._aside += parameters
             return
-        for parameter in parameters:
-            self._parameters[id(parameter)] = parameter
+        self._parameters.update(zip(map(id, parameters), parameters, strict=True))
         # What the loop has read it may read again by its own name.
         for parameter in stored_gradients(parameters):
             self.settle(parameter)
