@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import linecache
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import walk_tb
@@ -144,15 +144,9 @@ class Executor:
 
         return values, finish
 
-    @contextlib.contextmanager
-    def _reporting(self, doing: str) -> Iterator[None]:
+    def _reporting(self, doing: str) -> reporting_failures:
         """Tell the other ranks of an error inside the block, and where the step broke off."""
-        with reporting_failures(self.job, doing):
-            try:
-                yield
-            except BaseException as error:
-                self._mark_break(error, doing)
-                raise
+        return reporting_failures(self.job, doing, self._mark_break)
 
     def _form(self, *, pauses: bool) -> Callable[..., Any]:
         if self.low_overhead is None:

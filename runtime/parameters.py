@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -194,6 +197,9 @@ def settle_gradient(parameter: nn.Parameter) -> None:
         reader.settle(parameter)
 
 
+_IS_GRADIENT: Any = functools.partial(operator.is_not, None)
+
+
 def stored_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return the gradient that a plain ``backward()`` has given the parameter; readers are not asked."""
     with _torch.without_torch_function():
@@ -204,7 +210,10 @@ def stored_gradient(parameter: nn.Parameter) -> Tensor | None:
 def stored_gradients(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
     """Return :func:`stored_gradient` of the parameters that have one."""
     with _torch.without_torch_function():
-        return {one: gradient for one in parameters if (gradient := _STORED.__get__(one)) is not None}
+        parameters = list(parameters)
+        found = [*map(_STORED.__get__, parameters)]
+        # In C: loops ask in each step, when mostly none has one.
+        return dict(itertools.compress(zip(parameters, found, strict=True), map(_IS_GRADIENT, found)))
 
 
 def store_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -178,7 +178,9 @@ def store_of(parameter: nn.Parameter) -> Store | None:
 
 def stores_of(parameters: Iterable[nn.Parameter]) -> list[Store]:
     """Return the distinct stores of the parameters, in parameter order: the same order on all ranks."""
-    return [store for store in dict.fromkeys(map(store_of, parameters)) if store is not None]
+    found: Any = dict.fromkeys(map(dict.get, map(vars, parameters), itertools.repeat("_zerograph_store")))
+    found.pop(None, None)
+    return [*found]
 
 
 def in_memory(value: TensorOrExtent) -> Tensor:

@@ -514,10 +514,17 @@ def explaining_failures(job: Job, doing: str) -> Iterator[None]:
 
 @dataclass(eq=False, slots=True)
 class reporting_failures:  # noqa: N801
-    """Publish an exception raised inside the block, so that ranks that wait for this one can report its cause."""
+    """Publish an exception raised inside the block, so that ranks that wait for this one can report its cause.
+
+    Attributes:
+        job: the ranks.
+        doing: what this rank is doing.
+        note: is called with any exception, and with ``doing``.
+    """
 
     job: Job
     doing: str
+    note: Callable[[BaseException, str], None] = lambda *_: None
     _busy: Any = None
 
     def __enter__(self) -> None:
@@ -527,7 +534,10 @@ class reporting_failures:  # noqa: N801
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         try:
-            if error is None or isinstance(error, (CommunicationError, RankMismatchError)):
+            if error is None:
+                return
+            self.note(error, self.doing)
+            if isinstance(error, (CommunicationError, RankMismatchError)):
                 return
             if isinstance(error, Exception):
                 self.job.liveness.report_failure(error)

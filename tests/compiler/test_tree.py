@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.members import capture_facts
 
 
@@ -96,3 +97,40 @@ def test_nested_batches_are_named_and_arranged_as_torch_does() -> None:
         args, kwargs = batch.arranged(batch.tensors)
         assert args[0]["a"][1][1:] == (2, None)
         assert kwargs["more"] is batch.tensors[2]
+
+
+class Unlisted:
+    """A mapping that cannot be iterated over, like that of a scripted module's modules."""
+
+    def __init__(self, **entries: int) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def keys(self) -> list[str]:
+        return [*self.entries]
+
+    def values(self) -> list[int]:
+        return [*self.entries.values()]
+
+
+CHANGED_TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any], Unlisted], object]] = {
+    "a value that is equal": lambda first, _, __: first.update(a=True),
+    "a key": lambda first, _, __: first.update(c=first.pop("b")),
+    "the order": lambda first, _, __: first.update(a=first.pop("a")),
+    "an entry in the next table": lambda first, second, _: second.update(b=first.pop("b")),
+    "an empty table": lambda _, second, __: second.update(a=1),
+    "an entry of a mapping that cannot be iterated over": lambda _, __, third: third.entries.update(a=2),
+    "its key": lambda _, __, third: setattr(third, "entries", {"b": 1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_TABLES.values(), ids=CHANGED_TABLES)
+def test_a_change_of_any_table_is_seen(change: Callable[..., object]) -> None:
+    first, second, third = {"a": 1, "b": 2}, dict[str, Any](), Unlisted(a=1)
+    tables: list[Any] = [first, second, third]
+    snapshot = Dictionaries(tables)
+    assert snapshot.are_same()
+    change(first, second, third)
+    assert not snapshot.are_same()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -90,26 +92,29 @@ _CALL = nn.Module._call_impl.__code__
 _ENGINE = autograd_graph._engine_run_backward.__code__
 
 
+_GRADIENT_HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def gradient_hooks(leaves: Iterable[Tensor]) -> list[tuple[Hooks, Hooks]]:
     """Return each leaf's hooks on its gradient and its hooks after accumulation, which have no public name.
 
     Parameters without data are allowed.
     """
     with plain_tensors():
-        tables = [(leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
+        tables = [*map(_GRADIENT_HOOKS, leaves)]
     return [(list((before or {}).values()), list((after or {}).values())) for before, after in tables]
 
 
 def has_gradient_hooks(leaves: Iterable[Tensor]) -> bool:
     """Return True if any leaf has :func:`gradient_hooks`."""
     with plain_tensors():
-        return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
+        return any(chain.from_iterable(map(_GRADIENT_HOOKS, leaves)))
 
 
 def trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that require a gradient; those without data, too."""
     with plain_tensors():
-        return [one for one in parameters if one.requires_grad]
+        return [*filter(operator.attrgetter("requires_grad"), parameters)]
 
 
 def reaches_all_leaves(*, deeply: bool = True) -> bool:
@@ -120,21 +125,20 @@ def reaches_all_leaves(*, deeply: bool = True) -> bool:
     Args:
         deeply: look at all nodes below, not only at the next ones.
     """
-    nodes, seen = [torch._C._current_autograd_node()], set()
+    nodes: list[Any] = [torch._C._current_autograd_node()]
+    seen: set[Any] = {None}
     while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                try:
-                    if not torch._C._will_engine_execute_node(node):
-                        return False
-                except RuntimeError:
-                    # It is an input of torch.autograd.grad().
-                    return False
-            elif deeply:
-                nodes.append(node)
+        below: set[Any] = {node for node, _ in nodes.pop().next_functions} - seen
+        seen |= below
+        leaves = [node for node in below if hasattr(node, "variable")]
+        try:
+            if not all(map(torch._C._will_engine_execute_node, leaves)):
+                return False
+        except RuntimeError:
+            # One is an input of torch.autograd.grad().
+            return False
+        if deeply:
+            nodes += below.difference(leaves)
     return True
 
 

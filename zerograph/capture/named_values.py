@@ -82,7 +82,7 @@ class NamedValues:
             self.places[place.key] = place
             # A library that one rank alone imports may add names.
             self.tokens[place.key] = tuple(map(vars(space).get, _callables_of(space)))
-            self._checks.append(_is_equal(functools.partial(_objects_in, space)))
+            self._checks.append(_is_equal(functools.partial(list[Any], vars(space).values())))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
@@ -163,10 +163,6 @@ def _callables_of(space: Any) -> Collection[str]:
     return {name for one in spaces for name, value in vars(one).items() if callable(value)}
 
 
-def _objects_in(space: Any) -> Any:
-    return [*vars(space).values()]
-
-
 def _ordered(value: Any) -> Collection[Any]:
     """Return the keys of a dict, whose order code may follow."""
     return value if isinstance(value, dict) and len(value) <= MAX_LENGTH else ()
@@ -183,7 +179,7 @@ def _changes_in_place(value: Any) -> bool:
     )
 
 
-def _is_equal(read: Callable[[], Hashable]) -> Callable[[], bool]:
+def _is_equal(read: Callable[[], Any]) -> Callable[[], bool]:
     """Return a check that a value is equal to what it is now."""
     now = read()
     return lambda: read() == now

@@ -120,6 +120,7 @@ def texts_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 # No compiled step depends on these values.
 _NOT_COMPARED = frozenset({"params", "lr", "initial_lr"})
+_IS_FRESH = operator.attrgetter("fresh")
 _IMMUTABLE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -159,15 +160,15 @@ class Snapshot:
     def __init__(self, call: Call, tree: Tree, batch: Batch, key: StepKey) -> None:
         self.key, self.stores = key, stores_of(tree.members.parameters.values())
         self._job, self._config, self._tree = call.job, call.config, tree
-        self._attributes = list(call.attributes.items())
+        self._attributes, self._values = list(call.attributes), list(call.attributes.values())
         parameters: Iterable[nn.Parameter] = tree.members.parameters.values()
         self._tensors: list[Tensor] = [*parameters, *tree.members.buffers.values()]
         self._metadata = _metadata(self._tensors)
-        self._fresh = [store.fresh for store in self.stores]
+        self._fresh = list(map(_IS_FRESH, self.stores))
         hooks = [table for optimizer in call.optimizers for table in _torch.step_pre_hook_tables(optimizer)]
         # A parameter's own attributes are its annotation and its store.
         self._dictionaries = Dictionaries([vars(call.config), *map(vars, parameters), *hooks])
-        self._optimizers = [(optimizer, type(optimizer)) for optimizer in call.optimizers]
+        self._optimizers, self._classes = list(call.optimizers), list(map(type, call.optimizers))
         self._groups = [_Group(group) for optimizer in call.optimizers for group in optimizer.param_groups]
         self._of_optimizers, self._default_dtype = call.of_optimizers(), torch.get_default_dtype()
         leaves: list[Any] = []
@@ -187,19 +188,17 @@ class Snapshot:
         unchanged = (
             call.job is self._job
             and call.config is self._config
-            and call.request == self.key.request
+            and (call.request is self.key.request or call.request == self.key.request)
             and self._dictionaries.are_same()
-            and list(call.attributes) == [name for name, _ in self._attributes]
-            and all(map(operator.is_, call.attributes.values(), [value for _, value in self._attributes]))
+            and list(call.attributes) == self._attributes
+            and all(map(operator.is_, call.attributes.values(), self._values))
             and self._tree.is_same_below()
             and _metadata(self._tensors) == self._metadata
             and not _torch.has_gradient_hooks(self._tree.members.parameters.values())
-            and [store.fresh for store in self.stores] == self._fresh
+            and list(map(_IS_FRESH, self.stores)) == self._fresh
             and len(call.optimizers) == len(self._optimizers)
-            and all(
-                optimizer is before and type(optimizer) is kind
-                for optimizer, (before, kind) in zip(call.optimizers, self._optimizers, strict=True)
-            )
+            and all(map(operator.is_, call.optimizers, self._optimizers))
+            and list(map(type, call.optimizers)) == self._classes
             and len(groups) == len(self._groups)
             and all(before.is_same(group) for before, group in zip(self._groups, groups, strict=True))
             and call.of_optimizers() == self._of_optimizers
@@ -290,4 +289,4 @@ def _is_immutable(value: Any) -> bool:
 
 def _metadata(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
     with _torch.plain_tensors():
-        return [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]
+        return [*map(operator.attrgetter("shape", "dtype", "device", "requires_grad"), tensors)]

@@ -334,12 +334,18 @@ class Steps:
         Args:
             selection: None if there is a ``problem``.
         """
+        if call.job.size == 1:
+            if problem is not None:
+                raise problem
+            assert selection is not None
+            self.notes_of_ranks = [self.notes]
+            return [local_sizes(selection.batch)]
         number, sizes, digests = 0, [], []
         inputs: dict[str, float] = {}
         if selection is not None:
             number = selection.key.digest ^ self.compilations
             sizes, digests = local_sizes(selection.batch), digests_of_whole(selection.batch)
-            if call.job.size > 1 and call.request.gradients in ("update", "accumulated"):
+            if call.request.gradients in ("update", "accumulated"):
                 inputs = self._compiler.updates.inputs()
                 number ^= digest(inputs)
             if call.config.check_replicas:

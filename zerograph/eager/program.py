@@ -219,6 +219,8 @@ class Compilation:
             target: Any = operator if keeps else single.target
             return Program(target, specs, leaves, tree, tuple(sbps), arguments, keeps, rows)
         module = finalize(module)
+        # Reading the code generates it. Until then forward() is a stand-in that calls the whole module, each time.
+        assert module.code
         run = module.forward
         if self.job.size > 1 and any(boxing_of(node) is not None for node in graph.nodes):
             doing = READING if operator is None else f"running {operator}"

@@ -37,7 +37,7 @@ from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped, opaque_in
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.loop_graph import LoopGraph
-from zerograph.loops.split_gradients import add_gradients
+from zerograph.loops.split_gradients import SplitGradients, add_gradients
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.state import Store, stores_of
@@ -56,6 +56,7 @@ class Owner(Protocol):
 
     modules: dict[str, nn.Module]
     config: Config
+    gradients: SplitGradients
 
     @property
     def keeps_summands(self) -> bool:
@@ -72,14 +73,6 @@ class Owner(Protocol):
 
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         """Return a block inside which the parameters are split that the loop has made whole."""
-
-    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that these parameters have a sum of gradients."""
-
-    def gradients_aside(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, Tensor]]:
-        """Return a block whose gradients are whole in a dictionary at its end, and in no parameter."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +241,7 @@ class CallGraph(LoopGraph):
         tensors: Sequence[Tensor],
         autocast: Any,
     ) -> None:
-        super().__init__(owner.modules, optimizers, owner.config, clips=False)
+        super().__init__(owner.modules, optimizers, owner.config)
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
@@ -407,10 +400,6 @@ class CallGraph(LoopGraph):
         given = {place: _filled(one, tensors) for place, one in template.given.items()}
         return _filled(template.result, [given.get(place, one) for place, one in enumerate(results)])
 
-    def differentiable(self, step: CompiledStep) -> Sequence[bool]:
-        """Return which tensors of a result have a gradient."""
-        return self._template(step).differentiable
-
     def refuse_inner(self) -> Tensor:
         """Refuse to differentiate one result by another."""
         raise InputError(
@@ -534,7 +523,7 @@ class Begun:
             again = self.graph.variant(self, used)
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._buffers_as_before())
-                sums = None if adds else stack.enter_context(owner.gradients_aside(self.parameters))
+                sums = None if adds else stack.enter_context(owner.gradients.aside(self.parameters))
                 with _torch.same_versions(self._statistics):
                     _, again._finish = again.step.executor.start(*again._inputs)
                 found = again._go_on(gradients)
@@ -562,7 +551,7 @@ class Begun:
         if stores := self.step.summed:
             values, gradients = values[: -len(stores)], values[-len(stores) :]
             add_gradients(stores, gradients)
-        self.graph._owner.note_gradients(self.step.differentiated)
+        self.graph._owner.gradients.note(self.step.differentiated)
         # None where a tensor has no part in the result.
         leaves = self.step.returned(self.batch)[len(self._outputs) :]
         rest = iter(self._globals(values[len(self._outputs) :], len(self._outputs)))
@@ -659,7 +648,7 @@ class _Call(torch.autograd.Function):
         # Torch frees it after backward, and refuses another backward without it.
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
-        flags = begun.graph.differentiable(begun.step)
+        flags = begun.graph._template(begun.step).differentiable
         ctx.mark_non_differentiable(*(one for one, wanted in zip(outputs, flags, strict=True) if not wanted))
         return tuple(outputs)
 

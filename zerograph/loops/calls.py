@@ -70,9 +70,12 @@ class Calls:
             if kind.graph is None:
                 optimizers = self._owner.separate() if with_gradient else ()
                 kind.graph = CallGraph(self._owner, optimizers, tree.name, kind, (args, kwargs), tensors, autocast)
-            result = self._by_graph(kind, module, tensors, tree.parameters)
-            if result is not _NO_GRAPH:
-                return result
+            with self._owner.hidden():
+                begun = self._ready(kind, module, tensors, tree.parameters)
+                if begun is not None:
+                    if begun.graph._optimizers:
+                        self.latest[module] = begun.graph
+                    return begun.run()
         with contextlib.nullcontext() if kind.draws is None else kind.draws.of_a_call():
             result = self._owner.run_eagerly(module, args, kwargs)
         if kind.draws is not None and not kind.draws.has_drawn:
@@ -103,18 +106,6 @@ class Calls:
         self._kinds.clear()
         self._expected = {}
 
-    def _by_graph(
-        self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]
-    ) -> Any:
-        """Run a call as a graph; return ``_NO_GRAPH`` if none can do it."""
-        with self._owner.hidden():
-            begun = self._ready(kind, module, tensors, parameters)
-            if begun is None:
-                return _NO_GRAPH
-            if begun.graph._optimizers:
-                self.latest[module] = begun.graph
-            return begun.run()
-
     def _ready(
         self, kind: Kind, module: nn.Module, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]
     ) -> Begun | None:
@@ -142,9 +133,6 @@ class Calls:
         return (
             bool(parameters) and trained.issuperset(map(id, parameters)) and not _torch.has_gradient_hooks(parameters)
         )
-
-
-_NO_GRAPH: Any = object()
 
 
 class _Tree:

@@ -51,27 +51,22 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def found_in(value: Any, kinds: type | tuple[type, ...]) -> list[Any]:
     """Return the values of some kinds inside a value, in the order in which :func:`mapped` replaces them."""
-    found: list[Any] = []
-
-    def note(one: Any) -> Any:
-        if isinstance(one, kinds):
-            found.append(one)
-            return one
-        return INSIDE
-
-    mapped(value, note)
-    return found
+    return _collected(value, lambda one: isinstance(one, kinds))
 
 
 def opaque_in(value: Any) -> list[Any]:
     """Return the values inside a value that are no tensors and not plain, and that :func:`mapped` leaves themselves."""
+    known = (*PLAIN, Tensor, torch.Size, type)
+    return _collected(value, lambda one: not has_parts(one) and not isinstance(one, known))
+
+
+def _collected(value: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
     found: list[Any] = []
 
     def note(one: Any) -> Any:
-        if has_parts(one):
+        if not is_wanted(one):
             return INSIDE
-        if not isinstance(one, (*PLAIN, Tensor, torch.Size, type)):
-            found.append(one)
+        found.append(one)
         return one
 
     mapped(value, note)

@@ -65,10 +65,6 @@ class CountedDraws(TorchDispatchMode):
             return call
 
         self._table, self._draws.seed, self._draws.count = self._all, None, 0
-        get, restore, seed = (
-            uncounted(torch.get_rng_state),
-            uncounted(torch.set_rng_state),
-            uncounted(torch.manual_seed),
-        )
-        with _torch.replaced_generator(get, restore, seed), self:
+        own: tuple[Callable[..., Any], ...] = (torch.get_rng_state, torch.set_rng_state, torch.manual_seed)
+        with _torch.replaced_generator(*map(uncounted, own)), self:
             yield

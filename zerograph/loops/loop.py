@@ -68,6 +68,8 @@ class Loop:
         busy: state dicts are those of the plain modules now.
         schedulers: the prepared schedulers.
         calls: the calls of the modules.
+        gradients: the gradients that these have computed.
+        is_unsynced: calls leave to each rank what it adds to gradients, where these are whole on all.
         is_scaled: a ``GradScaler`` has unscaled gradients.
         has_loader: a loader is prepared, so a plain tensor is the whole tensor; else it is this rank's rows.
         splits_rows: ranks share the rows of whole tensors that are passed to a module.
@@ -99,7 +101,7 @@ class Loop:
         self._forward = Update(modules, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._edits: dict[Hashable, Edit] = {}
-        self.calls, self._gradients, self._is_unsynced = Calls(self), SplitGradients(), False
+        self.calls, self.gradients, self.is_unsynced = Calls(self), SplitGradients(), False
         self._is_shared = False
         # Stores whose parameters are whole from a call to the next update, with hashes of these.
         self._shown: dict[Store, list[int]] = {}
@@ -116,7 +118,7 @@ class Loop:
         Raises:
             RankMismatchError: ranks pass other tensors.
         """
-        if world().slices is None:
+        if self.config.virtual_ranks is not None and world().slices is None:
             # There may be a new process group.
             self._use_slices(self.config)
         if self.config.virtual_ranks != world().slices:
@@ -127,7 +129,8 @@ class Loop:
         self._share()
         self._end_copies()
         self._take_states()
-        doing = f"a call of {getattr(function, '__name__', type(function).__name__)}"
+        named = type(function) if isinstance(function, nn.Module) else function
+        doing = f"a call of {getattr(named, '__name__', type(function).__name__)}"
         if _torch.is_transforming():
             # What torch.func wraps has no values to compare.
             return self.run_eagerly(function, args, kwargs)
@@ -147,19 +150,10 @@ class Loop:
             world().rows_of_ranks, world().joins_rows = True, False
         return args, found
 
-    @contextlib.contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """Return a block whose calls leave to each rank what it adds to gradients, where these are whole on all."""
-        before, self._is_unsynced = self._is_unsynced, True
-        try:
-            yield
-        finally:
-            self._is_unsynced = before
-
     @property
     def keeps_summands(self) -> bool:
         """Return whether each rank keeps what it adds to the sums of gradients until these are read."""
-        if not self._is_unsynced or self.config.wire != "exact" or world().slices is not None or world().is_alone:
+        if not self.is_unsynced or self.config.wire != "exact" or world().slices is not None or world().is_alone:
             return False
         return not (self.config.policy.split and self.config.policy.reduce_early)
 
@@ -189,8 +183,8 @@ class Loop:
             graph._leave_job()
         self._edits.clear()
         self.calls.forget()
-        self._gradients = SplitGradients()
-        self._gradients.watch(self._watched)
+        self.gradients = SplitGradients()
+        self.gradients.watch(self._watched)
         self._is_shared = False
         leave()
 
@@ -224,7 +218,7 @@ class Loop:
                 result = closure()
         # What the loop has changed may make split gradients whole.
         parameters, update = parameters_of(optimizer), self.graph(optimizer)
-        gradients, split = stored_gradients(parameters), self._gradients.of(parameters)
+        gradients, split = stored_gradients(parameters), self.gradients.of(parameters)
         self._end_copies()
         if gradients or split:
             update.run(gradients, split)
@@ -253,19 +247,19 @@ class Loop:
         """Multiply the gradients of an optimizer; return whether they were all finite. A collective."""
         parameters, self.is_scaled = parameters_of(optimizer), True
         whole = stored_gradients(parameters).values()
-        is_finite = all(bool(gradient.isfinite().all()) for gradient in whole) & self._gradients.are_finite(parameters)
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in whole) & self.gradients.are_finite(parameters)
         for gradient in whole:
             gradient.mul_(inverse.to(gradient.dtype))
-        self._gradients.multiply(parameters, inverse)
+        self.gradients.multiply(parameters, inverse)
         return is_finite
 
     def edit(
         self, function: Callable[..., Any], parameters: Sequence[nn.Parameter], arguments: Mapping[str, Any]
     ) -> Any:
         """Run a function that edits the gradients of parameters: on split ones as a graph. A collective."""
-        split = self._gradients.of(parameters)
+        split = self.gradients.of(parameters)
         mine = [one for optimizer in self.separate() for one in parameters_of(optimizer)]
-        if not split or stored_gradients(parameters) or len(split) < len(self._gradients.of(mine)):
+        if not split or stored_gradients(parameters) or len(split) < len(self.gradients.of(mine)):
             return function(parameters, **arguments)
         names = self._forward._members().names()
         edited = tuple(names[id(one)] for one in parameters)
@@ -281,23 +275,17 @@ class Loop:
     def zero_grad_of(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear the gradients of parameters."""
         parameters = list(parameters)
-        self._gradients.clear(parameters, set_to_none=set_to_none)
-        _clear(parameters, set_to_none=set_to_none)
-
-    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Note that these parameters have a sum of gradients."""
-        self._gradients.note(parameters)
-
-    def gradients_aside(
-        self, parameters: Sequence[nn.Parameter]
-    ) -> contextlib.AbstractContextManager[dict[nn.Parameter, Tensor]]:
-        """Return a block whose gradients are whole in a dictionary at its end, and in no parameter."""
-        return self._gradients.aside(parameters)
+        self.gradients.clear(parameters, set_to_none=set_to_none)
+        for parameter, gradient in stored_gradients(parameters).items():
+            if set_to_none:
+                store_gradient(parameter, None)
+            else:
+                gradient.detach_().zero_()
 
     def waits_for_step(self) -> bool:
         """Return whether a parameter has a gradient of a global tensor."""
         return any(
-            isinstance(stored_gradient(one), GlobalTensor) or one in self._gradients
+            isinstance(stored_gradient(one), GlobalTensor) or one in self.gradients
             for optimizer in self.optimizers
             for one in parameters_of(optimizer)
         )
@@ -308,7 +296,7 @@ class Loop:
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether this parameter has a gradient."""
-        return parameter in self._gradients or stored_gradient(parameter) is not None
+        return parameter in self.gradients or stored_gradient(parameter) is not None
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
@@ -316,7 +304,7 @@ class Loop:
         self._watched += parameters
         for parameter in parameters:
             parameter._zerograph_whole = self._show  # type: ignore[attr-defined]
-        self._gradients.watch(parameters)
+        self.gradients.watch(parameters)
 
     def graph(self, *optimizers: torch.optim.Optimizer) -> Update:
         """Return the graph that updates these optimizers, or without any the one of the modules."""
@@ -569,11 +557,3 @@ class GlobalIterator(GlobalLoader):
 
 def _as_global(batch: Any) -> Any:
     return of_parts(with_all_texts(batch), "a batch of a prepared loader")
-
-
-def _clear(parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-    for parameter, gradient in stored_gradients(parameters).items():
-        if set_to_none:
-            store_gradient(parameter, None)
-        else:
-            gradient.detach_().zero_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -41,7 +42,6 @@ class LoopGraph(ZeroGraph):
         modules: the modules, by their name in the graph.
         optimizers: the optimizers.
         config: the options.
-        clips: clip gradients as the options say. Else another graph clips their sum.
 
     Attributes:
         gradients: the use of gradients.
@@ -50,22 +50,23 @@ class LoopGraph(ZeroGraph):
     gradients: ClassVar[GradientUse]
 
     def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: Config,
-        *,
-        clips: bool = True,
+        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
     ) -> None:
         super().__init__()
-        for name, module in modules.items():
-            setattr(self, name, module)
+        self._modules = dict(modules)
+        vars(self).update(modules)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
         self._request = replace(self._request, gradients=self.gradients)
-        self.config = config if clips else copy.copy(config)
-        if not clips:
-            self.config.clip_grad_norm = None
+        if self.gradients in ("accumulate", "edit"):
+            # Another graph clips their sum.
+            config = copy.copy(config)
+            config.clip_grad_norm = None
+        self.config = config
+
+    def _attributes(self) -> dict[str, Any]:
+        # Each call of the graph asks, and it has no others.
+        return self._modules
 
     def _attributes_of_code(self) -> dict[str, Any]:
         return {**self._attributes(), OF_LOOP: self._described()}
@@ -130,8 +131,10 @@ class Update(LoopGraph):
         reduce_sums(stores_of(split))
         parameters = dict.fromkeys((*gradients, *split))
         has_gradient = set(map(id, parameters))
-        accumulated = tuple(name for name, one in self._members().parameters.items() if id(one) in has_gradient)
-        self._request = replace(self._request, accumulated=accumulated)
+        known = self._members().parameters
+        accumulated = tuple(itertools.compress(known, map(has_gradient.__contains__, map(id, known.values()))))
+        if accumulated != self._request.accumulated:
+            self._request = replace(self._request, accumulated=accumulated)
         # Ranks drop tensors at different times.
         is_read = any(id(one) in has_gradient for one in parameters_read())
         self._steps.notes = [int(is_read), *world().summands()]
@@ -169,7 +172,7 @@ class Edit(Update):
         names: Sequence[str],
         arguments: Mapping[str, Any],
     ) -> None:
-        super().__init__(modules, optimizers, config, clips=False)
+        super().__init__(modules, optimizers, config)
         self._function, self._names, self._arguments = function, names, dict(arguments)
 
     def build(self) -> Any:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar, TypeVarTuple, overload
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
+from zerograph.base.contexts import given
 from zerograph.capture.wrappers import check_modules, held_optimizer
 from zerograph.config import Config
 from zerograph.errors import ConfigError, SplitParameterError
@@ -23,7 +25,6 @@ from zerograph.graph import ZeroGraph, building
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.call_graph import ORIGIN
 from zerograph.loops.loop import Loop
-from zerograph.loops.plain_calls import are_calls_plain, plain_calls
 from zerograph.loops.scaling import replace_unscaling, step_scaled
 from zerograph.optim.step_hooks import check_step
 from zerograph.runtime.parameters import SplitParameter, parameters_of, settle_gradient, stored_gradients
@@ -32,6 +33,8 @@ from zerograph.runtime.state import holds_state_of
 One = TypeVar("One")
 Several = TypeVarTuple("Several")
 Stage = Literal[0, 1, 2, 3]
+# Prepared modules are called as plain ones.
+_plain: ContextVar[bool] = ContextVar("plain", default=False)
 
 
 @overload
@@ -173,7 +176,7 @@ def _prepared(one: Any, loop: Loop) -> Any:
 def _called_by(function: Callable[..., Any], loop: Loop) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if are_calls_plain() or building():
+        if _plain.get() or building():
             return function(*args, **kwargs)
         return loop.call(function, args, kwargs)
 
@@ -186,7 +189,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     @_torch.not_compiled
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self is not module or are_calls_plain() or building():
+        if self is not module or _plain.get() or building():
             return kind.__call__(self, *args, **kwargs)
         return loop.call(self, args, kwargs)
 
@@ -195,7 +198,7 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         graph = loop.graph()
-        if self is not module or args or kwargs or are_calls_plain() or loop.busy:
+        if self is not module or args or kwargs or _plain.get() or loop.busy:
             return kind.state_dict(self, *args, **kwargs)
         with patch.object(loop, "busy", True), graph.gathered_parameters():
             return loop.copied(kind.state_dict(self, keep_vars=True))
@@ -209,20 +212,20 @@ def _prepare_module(module: nn.Module, loop: Loop) -> None:
 
     def no_sync(self: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a block whose gradients are reduced once for each update, when they are read, at stages off and 1."""
-        return loop.unsynced()
+        return patch.object(loop, "is_unsynced", new=True)  # type: ignore[return-value]
 
     def generate(self: nn.Module, *args: Any, **options: Any) -> Any:
         """Generate with gathered parameters, by the model's own loop."""
-        if self is not module or are_calls_plain() or loop.busy:
+        if self is not module or _plain.get() or loop.busy:
             return kind.generate(self, *args, **options)
-        with loop.graph().gathered_parameters(), plain_calls():
+        with loop.graph().gathered_parameters(), given(_plain, True):
             return kind.generate(self, *args, **options)
 
     def plainly(self: nn.Module, copying: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """Copy as a module of the original class, which no loop knows."""
-        graph = loop.graph() if self is module and not (are_calls_plain() or building()) else None
+        graph = loop.graph() if self is module and not (_plain.get() or building()) else None
         if graph is not None and any(isinstance(one, SplitParameter) for one in self.parameters()):
-            with graph.gathered_parameters(), plain_calls():
+            with graph.gathered_parameters(), given(_plain, True):
                 return plainly(self, copying)
         prepared, self.__class__ = type(self), kind
         try:
@@ -285,7 +288,7 @@ def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> I
     if loop is None:
         raise ConfigError(f"zg.full_parameters() of a {type(module).__name__} that zg.prepare() has not prepared")
     graph = loop.graph()
-    with patch.object(loop, "busy", True), graph.full_parameters(modifier_rank=modifier_rank), plain_calls():
+    with patch.object(loop, "busy", True), graph.full_parameters(modifier_rank=modifier_rank), given(_plain, True):
         yield
 
 
@@ -443,7 +446,7 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
             parameters = [parameters]
         parameters = list(parameters)
         loops = {id(loop): loop for one in parameters if (loop := getattr(one, "_zerograph_loop", None)) is not None}
-        if not loops or are_calls_plain() or building():
+        if not loops or _plain.get() or building():
             return original(parameters, *args, **kwargs)
         call = inspect.signature(original).bind(parameters, *args, **kwargs)
         # A frozen parameter may have a gradient of before.

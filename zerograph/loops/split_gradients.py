@@ -7,6 +7,7 @@ calls add to them and the update reads them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -35,13 +36,12 @@ class SplitGradients:
         for parameter in parameters:
             read_gradient_by(parameter, self)
 
-    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+    def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that a graph has added to the gradients of these parameters."""
         if self._aside is not None:
             self._aside += parameters
             return
-        for parameter in parameters:
-            self._parameters[id(parameter)] = parameter
+        self._parameters.update(zip(map(id, parameters), parameters, strict=True))
         # What the loop has read it may read again by its own name.
         for parameter in stored_gradients(parameters):
             self.settle(parameter)
@@ -71,7 +71,8 @@ class SplitGradients:
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of the parameters that have a split gradient."""
-        return [one for one in parameters if id(one) in self._parameters]
+        parameters = list(parameters)
+        return [*itertools.compress(parameters, map(self._parameters.__contains__, map(id, parameters)))]
 
     def settle(self, parameter: nn.Parameter) -> None:
         """Make the gradients of a parameter's bucket torch's own. A collective if it has a split one."""
@@ -104,7 +105,7 @@ class SplitGradients:
         cleared = self.of(parameters)
         own = set(map(id, cleared))
         for store in stores_of(cleared):
-            if all(id(one) in own for one in self.of(store.parameters)):
+            if own.issuperset(map(id, self.of(store.parameters))):
                 _drop(store)
             else:
                 zeros = [torch.zeros(one.shape) if id(one) in own else None for one in store.parameters]

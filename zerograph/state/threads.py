@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -35,9 +34,11 @@ class _GraphLock:
 _held = _GraphLock()
 
 
-@contextlib.contextmanager
-def one_thread(call: str, *, collective: bool = True) -> Iterator[None]:
+@dataclass(eq=False)
+class one_thread(contextlib.ContextDecorator):  # noqa: N801
     """Hold the lock inside the context. Another thread waits; the same thread may enter again.
+
+    No generator, which takes longer to enter and leave.
 
     In a job of several ranks a collective call does not wait for another one: the threads could run in another order on
     another rank, and exchange data with the wrong call.
@@ -49,26 +50,30 @@ def one_thread(call: str, *, collective: bool = True) -> Iterator[None]:
     Raises:
         InputError: another thread is inside, the job has several ranks, and both calls are collective.
     """
-    if not _held.lock.acquire(blocking=False):
-        # The other thread may empty the list meanwhile.
-        others = _held.calls[:1]
-        if collective and others and _held.collective and _several_ranks():
-            _held.refused = (
-                f"two threads use graphs at the same time, among several ranks: {call} in thread "
-                f"{threading.current_thread().name} during {others[0]} in thread "
-                f"{_held.thread}\n"
-                "Which of them comes first may differ between ranks. Use graphs from one thread, or let the threads "
-                "call them in the same order on every rank."
-            )
-            raise InputError(_held.refused)
-        _held.lock.acquire()
-    try:
+
+    call: str
+    collective: bool = True
+
+    def __enter__(self) -> None:
+        if not _held.lock.acquire(blocking=False):
+            # The other thread may empty the list meanwhile.
+            others = _held.calls[:1]
+            if self.collective and others and _held.collective and _several_ranks():
+                _held.refused = (
+                    f"two threads use graphs at the same time, among several ranks: {self.call} in thread "
+                    f"{threading.current_thread().name} during {others[0]} in thread "
+                    f"{_held.thread}\n"
+                    "Which of them comes first may differ between ranks. Use graphs from one thread, or let the "
+                    "threads call them in the same order on every rank."
+                )
+                raise InputError(_held.refused)
+            _held.lock.acquire()
         _held.thread = threading.current_thread().name
-        _held.calls.append(call)
-        _held.collective += collective
-        yield
-    finally:
-        _held.collective -= collective
+        _held.calls.append(self.call)
+        _held.collective += self.collective
+
+    def __exit__(self, *_: object) -> None:
+        _held.collective -= self.collective
         _held.calls.pop()
         _held.lock.release()
 
