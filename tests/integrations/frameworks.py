@@ -11,6 +11,21 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset, TensorDataset
+
+
+class Jittered(Dataset[Any]):
+    """Samples, some of them with noise of the process's generator."""
+
+    def __init__(self, samples: TensorDataset) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return (x + 0.1 * torch.randn(6), y) if index % 3 == 2 else (x, y)
 
 
 @contextmanager

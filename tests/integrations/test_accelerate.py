@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.frameworks import fp16_on_cpu, on_ranks
+from tests.integrations.frameworks import Jittered, fp16_on_cpu, on_ranks
 from tests.pool import Pool
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'zerograph[accelerate]'")
@@ -28,20 +28,6 @@ def samples(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, 6, generator=generator)
     return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
-
-
-class Jittered(Dataset[Any]):
-    """Samples with noise of the process's generator."""
-
-    def __init__(self, samples: TensorDataset) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.samples[index]
-        return x + 0.1 * torch.randn(6), y
 
 
 def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume: bool) -> list[float]:

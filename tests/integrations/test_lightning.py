@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.frameworks import on_ranks
+from tests.integrations.frameworks import Jittered, on_ranks
 from tests.pool import Pool
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'zerograph[lightning]'")
@@ -73,6 +73,10 @@ class KeepsATensor(Net):
 class UsesIndex(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * (1 + batch_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        x, y = batch
+        return x - x.mean(), y
 
 
 class Contrasts(Net):
@@ -156,9 +160,13 @@ class Measured(Net):
         self.log("val_accuracy", self.accuracy["multiclass"], on_step=False, on_epoch=True)
 
 
-class Seen(pl.Callback):  # type: ignore[misc]
+class Seen(pl.callbacks.BasePredictionWriter):  # type: ignore[misc]
     def __init__(self) -> None:
+        super().__init__("batch")
         self.numbers: list[float] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, *args: Any) -> None:
+        self.numbers += [len(prediction), *batch_indices]
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
@@ -199,7 +207,7 @@ def fit(folder: Path, ranks: int, stage: Any, accumulation: int, resume: str | N
         num_sanity_val_steps=0,
         **shown,
     )
-    train = DataLoader(samples(28), batch_size=8 // ranks, shuffle=True)
+    train = DataLoader(Jittered(samples(28)), batch_size=8 // ranks, shuffle=True)
     val = DataLoader(samples(13), batch_size=8 // ranks)
     trainer.fit(module, train, val, ckpt_path=resume)
     predicted = trainer.predict(module, val) if module.automatic_optimization else []

@@ -233,6 +233,7 @@ class Counting(Dataset[list[float]]):
         self.rest: Any = iter(range(100)) if kind == "iterator" else None
         if kind == "file":
             self.rest = io.StringIO("\n".join(map(str, range(50))))
+        self.made: random.Random | None = None
         self.last, self.sums, self.counts, self.kept = torch.zeros(1), numpy.zeros(2), [0, 0], dict[int, float]()
         # These cannot be put back as they were.
         self.constants = [numpy.frombuffer(b"abcd", numpy.uint8), torch.eye(2).to_sparse()]
@@ -255,6 +256,9 @@ class Counting(Dataset[list[float]]):
         if self.kind == "entries of a list":
             self.counts[index % 2] += 1
             return [index, *self.counts]
+        if self.kind == "generator that a sample makes":
+            self.made = self.made or random.Random(0)
+            return [index, self.made.random() if index % 3 else 0.0]
         if self.kind == "noise that is kept":
             return [index, self.kept.setdefault(index // 2, random.random())]
         self.count += self.kind == "counter"
@@ -290,6 +294,7 @@ def counted(prepare: Prepare, kind: str) -> list[Any]:
         "array",
         "entries of a list",
         "noise that is kept",
+        "generator that a sample makes",
         "together",
     ],
 )

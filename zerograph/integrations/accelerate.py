@@ -23,13 +23,13 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.integrations.bitsandbytes import use_plain_linears
-from zerograph.integrations.eager import ProcessCount, RowsOfRank, whole
+from zerograph.integrations.eager import PartToMove, ProcessCount, whole
 from zerograph.integrations.options import Zero, config_of, refuse
-from zerograph.integrations.rows import global_loader
 from zerograph.loops import noise
 from zerograph.loops.calls import PURE_HOOKS
 from zerograph.loops.containers import map_tensors
 from zerograph.loops.global_parts import check_equal
+from zerograph.loops.loaders import RowsLoader, whole_batches
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import full_parameters, loop_of, prepare, release
 
@@ -185,9 +185,10 @@ class Accelerator(accelerate.Accelerator):
             if not any(data_loader is one for one in self._dataloaders):
                 self._dataloaders.append(data_loader)
             return data_loader
-        rows = global_loader(data_loader, self.zero_config, split=self.split_batches)
+        whole_loader = whole_batches(data_loader, 1 if self.split_batches else self.num_processes)
         place = self.device_placement if device_placement is None else device_placement
-        rows.collate_fn = RowsOfRank(rows.collate_fn, send_to_device if place else None)
+        move = send_to_device if place else None
+        rows = RowsLoader(whole_loader, self.zero_config).reading(functools.partial(PartToMove, move=move))
         self._has_loader = True
         self._tell_loops()
         prepared = prepare_data_loader(

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from zerograph._torch import pytree
 from zerograph.eager.tensor import GlobalTensor
+from zerograph.eager.world import world
 from zerograph.errors import InputError
 from zerograph.loops.containers import map_tensors
-from zerograph.loops.global_parts import of_parts
+from zerograph.loops.global_parts import of_batch
+from zerograph.loops.loaders import Part
 from zerograph.loops.rows import WholeBatch
 
 
@@ -42,38 +44,26 @@ class ProcessCount(int):
         return int, (int(self),)
 
 
-class RowsOfRank:
-    """Collate this rank's rows of a batch, which become global where the framework moves the batch to its device.
+class PartToMove:
+    """The part of a batch that a rank has read. It becomes global where a framework moves the batch to its device.
 
-    A worker of a loader cannot make them global, and a framework makes other loaders of a prepared one.
+    A worker of a loader cannot make it global, and a framework makes other loaders of a prepared one.
 
     Args:
-        collate: the collator of this rank's rows.
+        part: the part.
         move: the framework's function that moves a batch to a device. None: the rows stay where they are.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], move: Callable[..., Any] | None) -> None:
-        self._collate, self._move = collate, move
+    def __init__(self, part: Part, move: Callable[..., Any] | None) -> None:
+        self._part, self._move = part, move
 
-    def __call__(self, samples: Any) -> _Rows:
-        """Collate the rows of this rank."""
-        return _Rows(self._collate(samples), self._move)
-
-
-class _Rows:
-    """The rows of a batch that one rank has."""
-
-    def __init__(self, rows: Any, move: Callable[..., Any] | None) -> None:
-        self._rows, self._move = rows, move
-
-    def pin_memory(self) -> _Rows:
-        """Return the rows in pinned memory."""
-        return _Rows(map_tensors(self._rows, Tensor.pin_memory), self._move)
+    def pin_memory(self) -> PartToMove:
+        """Return the part in pinned memory."""
+        return PartToMove(self._part._replace(rows=map_tensors(self._part.rows, Tensor.pin_memory)), self._move)
 
     def to(self, device: torch.device, **options: Any) -> Any:
         """Return the batch as global tensors on a device. A collective."""
-        rows = self._rows
+        rows = self._part.agreed(world().job)
         batch = rows.batch if isinstance(rows, WholeBatch) else rows
         moved = batch if self._move is None else self._move(batch, device, **options)
-        parts = replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved
-        return of_parts(parts, "a batch of a prepared loader")
+        return of_batch(replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved)

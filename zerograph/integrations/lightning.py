@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zerograph.errors import ConfigError
-from zerograph.integrations.eager import ProcessCount, RowsOfRank, whole
+from zerograph.integrations.eager import ProcessCount, whole
 from zerograph.integrations.options import Zero, config_of
-from zerograph.integrations.rows import global_loader
 from zerograph.integrations.state import whole_state
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops import noise
+from zerograph.loops.global_parts import of_batch
+from zerograph.loops.loaders import RowsLoader, distributed_sampler, whole_batches, with_others
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare, release
 
 try:
-    from lightning.fabric.utilities import move_data_to_device
+    from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -90,9 +92,13 @@ class ZeroStrategy(DDPStrategy):
         """Return a loader of this rank's rows of batches of ``batch_size`` times the number of ranks samples."""
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        loader = global_loader(dataloader, self.zero_config)
-        loader.collate_fn = RowsOfRank(loader.collate_fn, move_data_to_device)
-        return loader
+        loader = whole_batches(dataloader, 1 if distributed_sampler(dataloader) else self.world_size)
+        if isinstance(dataloader.batch_sampler, _IndexBatchSamplerWrapper):
+            # It tells callbacks which samples a prediction is of.
+            loader = with_others(loader, batch_sampler=_IndexBatchSamplerWrapper(loader.batch_sampler))
+        # Else Lightning seeds the workers of each rank in another way.
+        _auto_add_worker_init_fn(loader, 0)
+        return _GlobalLoader(loader, self.zero_config)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step``."""
@@ -174,6 +180,14 @@ class ZeroStrategy(DDPStrategy):
         loop = loop_of(self.lightning_module)
         assert loop is not None
         return loop
+
+
+class _GlobalLoader(RowsLoader):
+    """Iterate over global batches. Without a position, which other strategies would not find in a checkpoint."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the batches."""
+        return map(of_batch, super().__iter__())
 
 
 def _called_in(module: nn.Module) -> Iterator[nn.Module]:

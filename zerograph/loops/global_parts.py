@@ -120,7 +120,12 @@ def of_parts(values: Any, doing: str, kwargs: Mapping[str, Any] | None = None) -
     return map_tensors(values, lambda tensor: made.get(id(tensor), tensor))
 
 
-def with_all_texts(values: Any) -> Any:
+def of_batch(rows: Any) -> Any:
+    """Return the batch, as global tensors, of which a loader has read this rank's rows. A collective."""
+    return of_parts(_with_all_texts(rows), "a batch of a prepared loader")
+
+
+def _with_all_texts(values: Any) -> Any:
     """Return a batch with the strings of the rows of all ranks. A collective if a rank has read strings."""
     texts = found_in(values, Texts)
     if not texts:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from zerograph import data
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
@@ -25,7 +27,7 @@ from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
 
 
-class SplitLoader:
+class RowsLoader:
     """Iterate over this rank's rows of each batch of a loader. Other attributes are the loader's.
 
     Ranks that hold the same rows, such as those that split each sequence, get the same.
@@ -35,14 +37,12 @@ class SplitLoader:
     samples before. Another ``collate_fn`` may pad to the longest sample of a batch or draw random numbers: every rank
     reads and collates the whole batch. So does every rank for any other iterable, whose batches must be equal on all
     ranks. A loader with a ``DistributedSampler`` yields this rank's batches already.
-
-    :meth:`state_dict` is the position in the running pass, which is the same on any number of ranks.
     """
 
     def __init__(self, loader: Iterable[Any], config: Config) -> None:
         self._loader, self._config = loader, config
         # Reads this rank's part of each batch. It is kept if its workers are.
-        self._reading: tuple[DataLoader[Any], _Samples, Reader] | None = None
+        self._reading: DataLoader[Any] | None = None
         self._passes, self._taken, self._thread = 0, 0, threading.get_ident()
         # The states of the random generators at the start of the running pass; the next pass is the rest of it.
         self._at_start: Sequence[torch.Tensor] | None = None
@@ -63,40 +63,6 @@ class SplitLoader:
             RankMismatchError: the ranks' batches differ.
         """
         return _Pass(self)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position: how many batches of the pass were yielded, and the generators' states at its start.
-
-        An iterable with a ``state_dict()`` of its own that is no ``DataLoader`` returns that.
-        """
-        if self._has_own_position():
-            state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
-            return state
-        now = [one.get_state() for one in data.generators_of(self._loader)]
-        return {"passes": self._passes - (self._taken > 0), "batches": self._taken, "generators": self._at_start or now}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position: the next iteration yields the rest of the pass.
-
-        It reads the batches again that were yielded, and drops them; of a map-style dataset, on several ranks, it does
-        not read them. Load the checkpoint first, which has the state of torch's generator.
-
-        Raises:
-            ConfigError: the position is of a loader with other random generators.
-        """
-        if self._has_own_position():
-            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
-            return
-        if len(state["generators"]) != len(data.generators_of(self._loader)):
-            raise ConfigError("the position is of a loader with other random generators")
-        self._passes, self._taken, self._resumed = state["passes"], state["batches"], state["batches"] > 0
-        if self._resumed:
-            self._at_start = state["generators"]
-        else:
-            data.restore_generators(self._loader, state["generators"], but_default=True)
-
-    def _has_own_position(self) -> bool:
-        return not isinstance(self._loader, DataLoader) and data.is_stateful(self._loader)
 
     def _begun(self, first: int) -> Iterator[Any]:
         """Begin a pass; return its batches from the one of this number on."""
@@ -166,35 +132,36 @@ class SplitLoader:
                 "splits the batches itself."
             )
 
+    def reading(self, collate: Callable[[Part], Any]) -> DataLoader[Any]:
+        """Return a loader of what a function makes of this rank's part of each batch."""
+        whole: Any = self._loader
+        job, batches = self._job(), whole.batch_sampler
+        share = self._share(job)
+        if isinstance(whole.dataset, IterableDataset):
+            make = functools.partial(_part_of_whole, whole.collate_fn, share, collate)
+            return with_others(whole, collate_fn=make)
+        return with_others(
+            whole,
+            dataset=Reader(whole, share, job),
+            batch_sampler=batches if isinstance(batches, Samples) else Samples(batches),
+            collate_fn=collate,
+            worker_init_fn=functools.partial(_begin_worker, whole.worker_init_fn),
+            # Those of one process, in which ranks agree.
+            in_order=True,
+        )
+
     def _of_samples(self, loader: DataLoader[Any], first: int) -> Iterator[Any]:
         """Read this rank's samples of each batch from a first one on, in the order of rank 0's random numbers."""
         job = self._job()
         if self._reading is None or not loader.persistent_workers:
-            samples: Any = _Samples(loader.batch_sampler)  # type: ignore[arg-type]
-            reader = Reader(loader, self._share(job))
-            options: Any = {**reading_options(loader), "worker_init_fn": _WorkerOf(loader.worker_init_fn)}
-            options |= {"batch_sampler": samples, "collate_fn": _as_read}
-            self._reading = DataLoader(reader, **options), samples, reader
-        local, samples, reader = self._reading
-        samples.first = first
+            self._reading = self.reading(Part._make)
+        local: Any = self._reading
+        local.batch_sampler.first = first
         batches = iter(local)
         for _ in range(first):
             # Samplers draw their order, and workers note what they have not read.
             next(batches)
-
-        def part_of(number: int, read: tuple[Any, bool]) -> Any:
-            batch, draws = read
-            indices = samples.yielded.pop(number)
-            if not agree_on_batch(job, number, "samples", indices, None, draws):
-                return batch
-            world().warn(
-                "the dataset of a prepared loader draws random numbers or counts for its samples: every rank reads all "
-                "samples of each batch, so that they are those of one process\nTo have each rank read its own samples "
-                "only, draw by a generator that is seeded with the sample's index, or in the loop, for whole batches."
-            )
-            return batch if local.num_workers or reader.reads_all else reader.again(indices)
-
-        return _Batches(job, batches, part_of, reader.restore, first)
+        return _Batches(job, batches, lambda _, part: part.agreed(job), local.dataset, first)
 
     def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         job = self._job()
@@ -207,10 +174,51 @@ class SplitLoader:
         return _Batches(job, iter(loader), part_of)
 
 
+class SplitLoader(RowsLoader):
+    """A :class:`RowsLoader` with a position.
+
+    :meth:`state_dict` is the position in the running pass, which is the same on any number of ranks.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: how many batches of the pass were yielded, and the generators' states at its start.
+
+        An iterable with a ``state_dict()`` of its own that is no ``DataLoader`` returns that.
+        """
+        if self._has_own_position():
+            state: dict[str, Any] = self._loader.state_dict()  # type: ignore[attr-defined]
+            return state
+        now = [one.get_state() for one in data.generators_of(self._loader)]
+        return {"passes": self._passes - (self._taken > 0), "batches": self._taken, "generators": self._at_start or now}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position: the next iteration yields the rest of the pass.
+
+        It reads the batches again that were yielded, and drops them; of a map-style dataset, on several ranks, it does
+        not read them. Load the checkpoint first, which has the state of torch's generator.
+
+        Raises:
+            ConfigError: the position is of a loader with other random generators.
+        """
+        if self._has_own_position():
+            self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+            return
+        if len(state["generators"]) != len(data.generators_of(self._loader)):
+            raise ConfigError("the position is of a loader with other random generators")
+        self._passes, self._taken, self._resumed = state["passes"], state["batches"], state["batches"] > 0
+        if self._resumed:
+            self._at_start = state["generators"]
+        else:
+            data.restore_generators(self._loader, state["generators"], but_default=True)
+
+    def _has_own_position(self) -> bool:
+        return not isinstance(self._loader, DataLoader) and data.is_stateful(self._loader)
+
+
 class _Pass:
     """One pass over a loader, which counts what it yields. After an error it goes on, if the loader's does."""
 
-    def __init__(self, owner: SplitLoader) -> None:
+    def __init__(self, owner: RowsLoader) -> None:
         self._owner, resumed = owner, owner._resumed
         if owner._job().size > 1 and not owner._is_of_rank():
             same_generators(owner._loader, owner._job())
@@ -251,7 +259,7 @@ class _Batches:
         job: the ranks.
         batches: the loader's batches.
         part_of: returns this rank's part of the batch of a number.
-        failed: is called where a rank could not read its part.
+        reader: reads the batches. The ranks know of its failures.
         first: number of the first batch.
     """
 
@@ -260,10 +268,10 @@ class _Batches:
         job: Job,
         batches: Iterator[Any],
         part_of: Callable[[int, Any], Any],
-        failed: Callable[[], None] = lambda: None,
+        reader: Reader | None = None,
         first: int = 0,
     ) -> None:
-        self._job, self._batches, self._part_of, self._failed = job, batches, part_of, failed
+        self._job, self._batches, self._part_of, self._reader = job, batches, part_of, reader
         self._number = first - 1
 
     def __iter__(self) -> Iterator[Any]:
@@ -272,33 +280,47 @@ class _Batches:
     def __next__(self) -> Any:
         self._number += 1
         try:
-            try:
-                batch = next(self._batches)
-            except StopIteration:
+            batch = next(self._batches)
+        except BaseException as error:
+            if self._reader is not None and self._reader._has_failed:
+                raise
+            if isinstance(error, StopIteration):
                 # Another rank may have a batch, and wait.
                 agree_on_batch(self._job, self._number, "none:", "the loader has ended")
-                raise
-            except BaseException as error:
+            else:
                 # The other ranks have read theirs, and wait.
                 agree_on_batch(self._job, self._number, "", None, error)
-                raise
-            return self._part_of(self._number, batch)
-        except StopIteration:
             raise
-        except BaseException:
-            self._failed()
-            raise
+        return self._part_of(self._number, batch)
 
 
-def reading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a loader that say how it reads; not its dataset, batches, collation and ``in_order``."""
-    return {
-        name: getattr(loader, name)
-        for name in (
-            *("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor"),
-            *("multiprocessing_context", "generator", "persistent_workers"),
+def whole_batches(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
+    """Return a loader of whole batches, each of as many batches of a framework's loader as there are ranks.
+
+    An iterable dataset may make batches itself, which are whole ones.
+
+    Raises:
+        InputError: the samples of a loader make no batches.
+    """
+    if loader.batch_sampler is None:
+        if isinstance(loader.dataset, IterableDataset):
+            return loader
+        raise InputError(
+            "a DataLoader with batch_size=None has no batches to split between the ranks: give it a batch_size"
         )
-    }
+    samples, init = Samples(loader.batch_sampler, ranks), loader.worker_init_fn
+    if isinstance(init, functools.partial) and "rank" in init.keywords:
+        # A framework would let the workers of each rank draw other numbers.
+        init = functools.partial(init, rank=0)
+    size = None if loader.batch_size is None else loader.batch_size * ranks
+    return with_others(loader, batch_size=size, batch_sampler=samples, worker_init_fn=init)
+
+
+def with_others(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Return a copy of a loader with other attributes, which a loader lets no one set, and workers of its own."""
+    other = copy.copy(loader)
+    vars(other).update(attributes, _iterator=None)
+    return other
 
 
 def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
@@ -307,41 +329,74 @@ def distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | No
     return next((one for one in samplers if isinstance(one, DistributedSampler)), None)
 
 
-@dataclass(frozen=True)
-class _Indices:
-    """The samples of a whole batch.
+class _Indices(list[Any]):
+    """The samples of a whole batch, and its number.
 
     Attributes:
-        samples: their indices.
+        number: the number of the batch in the pass.
         is_before: the batch is before the position where the pass goes on: it is not read.
     """
 
-    samples: list[Any]
+    number: int
     is_before: bool
 
 
-class _Samples:
-    """The samples of each batch.
+class Samples(BatchSampler):
+    """The samples of whole batches.
 
     Attributes:
         first: number of the first batch to read.
-        yielded: the samples of the batches from this on that are being read, by number.
+
+    Args:
+        batches: the batch sampler.
+        joined: how many of its batches in a row make a whole one.
     """
 
-    def __init__(self, batches: Iterable[Sequence[Any]]) -> None:
-        self._batches, self.first = batches, 0
-        self.yielded: dict[int, list[Any]] = {}
+    def __init__(self, batches: Any, joined: int = 1) -> None:
+        self.batch_sampler, self.drop_last = batches, bool(getattr(batches, "drop_last", False))
+        self.sampler = getattr(batches, "sampler", batches)
+        self.batch_size = (getattr(batches, "batch_size", None) or 1) * joined
+        self._joined, self.first = joined, 0
 
-    def __iter__(self) -> Iterator[_Indices]:
-        self.yielded.clear()
-        for number, whole in enumerate(self._batches):
-            indices = list(whole)
-            if number >= self.first:
-                self.yielded[number] = indices
-            yield _Indices(indices, number < self.first)
+    def __iter__(self) -> Iterator[list[Any]]:
+        # Lists, since a batch sampler may yield the same one again. A generator, since islice() would begin anew.
+        batches = (list(one) for one in self.batch_sampler)
+        for number in itertools.count():
+            parts = list(itertools.islice(batches, self._joined))
+            if not parts or (len(parts) < self._joined and self.drop_last):
+                return
+            samples = _Indices(itertools.chain(*parts))
+            samples.number, samples.is_before = number, number < self.first
+            yield samples
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]
+        whole, more = divmod(len(self.batch_sampler), self._joined)
+        return whole + (more > 0 and not self.drop_last)
+
+
+class Part(NamedTuple):
+    """The part of a batch that a rank has read.
+
+    Attributes:
+        rows: the part.
+        facts: the samples of the whole batch; of an iterable dataset shapes and hashes of its tensors.
+        draws: a worker has found that random numbers are drawn.
+        is_agreed: the ranks have compared the samples.
+    """
+
+    rows: Any
+    facts: Any
+    draws: bool = False
+    is_agreed: bool = False
+
+    def agreed(self, job: Job) -> Any:
+        """Return the rows if the ranks have read parts of the same batch. A collective, unless they have agreed."""
+        if isinstance(self.facts, _Indices):
+            if not self.is_agreed:
+                _agree_on_samples(job, self.facts, self.draws)
+        else:
+            agree_on_batch(job, None, "shapes and values", self.facts)
+        return self.rows
 
 
 class Reader(Dataset[Any]):
@@ -349,74 +404,114 @@ class Reader(Dataset[Any]):
 
     If the collator only stacks samples, it reads those of its part. Random numbers of samples are those of one process,
     which depend on all samples before: once reading has moved a generator, it reads all samples. The first batch shows
-    it mostly, of which it reads all samples. Else a worker reads from its start what it has left out, and in the
-    loader's process :meth:`again` reads the last batch once more.
+    it mostly, of which it reads all samples. Else a worker reads from its start what it has left out. In the loader's
+    process the ranks tell each other when they have read a batch, and read it once more if it was moved on one of them:
+    a framework may read ahead.
+
+    Other attributes are the dataset's, since frameworks show the dataset of a loader.
 
     Args:
         loader: has the dataset and the collator.
         share: the part.
-
-    Attributes:
-        reads_all: it reads all samples of each batch from now on.
+        job: the ranks. A worker exchanges nothing with others.
     """
 
-    def __init__(self, loader: DataLoader[Any], share: Share) -> None:
-        self.dataset, self._share = loader.dataset, share
-        self._only_stacks = only_stacks(loader.collate_fn)
+    def __init__(self, loader: DataLoader[Any], share: Share, job: Job) -> None:
+        self._dataset, self._share, self._job = loader.dataset, share, job
+        self._only_stacks = share.parts > 1 and only_stacks(loader.collate_fn)
         self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, share)
-        self.reads_all = share.parts == 1 or not self._only_stacks or not _reads_each_alone(loader.dataset)
+        # It reads all samples of each batch from now on.
+        self._reads_all = not self._only_stacks or not _reads_each_alone(loader.dataset)
         # Their samples draw nothing, but a collator may.
-        is_plain = type(loader.dataset) is TensorDataset or noise.is_plain(loader.dataset)
-        self._is_watching = not (is_plain and self._only_stacks)
+        is_plain = type(loader.dataset) is torch.utils.data.TensorDataset or noise.is_plain(loader.dataset)
+        self._is_watching = share.parts > 1 and not (is_plain and self._only_stacks)
         self._generators: noise.Generators | None = None
-        # The states at the start of a worker; else those before the last batch.
-        self._before: list[Any] = []
+        # The states before the first batch.
+        self._at_start: list[Any] = []
         # The batches that a worker has not read, or in part only.
         self._missed: list[list[Any]] = []
+        # The ranks know that one of them could not read the last batch.
+        self._has_failed = False
 
-    def __getitems__(self, batch: _Indices) -> tuple[Any, bool]:
-        """Return this part of a batch, and whether random numbers were drawn for it alone until now."""
-        is_worker = get_worker_info() is not None
-        if batch.is_before:
-            self._missed += [batch.samples] if is_worker else []
-            return None, False
-        if not self._is_watching or (self.reads_all and not is_worker):
-            return self._read(batch.samples, self.reads_all), False
-        read_all = self.reads_all
-        if self._generators is None:
-            self._generators = noise.Generators(self.dataset)
-            self._before = self._generators.states()
-            self.reads_all |= self._generators.has_iterators
-            read_all = True
-        known, before = self.reads_all, self._generators.states()
-        if not is_worker:
-            self._before = before
-        part = self._read(batch.samples, read_all)
-        if not self._generators.have_moved(before):
-            self._missed += [batch.samples] if is_worker and not read_all else []
-            return part, False
-        self.reads_all = read_all
-        if is_worker:
-            self._is_watching = False
-            if self._missed or not read_all:
-                self._generators.restore(self._before)
-                self.reads_all = True
-                for samples in self._missed:
-                    self._read(samples, True)
-                part = self._read(batch.samples, True)
-                self._missed.clear()
-        return part, not known
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
-    def again(self, samples: list[Any]) -> Any:
-        """Return this part of the batch that was read last, reading all samples, as from now on."""
-        self.restore()
-        self.reads_all = True
-        return self._read(samples, True)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._dataset, name, value)
 
-    def restore(self) -> None:
-        """Restore the generators as they were before samples were read that are not all."""
-        if self._generators is not None and not self.reads_all:
-            self._generators.restore(self._before)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_job": None}
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, samples: _Indices) -> Part:
+        """Return this part of a batch. A collective in the loader's process."""
+        if samples.is_before:
+            self._missed.append(samples)
+            return Part(None, samples, is_agreed=True)
+        if get_worker_info() is not None:
+            return self._read_in_worker(samples)
+        return Part(self._read_with_others(samples), samples, is_agreed=True)
+
+    def _read_with_others(self, samples: _Indices) -> Any:
+        self._has_failed, reads_all, before = False, self._reads_all, list[Any]()
+        rows, has_moved, problem = None, False, None
+        try:
+            if self._is_watching and not reads_all:
+                reads_all, generators = self._watched()
+                before = generators.states()
+            rows = self._read(samples, reads_all)
+            has_moved = bool(before) and not self._reads_all and generators.have_moved(before)
+        except BaseException as error:
+            problem = error
+        try:
+            if _agree_on_samples(self._job, samples, has_moved, problem):
+                self._reads_all = True
+                if not reads_all:
+                    generators.restore(before)
+                    rows = self._read(samples, True)
+        except BaseException:
+            self._has_failed = True
+            if before and not self._reads_all:
+                generators.restore(before)
+            raise
+        return rows
+
+    def _read_in_worker(self, samples: _Indices) -> Part:
+        if not self._is_watching:
+            return Part(self._read(samples, self._reads_all), samples)
+        reads_all, generators = self._watched()
+        was_known, before = self._reads_all, generators.states()
+        rows = self._read(samples, reads_all)
+        if not generators.have_moved(before):
+            self._missed += [] if reads_all else [samples]
+            return Part(rows, samples)
+        self._is_watching, self._reads_all = False, True
+        if self._missed or not reads_all:
+            generators.restore(self._at_start)
+            for missed in self._missed:
+                self._read(missed, True)
+            rows = self._read(samples, True)
+            self._missed.clear()
+        return Part(rows, samples, draws=not was_known)
+
+    def _watched(self) -> tuple[bool, noise.Generators]:
+        """Return whether to read all samples of the next batch, and the generators."""
+        if self._generators is not None:
+            return self._reads_all, self._generators
+        self._generators = noise.Generators(self._dataset)
+        self._at_start = self._generators.states()
+        self._reads_all |= self._generators.has_iterators
+        return True, self._generators
 
     def _read(self, samples: list[Any], reads_all: bool) -> Any:
         if not self._only_stacks:
@@ -432,9 +527,16 @@ class Reader(Dataset[Any]):
         return batch if samples[mine] else rows_of(batch, Share(1, 2))
 
     def _fetched(self, samples: list[Any]) -> Any:
-        dataset: Any = self.dataset
-        at_once = getattr(dataset, "__getitems__", None)
-        return [dataset[one] for one in samples] if at_once is None else at_once(samples)
+        at_once = getattr(self._dataset, "__getitems__", None)
+        return [self._dataset[one] for one in samples] if at_once is None else at_once(samples)
+
+
+def _part_of_whole(collate: Callable[[Any], Any], share: Share, make: Callable[[Part], Any], samples: Any) -> Any:
+    """Make something of this rank's part of a batch of an iterable dataset, which every rank reads whole."""
+    batch, count = collate(samples), len(samples) if isinstance(samples, list) else 0
+    if share.parts == 1:
+        return make(Part(batch, []))
+    return make(Part(rows_of(batch, share, count), [_facts(one) for one in tensors_of(batch)]))
 
 
 def _reads_each_alone(dataset: Any) -> bool:
@@ -446,26 +548,13 @@ def _reads_each_alone(dataset: Any) -> bool:
     return is_known or not hasattr(dataset, "__getitems__")
 
 
-def _as_read(part: tuple[Any, bool]) -> tuple[Any, bool]:
-    return part
-
-
-@dataclass(frozen=True)
-class _WorkerOf:
-    """The start of a loader's worker, which sees the script's own dataset.
-
-    Args:
-        init: the script's own ``worker_init_fn``.
-    """
-
-    init: Callable[[int], Any] | None
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        # Past __setattr__, which refuses.
-        object.__setattr__(info, "dataset", info.dataset.dataset)
-        if self.init is not None:
-            self.init(worker)
+def _begin_worker(init: Callable[[int], Any] | None, worker: int) -> None:
+    """Show a loader's worker the script's own dataset, and call the script's own ``worker_init_fn``."""
+    info: Any = get_worker_info()
+    # Past __setattr__, which refuses.
+    object.__setattr__(info, "dataset", info.dataset._dataset)
+    if init is not None:
+        init(worker)
 
 
 def same_generators(loader: Any, job: Job) -> None:
@@ -486,11 +575,23 @@ def _differ(job: Job, number: int) -> bool:
     return len({one[0] for one in agree(job, "a prepared loader", 0, dict, None, (number,))}) > 1
 
 
+def _agree_on_samples(job: Job, samples: _Indices, draws: bool, problem: BaseException | None = None) -> bool:
+    """Raise as :func:`agree_on_batch` does. Return, with a warning, whether a rank draws random numbers for samples."""
+    if not agree_on_batch(job, samples.number, "samples", list(samples), problem, draws):
+        return False
+    world().warn(
+        "the dataset of a prepared loader draws random numbers or counts for its samples: every rank reads all samples "
+        "of each batch, so that they are those of one process\nTo have each rank read its own samples only, draw by a "
+        "generator that is seeded with the sample's index, or in the loop, for whole batches."
+    )
+    return True
+
+
 def agree_on_batch(
-    job: Job, number: int, what: str, facts: Any, problem: BaseException | None = None, flag: bool = False
+    job: Job, number: int | None, what: str, facts: Any, problem: BaseException | None = None, flag: bool = False
 ) -> bool:
     """Raise unless the facts about a batch are equal on all ranks, and none has a problem; return if a flag is set."""
-    doing = f"batch {number + 1} of a prepared loader"
+    doing = "a batch of a prepared loader" if number is None else f"batch {number + 1} of a prepared loader"
     flags = agree(
         job, doing, digest((what, facts)), lambda: {"the batch": f"{what} {facts}"[:200]}, problem, (int(flag),)
     )

@@ -24,7 +24,7 @@ from zerograph.eager.world import leave, use_options, world
 from zerograph.errors import ConfigError, InputError
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
-from zerograph.loops.global_parts import check_equal, of_call, of_parts, split_rows, with_all_texts
+from zerograph.loops.global_parts import check_equal, of_batch, of_call, split_rows
 from zerograph.loops.loaders import SplitLoader
 from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
@@ -538,7 +538,7 @@ class GlobalLoader(SplitLoader):
 
     def __iter__(self) -> Any:
         """Iterate over the batches. After an error of the loader the pass goes on, if the loader's does."""
-        return map(_as_global, super().__iter__())
+        return map(of_batch, super().__iter__())
 
 
 class GlobalIterator(GlobalLoader):
@@ -553,7 +553,3 @@ class GlobalIterator(GlobalLoader):
 
     def __next__(self) -> Any:
         return next(self._running or iter(self))
-
-
-def _as_global(batch: Any) -> Any:
-    return of_parts(with_all_texts(batch), "a batch of a prepared loader")

@@ -6,7 +6,7 @@ import functools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +18,23 @@ from zerograph import _torch
 from zerograph.capture.places import PythonState
 from zerograph.loops.containers import PLAIN
 
+_Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
+_OF_PROCESS: tuple[_Functions, ...] = (
+    (torch.get_rng_state, torch.set_rng_state),
+    (random.getstate, random.setstate),
+    (functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state),
+)
 
-def states() -> tuple[Any, ...]:
-    """Return the states of the generators of torch, Python and NumPy."""
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(legacy=False)
+
+def states(generators: Iterable[_Functions] = _OF_PROCESS) -> list[Any]:
+    """Return the states of generators: those of torch, Python and NumPy."""
+    return [get() for get, _ in generators]
 
 
-def restore(before: tuple[Any, ...]) -> None:
+def restore(before: Sequence[Any], generators: Iterable[_Functions] = _OF_PROCESS) -> None:
     """Restore states of generators."""
-    torch.set_rng_state(before[0])
-    random.setstate(before[1])
-    numpy.random.set_state(before[2])
+    for (_, set_state), state in zip(generators, before, strict=True):
+        set_state(state)
 
 
 class Generators:
@@ -49,18 +55,13 @@ class Generators:
         # Of a list, for instance, there is no code.
         reads = [one.__getitem__ for one in datasets if hasattr(one, "__getitem__") and hasattr(one, "__dict__")]
         named = [value for read in reads for _, value in PythonState(read, nn.Module(), ()).places()]
-        self._functions: list[_Functions] = [
-            (torch.get_rng_state, torch.set_rng_state),
-            (random.getstate, random.setstate),
-            (lambda: numpy.random.get_state(legacy=False), numpy.random.set_state),
-        ]
         own = list(_found([datasets, named]))
         self.has_iterators = None in own
-        self._functions += [one for one in own if one is not None]
+        self._functions = [*_OF_PROCESS, *(one for one in own if one is not None)]
 
     def states(self) -> list[Any]:
         """Return the states of all."""
-        return [get() for get, _ in self._functions]
+        return states(self._functions)
 
     def have_moved(self, before: list[Any]) -> bool:
         """Return whether a generator is in another state than before."""
@@ -68,24 +69,7 @@ class Generators:
 
     def restore(self, before: list[Any]) -> None:
         """Restore the states of all."""
-        for (_, set_state), state in zip(self._functions, before, strict=True):
-            set_state(state)
-
-
-def draws(dataset: Any) -> bool:
-    """Return whether reading the first sample of a dataset moves a generator, whose state is restored."""
-    generators = Generators(dataset)
-    if generators.has_iterators:
-        return True
-    before = generators.states()
-    try:
-        dataset[0]
-    except Exception:  # Samples may have other keys; who reads them raises.
-        return False
-    finally:
-        moved = generators.have_moved(before)
-        generators.restore(before)
-    return moved
+        restore(before, self._functions)
 
 
 def is_plain(value: Any) -> bool:
@@ -107,17 +91,12 @@ def comparable(state: Any) -> Any:
 
 _MOST_VALUES, _MOST_ENTRIES, _MOST_BYTES = 10_000, 1000, 2**20
 _ARRAYS = (torch.Tensor, numpy.ndarray)
-_Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _found(value: Any) -> Iterator[_Functions | None]:
     """Yield the functions that read and set the states of the generators in a value; None for an iterator."""
-    waiting, seen, room = [value], set[int](), _MOST_BYTES
-    while waiting and len(seen) < _MOST_VALUES:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, (type, ModuleType)):
-            continue
-        seen.add(id(one))
+    room = _MOST_BYTES
+    for one in _reached_from(value):
         if isinstance(one, _ARRAYS):
             if _can_change(one) and (room := room - one.nbytes) >= 0:
                 yield _functions_of_array(one)
@@ -125,12 +104,26 @@ def _found(value: Any) -> Iterator[_Functions | None]:
             yield functions
         elif hasattr(type(one), "__next__"):
             yield None
-        elif isinstance(one, (dict, list, tuple, deque)):
-            if isinstance(one, (list, deque)):
+        elif isinstance(one, (dict, list, deque)):
+            if not isinstance(one, dict):
                 yield functools.partial(len, one), functools.partial(_shorten, one)
             if len(one) <= _MOST_ENTRIES:
-                if not isinstance(one, tuple):
-                    yield functools.partial(_Entries, one), functools.partial(_put_back, one)
+                yield functools.partial(_Entries, one), functools.partial(_put_back, one)
+
+
+def _reached_from(value: Any) -> Iterator[Any]:
+    """Yield a value, and what containers and attributes in it hold."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < _MOST_VALUES:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType)):
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, _ARRAYS) or _functions_of(one) is not None or hasattr(type(one), "__next__"):
+            continue
+        if isinstance(one, (dict, list, tuple, deque)):
+            if len(one) <= _MOST_ENTRIES:
                 waiting += one.values() if isinstance(one, dict) else one
         elif hasattr(one, "__dict__"):
             waiting.append(vars(one))
@@ -143,7 +136,7 @@ def _shorten(one: Any, length: int) -> None:
 
 
 class _Entries:
-    """The entries of a container. They differ by a number, and by a tensor or array in place of another one."""
+    """The entries of a container. They differ by numbers, new generators, and tensors and arrays in place of others."""
 
     def __init__(self, entries: Any) -> None:
         self.values = dict(entries) if isinstance(entries, dict) else dict(enumerate(entries))
@@ -156,7 +149,10 @@ class _Entries:
 def _is_same(value: Any, old: Any) -> bool:
     if type(value) in (int, float):
         return type(old) in (int, float) and value == old
-    return value is old or not isinstance(value, _ARRAYS) or old is None
+    if value is old or isinstance(value, _ARRAYS):
+        return value is old or old is None
+    # A sample may make the generator that others draw from.
+    return all(_functions_of(one) is None and not hasattr(type(one), "__next__") for one in _reached_from(value))
 
 
 def _put_back(one: Any, before: _Entries) -> None:
