@@ -189,19 +189,11 @@ class LossStep(zg.ZeroGraph):
         return loss
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     """Train a module on ``body(model, x)`` by SGD, at stage 2."""
 
     def __init__(self, model: nn.Module, body: Body) -> None:
-        super().__init__()
-        self.model, self.body = model, body
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        self.set_zero_mode("distributed_split", stage=2)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.body(self.model, x)
-        loss.backward()
-        return loss
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), 2, body)
 
 
 class Predict(zg.ZeroGraph):

@@ -32,7 +32,7 @@ BUDGET = {
     "passes": 8_305,
     "runtime": 6_305,
     "benchmarks": 6_165,
-    "tests": 42_190,
+    "tests": 41_530,
 }
 PACKAGE = 49_750
 

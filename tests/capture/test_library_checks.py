@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 
 LIBRARY = """
 import torch
@@ -81,17 +82,10 @@ class Checking(nn.Linear):
         return super().forward(x).mean()
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, check: Any) -> None:
-        super().__init__()
-        self.model = Checking(3, 1)
-        self.model.check = check
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x)
-        loss.backward()
-        return loss
+def step_of(check: Any) -> LossStep:
+    model = Checking(3, 1)
+    model.check = check
+    return LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def module(folder: Path) -> ModuleType:
@@ -108,7 +102,7 @@ def module(folder: Path) -> ModuleType:
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_of_a_library_is_left_out(tmp_path: Path, name: str) -> None:
     check, x = getattr(module(tmp_path / "site-packages"), name), torch.rand(4, 3)
-    step = Step(check)
+    step = step_of(check)
     expected = step.model(x).item()
     assert step(x).item() == pytest.approx(expected)
     model = Checking(3, 1)
@@ -121,10 +115,10 @@ def test_a_check_of_a_library_is_left_out(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["branches", "catches", "keeps"])
 def test_a_value_that_decides_something_else_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(zg.CaptureError, match=r"read a tensor's value.*\n.*checking.py"):
-        Step(getattr(module(tmp_path / "site-packages"), name))(torch.rand(4, 3))
+        step_of(getattr(module(tmp_path / "site-packages"), name))(torch.rand(4, 3))
 
 
 @pytest.mark.parametrize("name", ["raises", "asserts", "reads_a_number"])
 def test_a_check_in_the_users_own_code_is_an_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(zg.CaptureError, match=r"read a tensor's value.*\n.*checking.py"):
-        Step(getattr(module(tmp_path / "own"), name))(torch.rand(4, 3))
+        step_of(getattr(module(tmp_path / "own"), name))(torch.rand(4, 3))

@@ -255,19 +255,12 @@ def test_declarations_that_cannot_be(call: Callable[[], Any], words: str) -> Non
         call()
 
 
-class Mixtral(zg.ZeroGraph):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = mixtral()
-        for layer in self.model.model.layers:
-            layer.mlp = zg.local(layer.mlp)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.3))
-        self.set_zero_mode("distributed_split", stage=2)
-
-    def build(self, tokens: Tensor) -> Tensor:
-        loss = self.model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return loss
+def routed_mixtral() -> LossStep:
+    model = mixtral()
+    for layer in model.model.layers:
+        layer.mlp = zg.local(layer.mlp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    return LossStep(model, optimizer, 2, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
 
 
 def mixtral() -> Any:
@@ -290,7 +283,7 @@ def tokens() -> Tensor:
 def train_mixtral() -> tuple[list[Tensor], list[zg.Collective]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = Mixtral()
+        step = routed_mixtral()
         losses = [step(part(tokens())) for _ in range(3)]
     return losses, [one for one in step.collectives() if "mlp" in str(one.tensors) and len(one.tensors) == 1]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import Function, needs_compiler
+from tests.harness import Function, LossStep, needs_compiler
 from tests.models import Block, Gpt, TrainStep, batches, part
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh, local_part, local_shape, local_start
@@ -297,24 +297,19 @@ def test_backends_draw_the_same_numbers_anew_at_each_step() -> None:
         assert not torch.equal(one == 0, other == 0) or not torch.allclose(one, other)
 
 
-class Checkpointed(zg.ZeroGraph):
-    def __init__(self, recompute: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
-        self.recompute = recompute
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+def checkpointed(recompute: bool) -> LossStep:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+        return F.dropout(y, 0.5).square().mean()
 
-    def build(self, x: Tensor) -> Tensor:
-        y = checkpoint(self.model, x, use_reentrant=False) if self.recompute else self.model(x)
-        loss = F.dropout(y, 0.5).square().mean()
-        loss.backward()
-        return loss
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
+    return LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
 
 
 def test_what_a_checkpoint_computes_again_has_the_same_mask() -> None:
     x = torch.arange(24.0).view(4, 6) / 24
-    kept, again = Checkpointed(False), Checkpointed(True)
+    kept, again = checkpointed(False), checkpointed(True)
     assert [float(kept(x)) for _ in range(3)] == [float(again(x)) for _ in range(3)]
     drawn = again.graph("capture").graph.find_nodes(op="call_function", target=uniform)
     assert [node.args[1] for node in drawn] == [0, 1, 0]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir import mesh
@@ -26,18 +27,15 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer)
-        self.set_zero_mode("distributed_split", stage=3)
-        self.config.shard_min_size = 1
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """Here, as warnings name this line."""
+    return model(x).square().mean()
 
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss
+
+class Step(LossStep):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        super().__init__(model, optimizer, 3, loss_of, shard_min_size=1)
 
 
 WRAPPERS: dict[str, tuple[Callable[[], nn.Module], str]] = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, compilations_of, sliced, sum_of_squares, update_plainly
+from tests.harness import LossStep, Predict, compilations_of, sliced, sum_of_squares, update_plainly
 from tests.models import MODELS, TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 
@@ -118,20 +118,8 @@ def test_stages_train_as_one_device_and_agree_bitwise_on_ragged_batches(
             torch.testing.assert_close(other[:2], first[:2], rtol=0, atol=0)
 
 
-class Predict(zg.ZeroGraph):
-    def __init__(self, run: Callable[..., Any], **modules: nn.Module) -> None:
-        super().__init__()
-        self.modules_ = nn.ModuleDict(modules)
-        self.run = run
-
-    def build(self, *batch: Any) -> Any:
-        return self.run(self.modules_, *batch)
-
-
 def test_a_size_that_build_returns_is_that_of_the_call() -> None:
-    step = Predict(
-        lambda modules, x: (modules["linear"](x), x.shape[0], {"half": x.shape[0] / 2}), linear=nn.Linear(3, 2)
-    )
+    step = Predict(nn.Linear(3, 2), lambda model, x: (model(x), x.shape[0], {"half": x.shape[0] / 2}))
     for rows in (4, 5, 7, 5):
         _, count, others = step(torch.randn(rows, 3))
         assert (type(count), count, others) == (int, rows, {"half": rows / 2})
@@ -140,11 +128,11 @@ def test_a_size_that_build_returns_is_that_of_the_call() -> None:
 
 def rows_come_back() -> list[Tensor]:
     torch.manual_seed(3)
-    step = Predict(lambda modules, x: (modules["linear"](x), x.sum(), x @ x.t()), linear=nn.Linear(3, 2))
+    step = Predict(nn.Linear(3, 2), lambda model, x: (model(x), x.sum(), x @ x.t()))
     outputs = []
     for rows in ROWS[zg.world_size()]:
         x = torch.arange(3.0 * sum(rows)).view(-1, 3) / 10
-        outputs += [*step(own(rows, x)), own(rows, step.modules_["linear"](x).detach()), x.sum(), own(rows, x @ x.t())]
+        outputs += [*step(own(rows, x)), own(rows, step.model(x).detach()), x.sum(), own(rows, x @ x.t())]
     return outputs
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import zerograph as zg
-from tests.harness import deviation, joined, sliced
+from tests.harness import Function, Predict, deviation, joined, sliced
 from tests.models import MODELS, TrainStep, adamw, make, train_plainly
 from tests.pool import Pool
 
@@ -79,25 +79,20 @@ def test_an_epoch_trains_as_one_device_on_the_batches_of_all_ranks(
         assert deviation(joined(state), joined(model.state_dict())) < 1e-9
 
 
-class Predict(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def build(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        logits = self.model(x)
-        right = logits.argmax(1) == y
-        return {
-            "logits": [logits, logits.bfloat16()],
-            "right": (right, right.sum()),
-            "weight": self.model[0].weight * 1,
-            "name": "mlp",
-        }
+def outputs_of(model: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    logits = model(x)
+    right = logits.argmax(1) == y
+    return {
+        "logits": [logits, logits.bfloat16()],
+        "right": (right, right.sum()),
+        "weight": model[0].weight * 1,
+        "name": "mlp",
+    }
 
 
 def evaluate() -> list[Any]:
     x, y = (tensor[list(shares(zg.world_size())[zg.rank()])] for tensor in samples())
-    predict = Predict(make("mlp", torch.float64))
+    predict = Predict(make("mlp", torch.float64), outputs_of)
     return [zg.gather(predict(*batch)) for batch in zg.batches(loader_of("list", x, y))]
 
 
@@ -105,7 +100,7 @@ def evaluate() -> list[Any]:
 def test_gathered_outputs_of_an_evaluation_are_those_of_one_device_in_order(pool: Pool, ranks: int) -> None:
     x, y = samples()
     model = make("mlp", torch.float64)
-    expected = [Predict(model).build(x[rows], y[rows]) for rows in rounds(ranks)]
+    expected = [outputs_of(model, x[rows], y[rows]) for rows in rounds(ranks)]
     assert [output.pop("name") for output in expected] == ["mlp"] * len(expected)
     for outputs in pool.run(ranks, evaluate):
         assert [output.pop("name") for output in outputs] == ["mlp"] * len(expected)
@@ -166,7 +161,7 @@ def marked_batches() -> list[int]:
     for x in loader:
         zg.mark_dynamic(x, 0, max=4)
         torch._dynamo.mark_dynamic(x, 1)
-    rows = Rows()
+    rows = rows_graph()
     return [len(rows(x)[0]) for x in zg.batches(loader)]
 
 
@@ -366,13 +361,12 @@ def test_one_rank_gets_the_loaders_batches(pool: Pool) -> None:
     pool.run(1, alone)
 
 
-class Rows(zg.ZeroGraph):
-    def build(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x * 2, x.sum(0)
+def rows_graph() -> Function:
+    return Function(lambda x: (x * 2, x.sum(0)))
 
 
 def on_a_grid(ranks: list[list[int]]) -> None:
-    rows = Rows()
+    rows = rows_graph()
     rows.config.placement = zg.placement("cpu", ranks)
     rows.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     x = torch.arange(8.0).view(4, 2)

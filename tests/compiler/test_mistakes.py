@@ -8,27 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typer.testing import CliRunner
 
 import zerograph as zg
+from tests.harness import LossStep
 from zerograph.__main__ import app
 from zerograph.ir import mesh, sbp
 
 X = torch.ones(4, 3)
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(3, 2)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9))
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).mean()
-        loss.backward()
-        return loss
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        super().__init__(model, optimizer, loss=lambda model, x: model(x).mean(), backend="eager")
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +92,8 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (option("optimizer_offload", "cpu"), r"optimizer_offload = 'cpu': set it by config.offload_optimizer"),
     (option("gradient_accumulation_steps", 0), "gradient_accumulation_steps = 0: .* 1 or more"),
     (option("gradient_accumulation_steps", 2.0), "gradient_accumulation_steps = 2.0: give a whole number"),
+    (option("on_nonfinite", "warn"), "on_nonfinite = 'warn': .*choose 'ignore', 'skip' or 'raise'"),
+    (option("check_replicas", 1.5), "check_replicas = 1.5: .*whole number of steps"),
     (option("accumulation_outputs", "mean"), "accumulation_outputs = 'mean': choose 'whole' or 'packed'"),
     (lambda: zg.Config().enable_zero(2), r"enable_zero\(2\): .* the stage as stage="),  # type: ignore[arg-type]
     (lambda: zg.Config().enable_zero("on"), "mode = 'on': unknown ZeRO mode; choose one of"),

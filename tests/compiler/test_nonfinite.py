@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import LossStep, mean_of_squares, needs_compiler, sliced
+from tests.harness import LossStep, Predict, mean_of_squares, needs_compiler, sliced
 from tests.pool import Pool
 from zerograph._torch import pytree
 
@@ -313,27 +313,9 @@ def test_infinities_of_a_mask_are_not_what_is_blamed() -> None:
         step(x, torch.tensor([1.0, 0.0]))
 
 
-class Forward(zg.ZeroGraph):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def build(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return self.model(x, a, b).sum()
-
-
 def test_a_graph_that_only_predicts_checks_its_losses_and_keeps_its_buffers() -> None:
-    step = Forward()
-    step.config.on_nonfinite = "raise"
+    step = Predict(Model(), lambda model, *batch: model(*batch).sum(), on_nonfinite="raise")
     before = step.model.norm.running_mean.clone()
     with pytest.raises(zg.NonFiniteError, match=r"a forward pass is not finite, first in the forward of model\.log"):
         step(*batch(0, a=(2, -1.0)))
     assert torch.equal(step.model.norm.running_mean, before)
-
-
-def test_a_wrong_choice_is_refused() -> None:
-    step = Forward()
-    with pytest.raises(zg.ConfigError, match="choose 'ignore', 'skip' or 'raise'"):
-        step.config.on_nonfinite = "warn"
-    with pytest.raises(zg.ConfigError, match="whole number of steps"):
-        step.config.check_replicas = 1.5  # type: ignore[assignment]

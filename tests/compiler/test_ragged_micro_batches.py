@@ -221,15 +221,11 @@ def test_packed_losses_have_an_entry_for_each_micro_batch_and_their_mean_is_that
         torch.testing.assert_close([loss.mean() for loss in losses], expected, rtol=1e-10, atol=1e-10)
 
 
-class Rows(zg.ZeroGraph):
+class Rows(LossStep):
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for name, value in options.items():
-            setattr(self.config, name, value)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
 
-    def build(self, x: Tensor) -> Tensor:
+    def build(self, x: Tensor) -> Tensor:  # type: ignore[override]
         out = self.model(x)
         out.square().mean().backward()
         return out

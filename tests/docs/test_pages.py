@@ -56,10 +56,6 @@ def test_the_readme_is_a_front_page_with_two_programs() -> None:
     assert len(README.read_text().splitlines()) <= 200
 
 
-def test_the_readmes_loop_runs() -> None:
-    run_page(README, [block for block in blocks(README) if block.section == "One line"])
-
-
 def test_the_readmes_measured_numbers_are_those_of_the_results_that_it_cites() -> None:
     """``python benchmarks/readme.py --again`` writes them."""
     text = README.read_text()

@@ -103,11 +103,6 @@ def test_the_option_makes_another_capture(trained: Any) -> None:
     assert trained[4] == 1
 
 
-def test_unknown_batch_norms_are_refused() -> None:
-    with pytest.raises(zg.ConfigError, match="choose 'global' or 'local'"):
-        zg.Config().batch_norm = "locl"
-
-
 class Vectors(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -464,6 +464,9 @@ def test_the_memory_of_an_exchange_is_predicted_and_its_routes_are_computed_once
     step = prepared("mixtral", 4, 2, expert_parallel=4, dtype=torch.float32)
     nodes = [node for node in step.emitted.nodes if node.target is dispatch.ROUTES]
     assert len(nodes) == 1
+    unpacked = [node for node in step.emitted.nodes if node.target is dispatch.UNPACK[dispatch.COMBINE]]
+    assert {node.args[1].meta["val"].shape[1] for node in unpacked} == {96}
+    assert all(temporary_bytes(node) == 96 * 10 + nbytes(node.meta["val"]) for node in unpacked)
     pairs, tokens, width = 2, 4096, 64
     ids = torch.stack([torch.randperm(8)[:pairs] for _ in range(tokens)])
     routes = dispatch.ROUTES(ids, 4, 8)

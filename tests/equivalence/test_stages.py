@@ -93,16 +93,6 @@ def test_four_ranks_compute_what_one_device_computes(pool: Pool, name: str, stag
         check(result, plain_run(name, STEPS, 12), 1e-6)
 
 
-def test_small_buckets_change_nothing(pool: Pool) -> None:
-    many = pool.run(
-        2, train, "gpt_tied_of_one_block", [1, 3], torch.float32, 8, {"bucket_size": 4096, "shard_min_size": 40}
-    )[0]
-    one = trained(pool, "gpt_tied_of_one_block", ALL)[0][0]
-    for losses, state in many:
-        assert all(map(torch.equal, losses, one[0]))
-        assert all(torch.equal(state[key], one[1][key]) for key in state)
-
-
 @torch.library.custom_op("zerograph_tests::doubled", mutates_args=())
 def doubled(x: Tensor) -> Tensor:
     """An operator that has no rule."""

@@ -17,13 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Predict, deviation, joined, needs_compiler, plain_run, prepare, sliced
+from tests.harness import Function, LossStep, Predict, deviation, joined, needs_compiler, plain_run, prepare, sliced
 from tests.models import MODELS, TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
 from tests.scripts import run_script
 from zerograph.ir.buckets import VECTOR_BYTES
 from zerograph.ir.mesh import line
+from zerograph.ir.step_graph import output_nodes
+from zerograph.ops.rows import exchange_rows
 from zerograph.ops.tree_sum import sum_in_tree
 from zerograph.passes.buckets import flat_gradients
 from zerograph.runtime.backends import pieces
@@ -36,17 +38,11 @@ STAGES = (0, 1, 2, 3)
 Run = dict[str, str]
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     """Returns the loss and the norm of the gradients before it clips them."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-        self.add_optimizer(optimizer)
-
-    def build(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
-        loss = self.loss(self.model, *batch)
-        loss.backward()
+    def build(self, *batch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        loss = super().build(*batch)
         return loss, torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
 
 
@@ -124,7 +120,7 @@ def new_step(data: str, slices: int, options: dict[str, Any]) -> Step:
     options = dict(options)
     torch.manual_seed(0)
     model = options.pop("model", MODELS[data][0])()
-    step = Step(model, options.pop("optimizer", adamw)(model), options.pop("loss", mean_loss))
+    step = Step(model, options.pop("optimizer", adamw)(model), loss=options.pop("loss", mean_loss))
     for name, value in ({"virtual_ranks": slices, "seed": 5} | options).items():
         setattr(step.config, name, value)
     return step
@@ -269,35 +265,21 @@ def eight() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["GPT", "batch norm"])
-def test_eight_ranks_have_the_bits_of_one(eight: Pool, name: str) -> None:
-    data, options = CASES[name]
-    (wanted,) = eight.run(1, trained, data, 8, (0,), options)[0]
-    for ranks in (2, 4, 8):
-        for run in eight.run(ranks, trained, data, 8, (0, 3), options)[0]:
-            assert_equal(run, wanted, f"{ranks} ranks")
+# Slices, numbers of ranks and stages.
+MANY = ((8, (2, 4, 8), (0, 3)), (24, (2, 3, 4, 6, 8), (2, 3)), (8, (3, 5, 6), (0, 2, 3)), (12, (5, 8), (0, 2, 3)))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["GPT", "batch norm"])
-def test_six_and_eight_ranks_have_the_same_24_slices(eight: Pool, name: str) -> None:
-    data, options = CASES[name]
-    (wanted,) = eight.run(1, trained, data, 24, (0,), options)[0]
-    for ranks in (2, 3, 4, 6, 8):
-        for run in eight.run(ranks, trained, data, 24, (2, 3), options)[0]:
-            assert_equal(run, wanted, f"{ranks} ranks")
-
-
-@pytest.mark.long
+@pytest.mark.parametrize(("slices", "numbers", "stages"), MANY)
 @pytest.mark.parametrize("name", ["GPT", "batch norm", "all pairs"])
-def test_three_five_and_six_ranks_have_the_same_8_slices_and_eight_the_same_12(eight: Pool, name: str) -> None:
+def test_up_to_eight_ranks_have_the_bits_of_one(
+    eight: Pool, name: str, slices: int, numbers: tuple[int, ...], stages: tuple[int, ...]
+) -> None:
     data, options = CASES[name]
-    for slices, numbers in ((8, (3, 5, 6)), (12, (5, 8))):
-        (wanted,) = eight.run(1, trained, data, slices, (0,), options)[0]
-        for ranks in numbers:
-            for run in eight.run(ranks, trained, data, slices, (0, 2, 3), options)[0]:
-                assert_equal(run, wanted, f"{slices} slices on {ranks} ranks")
+    (wanted,) = eight.run(1, trained, data, slices, (0,), options)[0]
+    for ranks in numbers:
+        for run in eight.run(ranks, trained, data, slices, stages, options)[0]:
+            assert_equal(run, wanted, f"{ranks} ranks")
 
 
 def trained_by_halves(stages: tuple[int, ...]) -> list[Run]:
@@ -439,6 +421,21 @@ def test_no_library_adds_partial_sums() -> None:
     text = graph_of(4)
     assert "all_reduce" not in text
     assert "reduce_scatter" not in text
+
+
+@pytest.mark.parametrize(("width", "in_pieces"), [(128, False), (256, True)])
+def test_a_sum_of_more_than_64_kib_travels_in_pieces_and_has_its_shape(width: int, in_pieces: bool) -> None:
+    step = Function(lambda x: x.t() @ x, virtual_ranks=4)
+    graph = step.prepare(line(2, 0, "ranks"), torch.ones(8, width)).graph.graph
+    (total,) = output_nodes(graph)
+    assert total.meta["val"].shape == (width, width)
+    assert any(node.target is exchange_rows for node in graph.nodes) == in_pieces
+
+
+def test_what_all_ranks_have_is_cut_where_their_slices_are() -> None:
+    step = Function(lambda x, weights: x * weights, virtual_ranks=4)
+    prepared = step.prepare(line(3, 0, "ranks"), torch.ones(8, 4), zg.replicated(torch.ones(16, 4)))
+    assert [node.meta["val"].shape for node in output_nodes(prepared.graph.graph)] == [(8, 4)]
 
 
 def test_a_sum_in_a_tree_adds_pairs() -> None:

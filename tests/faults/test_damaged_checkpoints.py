@@ -103,26 +103,6 @@ def test_a_flipped_byte_is_found_before_anything_is_overwritten(pool: Pool, copy
     refused(pool, tally("a flipped byte in a checkpoint"), copy, str(shard.name), "does not have the SHA-256")
 
 
-def test_a_flipped_byte_anywhere_in_a_shard_is_found(copy: Path, tally: Tallies) -> None:
-    """Also in what the shard says of itself; read without a job."""
-    count = tally("a flipped byte in a checkpoint")
-    shard = shards(copy)[0]
-    content = shard.read_bytes()
-    wanted = zg.read_checkpoint(copy)
-    for at in range(0, len(content), max(1, len(content) // 50)):
-        shard.write_bytes(content[:at] + bytes([content[at] ^ 0x10]) + content[at + 1 :])
-        try:
-            found = zg.read_checkpoint(copy)
-        except zg.CheckpointError as error:
-            said = str(error)
-        else:
-            # What no tensor needs, padding for instance, may say what it likes.
-            same(found, wanted)
-            said = shard.name
-        count.add(shard.name in said)
-        assert shard.name in said
-
-
 def test_a_missing_shard_is_named(pool: Pool, copy: Path, tally: Tallies) -> None:
     shard = shards(copy)[0]
     shard.unlink()

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, Predict
 from tests.models import Gpt
 from zerograph.base.source import relative_to_package
 from zerograph.inspection import report
@@ -42,31 +43,21 @@ class Hostile(nn.Module):
         return found
 
 
-class TrainGpt(zg.ZeroGraph):
+class TrainGpt(LossStep):
     def __init__(self, turns: int = 1, layers: int = 2, stage: int = 3) -> None:
-        super().__init__()
         with torch.device("meta"):
-            self.model = Gpt(tied=False, layers=layers)
-        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(True, stage=stage, shard_min_size=1)
-        self.config.bucket_size = 16384
-        self.config.backend = "eager"
-        self.config.set_gradient_accumulation_steps(turns)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.model(x).flatten(0, -2), y.flatten())
-        loss.backward()
-        return loss
+            model = Gpt(tied=False, layers=layers)
+        options = {"shard_min_size": 1, "bucket_size": 16384, "backend": "eager", "gradient_accumulation_steps": turns}
+        super().__init__(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage, token_loss, **options)
 
 
-class Small(zg.ZeroGraph):
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+class Small(Predict):
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.model = module
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x).sum()
+        super().__init__(module, lambda model, x: model(x).sum(), backend="eager")
 
 
 def prepared(turns: int, layers: int = 2, stage: int = 3) -> Prepared:

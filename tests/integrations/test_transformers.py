@@ -82,23 +82,6 @@ def test_fp16_on_two_ranks_logs_what_one_process_does(pool: Pool, tmp_path: Path
     assert scales[0] == scales[1]
 
 
-def test_a_run_resumes_at_another_number_of_ranks_and_stage_and_loads_plainly(pool: Pool, tmp_path: Path) -> None:
-    from transformers import GPT2LMHeadModel
-
-    options = {"save_strategy": "steps", "save_steps": 4, "dataloader_drop_last": True}
-    expected = run("language_model", tmp_path / "plain", 1, None, options)
-    logs, _ = pool.run(2, run, "language_model", tmp_path / "zero", 2, 3, options)
-    assert_equal(logs, expected)
-    resumed = run(
-        "language_model", tmp_path / "one", 1, 2, {**options, "resume": str(tmp_path / "zero" / "checkpoint-4")}
-    )
-    assert_equal(resumed[:-1], expected[:-1])
-    plain = GPT2LMHeadModel.from_pretrained(tmp_path / "plain" / "saved").state_dict()
-    for folder in ("zero", "one"):
-        saved = GPT2LMHeadModel.from_pretrained(tmp_path / folder / "saved").state_dict()
-        torch.testing.assert_close(saved, plain, rtol=0, atol=1e-5)
-
-
 @pytest.mark.long
 def test_a_run_resumes_on_four_ranks_and_then_on_one(pool: Pool, tmp_path: Path) -> None:
     # In the middle of an epoch of 4 steps.
@@ -127,16 +110,14 @@ def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dic
         run("language_model", tmp_path, 1, 1, options)
 
 
-@pytest.mark.parametrize("kind", ["logging", "numbers"])
-def test_a_loss_logs_once_for_each_call(tmp_path: Path, kind: str) -> None:
-    options = {"kind": kind, "num_train_epochs": 1, "gradient_accumulation_steps": 2, "neftune_noise_alpha": 0.0}
+def test_a_loss_logs_once_for_each_call(tmp_path: Path) -> None:
+    options = {"kind": "numbers", "num_train_epochs": 1, "gradient_accumulation_steps": 2, "neftune_noise_alpha": 0.0}
     expected = run("language_model", tmp_path / "plain", 1, None, options)
     assert_equal(run("language_model", tmp_path / "zero", 1, 1, options), expected)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_loss_reads_values_and_counts(pool: Pool, tmp_path: Path, accumulation: int) -> None:
-    options = {"kind": "reading", "num_train_epochs": 1, "gradient_accumulation_steps": accumulation}
+def test_a_loss_reads_values_and_counts(pool: Pool, tmp_path: Path) -> None:
+    options = {"kind": "reading", "num_train_epochs": 1, "gradient_accumulation_steps": 2}
     expected = run("language_model", tmp_path / "plain", 1, None, options)
     assert expected[-1]["seen"] == 5
     for logs in pool.run(2, run, "language_model", tmp_path / "zero", 2, 3, options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +28,20 @@ Seen = tuple[list[float], list[dict[str, Any]]]
 
 def unprepared(*objects: Any) -> Any:
     return objects[0] if len(objects) == 1 else objects
+
+
+def prepare_at(stage: int) -> Prepare:
+    return functools.partial(zg.prepare, stage=stage)
+
+
+def assert_like_one_process(
+    pool: Any, train: Callable[..., Any], *args: Any, stages: Iterable[int], rtol: float = 1e-9
+) -> None:
+    """Compare what ``train(prepare, *args)`` returns on two ranks, at each stage, with what it does in one process."""
+    expected = train(unprepared, *args)
+    for stage in stages:
+        for seen in pool.run(2, train, prepare_at(stage), *args):
+            torch.testing.assert_close(seen, expected, rtol=rtol, atol=1e-11)
 
 
 def run_by_rules(name: str, prepare: Prepare, options: dict[str, Any]) -> Seen:

@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_forward_hook
 import zerograph as zg
 from tests.harness import sliced
 from tests.loops import scripts
-from tests.loops.scripts import Prepare, samples, seeded, unprepared
-from tests.loops.test_habits import prepare_at, update
+from tests.loops.scripts import Prepare, assert_like_one_process, prepare_at, samples, seeded, unprepared
+from tests.loops.test_habits import update
 from tests.pool import Pool
 from zerograph.runtime.parameters import stored_gradient
 from zerograph.runtime.state import stores_of
@@ -279,8 +279,8 @@ def test_a_call_that_changes_python_state_runs_operator_by_operator_and_says_so(
     assert "seen" in messages[0]
 
 
-def differentiated_twice(prepare: Any, model: Any) -> list[float]:
-    module = seeded(model)
+def differentiated_twice(prepare: Any) -> list[float]:
+    module = seeded(plain)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
     module, optimizer, loader = prepare(module, optimizer, batches(4))
     seen = []
@@ -299,14 +299,8 @@ def differentiated_twice(prepare: Any, model: Any) -> list[float]:
     return seen
 
 
-def twice_on_a_rank(stage: int) -> list[float]:
-    return differentiated_twice(prepare_at(stage), plain)
-
-
 def test_a_graph_that_is_differentiated_in_another_way_gives_the_right_gradients(pool: Pool) -> None:
-    expected = differentiated_twice(lambda *objects: objects, plain)
-    for seen in pool.run(2, twice_on_a_rank, 3):
-        assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert_like_one_process(pool, differentiated_twice, stages=(3,))
 
 
 class WithNoise(nn.Module):
@@ -367,14 +361,8 @@ def one_of_two_results(prepare: Any) -> list[float]:
 
 def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(pool: Pool) -> None:
     # AdamW would change it for a gradient of zeros.
-    expected = one_of_two_results(lambda *objects: objects)
-    assert expected.count(-1.0) == 3
-    for seen in pool.run(2, on_two_ranks, one_of_two_results):
-        assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def on_two_ranks(run: Any) -> Any:
-    return run(prepare_at(2))
+    assert one_of_two_results(unprepared).count(-1.0) == 3
+    assert_like_one_process(pool, one_of_two_results, stages=(2,))
 
 
 def unequal(prepare: Any) -> list[float]:
@@ -395,13 +383,7 @@ def unequal(prepare: Any) -> list[float]:
 
 @sliced("stage", [3], [0])
 def test_calls_with_unequal_rows_are_graphs(pool: Pool, stage: int) -> None:
-    expected = unequal(lambda *objects: objects)
-    for seen in pool.run(2, unequal_on_a_rank, stage):
-        assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def unequal_on_a_rank(stage: int) -> list[float]:
-    return unequal(prepare_at(stage))
+    assert_like_one_process(pool, unequal, stages=(stage,))
 
 
 def changed_parameters() -> str:
@@ -458,14 +440,7 @@ def transformed(prepare: Any) -> list[float]:
 
 
 def test_transforms_of_a_call_are_those_of_plain_pytorch(pool: Pool) -> None:
-    expected = transformed(lambda *objects: objects)
-    for stage in (0, 3):
-        for seen in pool.run(2, transformed_on_a_rank, stage):
-            assert seen == pytest.approx(expected, rel=1e-9, abs=1e-12)
-
-
-def transformed_on_a_rank(stage: int) -> list[float]:
-    return transformed(prepare_at(stage))
+    assert_like_one_process(pool, transformed, stages=(0, 3))
 
 
 class Weighted(nn.Module):
@@ -609,41 +584,6 @@ def test_a_prepared_function_that_calls_modules_gathers_nothing_else(pool: Pool)
     for kinds, last, total in pool.run(2, a_function_of_calls):
         assert "SplitParameter" in kinds
         assert (last, total) == pytest.approx((loss.item(), model.weight.sum().item()))
-
-
-class Centred(nn.Module):
-    """A model that assigns to its buffer, whose shape the first call decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = plain()
-        self.register_buffer("mean", torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.mean = x.mean(0) if not len(self.mean) else 0.9 * self.mean + 0.1 * x.mean(0)
-        result: Tensor = self.net(x - self.mean)
-        return result
-
-
-def centred(prepare: Prepare) -> tuple[list[float], Tensor]:
-    model = seeded(Centred)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = prepare(model, optimizer, batches(4))
-    losses = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in loader]
-    return losses, model.state_dict()["mean"].clone()
-
-
-def centred_on_a_rank(stage: int) -> tuple[list[float], Tensor]:
-    return centred(prepare_at(stage))
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_buffer_that_a_call_assigns_is_the_plain_one(pool: Pool, stage: int) -> None:
-    losses, mean = centred(unprepared)
-    for found, buffer in pool.run(2, centred_on_a_rank, stage):
-        assert found == pytest.approx(losses, rel=1e-6)
-        torch.testing.assert_close(buffer, mean)
 
 
 class Kinds(type):

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness import sliced
-from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
-from tests.loops.test_habits import prepare_at
+from tests.loops.scripts import Prepare, Seen, prepare_at, samples, seeded, unprepared
 from tests.pool import Pool
 
 ROWS, STEPS = 8, 5

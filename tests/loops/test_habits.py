@@ -30,12 +30,16 @@ from torch.utils.data import DataLoader
 import zerograph as zg
 from tests.harness import in_turn, sliced
 from tests.loops import scripts
-from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
+from tests.loops.scripts import (
+    Prepare,
+    Seen,
+    assert_like_one_process,
+    prepare_at,
+    samples,
+    seeded,
+    unprepared,
+)
 from tests.pool import Pool, RanksError
-
-
-def prepare_at(stage: int) -> Prepare:
-    return functools.partial(zg.prepare, stage=stage)
 
 
 def perceptron() -> nn.Module:
@@ -551,18 +555,19 @@ class Counting(nn.Module):
 
 
 class Centred(nn.Module):
-    """Each call assigns buffers, as those of DINO's centre and of running statistics do."""
+    """Each call assigns buffers, as those of DINO's centre do; the first decides the shape."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = perceptron()
-        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("centre", torch.zeros(0))
         self.register_buffer("calls", torch.tensor(0))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
         if self.training:
-            self.centre = 0.9 * self.centre + 0.1 * out.detach().mean(0)
+            mean = out.detach().mean(0)
+            self.centre = 0.9 * self.centre + 0.1 * mean if len(self.centre) else mean
             self.calls += 1
         return out - self.centre
 
@@ -667,9 +672,7 @@ def scaled_in_fp64(prepare: Prepare) -> Seen:
 
 
 def test_a_scaler_works_where_fp64_is_the_default(pool: Pool) -> None:
-    printed, _ = scaled_in_fp64(unprepared)
-    for seen, _ in pool.run(2, scaled_in_fp64, prepare_at(2)):
-        assert seen == pytest.approx(printed, rel=1e-9)
+    assert_like_one_process(pool, scaled_in_fp64, stages=(2,), rtol=1e-8)
 
 
 def own_rows(stage: int, loss: str) -> list[float]:
@@ -742,10 +745,7 @@ def clipped_by_what_was_kept(prepare: Prepare) -> Seen:
 
 @sliced("stage", [0, 3], [2])
 def test_what_was_read_from_parameters_follows_them(pool: Pool, stage: int) -> None:
-    printed, states = clipped_by_what_was_kept(unprepared)
-    for stage_printed, stage_states in pool.run(2, clipped_by_what_was_kept, prepare_at(stage)):
-        assert stage_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
-        torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
+    assert_like_one_process(pool, clipped_by_what_was_kept, stages=(stage,), rtol=1e-8)
 
 
 def kept_on_one_rank(prepare: Prepare) -> tuple[Seen, list[float]]:
@@ -831,13 +831,10 @@ def changed_in_turn(prepare: Prepare) -> Seen:
 def test_changes_by_what_was_read_or_copied_reach_parameters_in_order(
     pool: Pool, train: Callable[[Prepare], Seen], stage: int
 ) -> None:
-    printed, states = train(unprepared)
-    for rank_printed, rank_states in pool.run(2, train, prepare_at(stage)):
-        assert rank_printed == pytest.approx(printed, rel=1e-9)
-        torch.testing.assert_close(rank_states, states, rtol=1e-8, atol=1e-11)
+    assert_like_one_process(pool, train, stages=(stage,), rtol=1e-8)
 
 
-def kept_state(is_trained: bool, prepare: Prepare) -> Seen:
+def kept_state(prepare: Prepare, is_trained: bool = True) -> Seen:
     """Change a model in each step by a state dict that was read before the loop."""
     model, other = seeded(perceptron), seeded(perceptron)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -852,13 +849,10 @@ def kept_state(is_trained: bool, prepare: Prepare) -> Seen:
 
 
 def test_a_state_dict_that_is_kept_changes_a_model_that_is_not_trained(pool: Pool) -> None:
-    printed, states = kept_state(False, unprepared)
-    for seen, seen_states in pool.run(2, kept_state, False, prepare_at(3)):
-        assert seen == pytest.approx(printed, rel=1e-9)
-        torch.testing.assert_close(seen_states, states)
+    assert_like_one_process(pool, kept_state, False, stages=(3,))
 
 
-@pytest.mark.parametrize("train", [changed_in_turn, functools.partial(kept_state, True)])
+@pytest.mark.parametrize("train", [changed_in_turn, kept_state])
 def test_an_unknown_order_of_changes_is_an_error(pool: Pool, train: Callable[[Prepare], Seen]) -> None:
     with pytest.raises(RanksError, match=r"was changed, and so was its copy in a state_dict\(\)"):
         pool.run(2, train, prepare_at(0))

@@ -12,8 +12,7 @@ from torch import nn
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.loops.scripts import Prepare, samples, unprepared
-from tests.loops.test_habits import prepare_at
+from tests.loops.scripts import Prepare, assert_like_one_process, samples
 from tests.pool import Pool
 
 # The parameters of the second optimizer; the first has all of the model, or of its first layer.
@@ -51,9 +50,7 @@ def in_turn(prepare: Prepare, overlap: str) -> tuple[list[float], dict[str, Any]
 
 @sliced("overlap, stage", [("fewer", 3)], [("equal", 0), ("more", 3)])
 def test_each_optimizer_keeps_its_own_state(pool: Pool, overlap: str, stage: int) -> None:
-    expected = in_turn(unprepared, overlap)
-    for found in pool.run(2, in_turn, prepare_at(stage), overlap):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert_like_one_process(pool, in_turn, overlap, stages=(stage,))
 
 
 def test_optimizers_in_turn_compile_no_graph_again() -> None:

@@ -52,37 +52,6 @@ def test_a_loss_and_a_norm_are_read(recwarn: pytest.WarningsRecorder) -> None:
     assert not recwarn.list
 
 
-def test_a_metric_is_computed_between_forward_and_backward() -> None:
-    def train(model: nn.Module, optimizer: Any) -> list[float]:
-        printed = []
-        for _ in range(4):
-            output = model(X)
-            first, second = F.cross_entropy(output, Y), output.square().mean()
-            with torch.no_grad():
-                printed += [first.item(), second.item(), (output.argmax(1) == Y).double().mean().item()]
-            optimizer.zero_grad()
-            (first + second).backward()
-            optimizer.step()
-        return printed
-
-    assert_like_plain(train)
-
-
-def test_each_backward_of_an_accumulation_may_follow_a_read() -> None:
-    def train(model: nn.Module, optimizer: Any) -> list[float]:
-        printed = []
-        for count in (2, 3, 1):
-            for number in range(count):
-                loss = F.cross_entropy(model(X * (number + 1)), Y) / 2
-                printed.append(loss.item())
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return printed
-
-    assert_like_plain(train, nn.BatchNorm1d(16))
-
-
 def interrupted(model: nn.Module, optimizer: Any, what: str) -> list[float]:
     """Train, and do something else after a value was read in step 2 of 4."""
     printed, kept = [], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,18 +274,6 @@ def test_clipping_that_was_imported_by_name_is_part_of_the_step() -> None:
     assert norm.item() == pytest.approx(float(clip_grad_norm_(twin.parameters(), 0.01)), rel=1e-9)
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
-
-
-def test_gradients_can_be_read_before_the_step() -> None:
-    model, optimizer = ready()
-    twin = network()
-    F.cross_entropy(twin(X), Y).backward()
-    F.cross_entropy(model(X), Y).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad + 0, other.grad, rtol=1e-9, atol=1e-12)
-    optimizer.step()
 
 
 def test_training_goes_on_from_state_dicts() -> None:

@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 import zerograph as zg
-from tests.loops.scripts import Prepare, unprepared
-from tests.loops.test_habits import prepare_at
+from tests.loops.scripts import Prepare, assert_like_one_process, prepare_at, unprepared
 from tests.loops.test_prepare import X, Y, network, ready
 from tests.pool import Pool
 
@@ -137,39 +135,9 @@ def not_cleared(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     return loss
 
 
-def closure(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    def evaluate() -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        return loss
-
-    return optimizer.step(evaluate)
-
-
-def around_the_model(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    optimizer.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-    loss = next(model.children())(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 def anomalies(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     with torch.autograd.set_detect_anomaly(True):
         return not_cleared(model, optimizer, x, y)
-
-
-def penalty(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    optimizer.zero_grad()
-    x = x.clone().requires_grad_()
-    out = model(x)
-    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    loss = F.cross_entropy(out, y) + (gradient.norm(dim=1) - 1).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def penalty_before(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
@@ -207,18 +175,6 @@ def another_optimizer(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) ->
     return not_cleared(model, optimizer, x, y + 0)
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(1, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lengths = torch.tensor([6, 2, 3, 1, 4, 5, 2, 6][: len(x)])
-        packed = pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
-        last: Tensor = self.rnn(packed)[1][0][-1]
-        return last
-
-
 class WithFeatures(nn.Module):
     """Returns what its head reads, too."""
 
@@ -254,11 +210,6 @@ def gradients_of_features(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor
     return loss + features.grad.abs().sum()
 
 
-def features_in_a_loss(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
-    features, out = model(x)
-    return not_cleared(lambda _: out + features.square().mean(), optimizer, x, y)
-
-
 class WithExtra(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -267,11 +218,6 @@ class WithExtra(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.net(x) * self.extra
         return result
-
-
-def packed_rows() -> nn.Module:
-    torch.manual_seed(0)
-    return Packed().double()
 
 
 def normalized() -> nn.Module:
@@ -290,18 +236,12 @@ def with_extra() -> nn.Module:
 
 HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "no backward": (no_backward, network),
-    "gradients not cleared": (not_cleared, network),
-    "a closure": (closure, network),
-    "a loss from a submodule": (around_the_model, network),
     "detection of anomalies": (anomalies, network),
-    "a penalty on gradients of an input": (penalty, network),
     "a late penalty": (late_penalty, network),
     "a penalty before batch norm's next call": (penalty_before, normalized),
     "a new group with a gradient": (another_optimizer, with_extra),
-    "rows packed by their lengths": (not_cleared, packed_rows),
     "a penalty on gradients of a result": (penalty_by_features, with_features),
     "gradients of a result": (gradients_of_features, with_features),
-    "two results, one from the other": (features_in_a_loss, with_features),
 }
 
 
@@ -315,13 +255,6 @@ def trained(prepare: Prepare, name: str) -> tuple[list[float], dict[str, Tensor]
     return losses, dict(model.state_dict())
 
 
-def on_ranks(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    return trained(prepare_at(2), name)
-
-
 @pytest.mark.parametrize("name", HABITS)
 def test_what_a_loop_may_do_does_what_it_does_in_one_process(pool: Pool, name: str) -> None:
-    losses, state = trained(unprepared, name)
-    for mine, my_state in pool.run(2, on_ranks, name):
-        assert mine == pytest.approx(losses, rel=1e-9, abs=1e-12)
-        torch.testing.assert_close(my_state, state, rtol=1e-9, atol=1e-12)
+    assert_like_one_process(pool, trained, name, stages=(2,))

@@ -7,15 +7,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.harness import sliced
-from tests.loops.scripts import Prepare, Seen, samples, seeded, unprepared
-from tests.loops.test_habits import perceptron, prepare_at
+from tests.loops.scripts import Prepare, Seen, assert_like_one_process, samples, seeded
+from tests.loops.test_habits import perceptron
 from tests.pool import Pool
 
 
@@ -97,13 +96,6 @@ def loop(prepare: Prepare, name: str) -> Seen:
     return printed, [dict(model.state_dict()), inner.state_dict()["state"]]
 
 
-def at_stage(name: str, stage: int) -> Seen:
-    return loop(prepare_at(stage), name)
-
-
 @sliced("name, stage", [("sharpness", 3), ("slow weights", 2)], itertools.product(MAKERS, (0, 2, 3)))
 def test_a_wrapper_around_an_optimizer_runs_as_in_one_process(pool: Pool, name: str, stage: int) -> None:
-    printed, states = loop(unprepared, name)
-    for stage_printed, stage_states in pool.run(2, at_stage, name, stage):
-        assert stage_printed == pytest.approx(printed, rel=1e-9, abs=1e-12)
-        torch.testing.assert_close(stage_states, states, rtol=1e-8, atol=1e-11)
+    assert_like_one_process(pool, loop, name, stages=(stage,), rtol=1e-8)

@@ -15,11 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.models import Gpt, TrainStep, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.ir.loop import loops
+from zerograph.ir.mesh import Mesh
+from zerograph.ir.sbp import Split, broadcast
 from zerograph.ir.step_graph import collective_nodes, output_nodes
+from zerograph.passes.accumulation.time_boxing import route_with_time
 
 SAMPLES = 16
 STAGES = (0, 1, 2, 3)
@@ -135,23 +139,26 @@ def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
         assert sum(one.memory.kinds.values()) == one.memory.peak
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     """A step over two micro-batches on one rank, whose loss is given."""
 
     def __init__(self, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], model: nn.Module | None = None) -> None:
-        super().__init__()
-        self.model = model or nn.Linear(3, 2)
-        self._loss = loss
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-        self.config.set_gradient_accumulation_steps(2)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self._loss(self.model, x, y)
-        loss.backward()
-        return loss
+        model = model or nn.Linear(3, 2)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, gradient_accumulation_steps=2)
 
 
 X, Y = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, -100, 1])
+
+
+def test_rows_that_time_and_ranks_cut_are_joined_before_ranks_exchange_them() -> None:
+    """A rank's part of a micro-batch is no slice of its part of the batch; one rank has all of it."""
+    rows, change = Split(0), {"shape": (12, 4), "itemsize": 4, "first": 0, "ranks_first": False}
+    one, two = (
+        route_with_time((rows, rows), (broadcast, rows), mesh=Mesh((ranks, 3), (0, 0), ("ranks", "time")), **change)
+        for ranks in (1, 2)
+    )
+    assert one == ((broadcast, rows),)
+    assert two == ((rows, broadcast), (broadcast, broadcast), (broadcast, rows))
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

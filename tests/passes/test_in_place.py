@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,9 @@ def as_it_is(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., 
     return graph.forward
 
 
+@functools.cache
 def _trained(name: str, backend: Any) -> tuple[list[Tensor], TrainStep]:
+    """Return what nobody may change."""
     model = make(name)
     step = TrainStep(model, _adamw(model), 2, backend=backend)
     return [step(x, y) for x, y in batches(name, 3)], step
@@ -86,7 +89,7 @@ def test_what_backward_can_make_again_in_one_pass_is_not_kept() -> None:
     kept, remade = [], []
     for least, found in ((2**62, kept), (1, remade)):
         with patch.multiple(recompute_cheap, _MIN_BYTES=least, _SHARE=1):
-            losses, step = _trained("gpt", "eager")
+            losses, step = _trained.__wrapped__("gpt", "eager")
         found += [losses, step.state_dict(), step.memory.kinds["activations"], _targets(step)]
     torch.testing.assert_close(kept[:2], remade[:2], rtol=0, atol=0)
     blocks = 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+import tempfile
 
 import torch
 from torch import fx
@@ -15,8 +16,10 @@ from zerograph.ir.step_graph import nbytes
 from zerograph.ops.offload import FETCH, WAIT_TRANSFER, WRITE_BACK
 
 
-def emitted(folder: Path, stage: int, *, parameters: bool) -> fx.Graph:
-    """Prepare the step of rank 0 of 2, in many buckets."""
+@functools.cache
+def emitted(stage: int, *, parameters: bool) -> fx.Graph:
+    """Prepare the step of rank 0 of 2, in many buckets. Nobody may change it."""
+    folder = tempfile.gettempdir()
     model = make("gpt")
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), stage, bucket_size=2**13)
     step.config.offload_optimizer("nvme", nvme_path=folder)
@@ -40,16 +43,16 @@ def bucket(node: fx.Node) -> str:
 
 
 @sliced("stage, parameters", [(2, False), (3, True)], [(0, False)])
-def test_no_more_than_three_buckets_are_in_memory(tmp_path: Path, stage: int, parameters: bool) -> None:
-    graph = emitted(tmp_path, stage, parameters=parameters)
+def test_no_more_than_three_buckets_are_in_memory(stage: int, parameters: bool) -> None:
+    graph = emitted(stage, parameters=parameters)
     found = spans(graph)
     assert len({bucket(node) for node, _, _ in found}) > 10
     for position in range(len(graph.nodes)):
         assert len({bucket(node) for node, start, end in found if start <= position <= end}) <= 3
 
 
-def test_the_next_bucket_is_read_and_the_last_one_written_while_one_is_updated(tmp_path: Path) -> None:
-    graph = emitted(tmp_path, 2, parameters=False)
+def test_the_next_bucket_is_read_and_the_last_one_written_while_one_is_updated() -> None:
+    graph = emitted(2, parameters=False)
     order = {node: index for index, node in enumerate(graph.nodes)}
     updates = [node for node in graph.nodes if "_fused_adamw_" in str(node.target)]
     reads = {bucket(node): node for node in graph.find_nodes(op="call_function", target=FETCH)}
@@ -64,14 +67,14 @@ def test_the_next_bucket_is_read_and_the_last_one_written_while_one_is_updated(t
         assert order[writes[before]] < order[update] < landings[reads[before]][1]
 
 
-def test_the_first_read_starts_in_backward_and_does_not_raise_the_peak(tmp_path: Path) -> None:
-    graph = emitted(tmp_path, 2, parameters=False)
+def test_the_first_read_starts_in_backward_and_does_not_raise_the_peak() -> None:
+    graph = emitted(2, parameters=False)
     first = next(node for node in graph.nodes if node.target is FETCH)
     assert origin(first.next.next).phase == "backward"
 
 
-def test_each_gather_reads_its_shard_anew_and_only_the_update_writes(tmp_path: Path) -> None:
-    graph = emitted(tmp_path, 3, parameters=True)
+def test_each_gather_reads_its_shard_anew_and_only_the_update_writes() -> None:
+    graph = emitted(3, parameters=True)
     shards = [node for node in graph.nodes if node.target is FETCH and role(node.all_input_nodes[0]).kind == "bucket"]
     written = {node.args[1] for node in graph.find_nodes(op="call_function", target=WRITE_BACK)}
     by_bucket: dict[str, list[fx.Node]] = {}
@@ -83,7 +86,7 @@ def test_each_gather_reads_its_shard_anew_and_only_the_update_writes(tmp_path: P
         assert [read in written for read in reads] == [False] * (len(reads) - 1) + [True]
 
 
-def test_handles_are_all_that_rests_in_memory(tmp_path: Path) -> None:
-    graph = emitted(tmp_path, 3, parameters=True)
+def test_handles_are_all_that_rests_in_memory() -> None:
+    graph = emitted(3, parameters=True)
     at_rest = [node for node in graph.find_nodes(op="placeholder") if role(node).kind in ("bucket", "state")]
     assert max(nbytes(node.meta["val"]) for node in at_rest) <= 8

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 import zerograph as zg
-from tests.harness import in_turn, sliced
 from tests.inspection.models import Step
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
@@ -26,15 +25,16 @@ def no_op(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     return module
 
 
-def note_meshes(dims: list[tuple[int, int]]) -> Any:
-    """A pass that notes the dimensions of the mesh, and of the first SBP in the graph."""
+def note_meshes(name: str, dims: dict[str, set[tuple[int, int]]]) -> zg.PassEdit:
+    """After this pass, one that notes the dimensions of the mesh, and of the first SBP in the graph."""
 
     def noting(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         sbp = next(node.meta["sbp"] for node in module.graph.nodes if "sbp" in node.meta)
-        dims.append((context.mesh.dims, len(sbp)))
+        dims.setdefault(name, set()).add((context.mesh.dims, len(sbp)))
         return module
 
-    return noting
+    noting.__name__ = f"noting_{name}"
+    return zg.PassEdit.after(name, noting)
 
 
 def prepared(*edits: zg.PassEdit, micro_batches: int = 1) -> Any:
@@ -69,14 +69,14 @@ def test_a_replaced_pass_keeps_its_place() -> None:
 PASSES = ("place", "hoist_batch_statistics", "reshard_after_forward", "localize", "loop", "schedule", "gather_in_place")
 
 
-@sliced("name, micro_batches", *in_turn(PASSES, (1, 2)))
-def test_an_inserted_pass_sees_the_mesh_that_its_graph_has(name: str, micro_batches: int) -> None:
-    dims: list[tuple[int, int]] = []
-    prepared(zg.PassEdit.after(name, note_meshes(dims)), micro_batches=micro_batches)
-    assert dims
-    assert all(mesh == sbp for mesh, sbp in dims), dims
-    in_time = micro_batches > 1 and name in ("place", "hoist_batch_statistics", "reshard_after_forward", "localize")
-    assert {mesh for mesh, _ in dims} == {2 if in_time else 1}
+IN_TIME = ("place", "hoist_batch_statistics", "reshard_after_forward", "localize")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_inserted_pass_sees_the_mesh_that_its_graph_has(micro_batches: int) -> None:
+    dims: dict[str, set[tuple[int, int]]] = {}
+    prepared(*(note_meshes(name, dims) for name in PASSES), micro_batches=micro_batches)
+    assert dims == {name: {(micro_batches if name in IN_TIME else 1,) * 2} for name in PASSES}
 
 
 @pytest.mark.parametrize(

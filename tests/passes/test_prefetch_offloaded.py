@@ -5,9 +5,11 @@ Prepared on the meta device, which stands for an accelerator: autograd over fake
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -49,8 +51,9 @@ def plain_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR)
 
 
+@functools.cache
 def emitted(stage: int, optimizer: Any = adamw, ranks: int = 2, clip: float | None = None, **options: Any) -> Prepared:
-    """Prepare the step of rank 0, its optimizer offloaded."""
+    """Prepare the step of rank 0, its optimizer offloaded. Nobody may change it."""
     step = Step(layers("meta"), optimizer, stage, clip)
     step.config.offload_optimizer(**({"device": "cpu"} | options))
     return step.prepare(line(ranks, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
@@ -250,23 +253,24 @@ class Blocks(nn.Module):
         return x
 
 
-def spilling(device: str, link: float | None, patch: pytest.MonkeyPatch) -> Prepared:
+@functools.cache
+def spilling(device: str, link: float | None) -> Prepared:
     """Where the link carries a byte in the time of so many floating-point operations; None for no spilling."""
-    patch.setattr(offload_activations, "FLOPS_PER_BYTE", link)
     step = Step(Blocks(device), adamw, 2)
     step.config.offload_activations = link is not None
-    return step.prepare(line(1, 0, "ranks"), torch.empty(8, 31, device=device), device=device)
+    with patch.object(offload_activations, "FLOPS_PER_BYTE", link):
+        return step.prepare(line(1, 0, "ranks"), torch.empty(8, 31, device=device), device=device)
 
 
-def test_activations_wait_on_the_cpu_as_far_as_the_link_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_wait_on_the_cpu_as_far_as_the_link_hides() -> None:
     # A layer computes 2 * 31 * 31 * 8 operations and makes 1024 bytes, as the allocator counts. So at 15 operations a
     # byte takes a little less than a layer: what the first five make is down when the sixth has computed; at 30, two.
-    spilled = [carried(spilling("meta", link, monkeypatch).graph.graph, CPU) for link in (None, 0.0, 15.0, 30.0, 1e9)]
+    spilled = [carried(spilling("meta", link).graph.graph, CPU) for link in (None, 0.0, 15.0, 30.0, 1e9)]
     assert [len(nodes) for nodes in spilled] == [0, 6, 5, 2, 0]
 
 
-def test_they_leave_when_they_are_made_and_come_back_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = spilling("meta", 15.0, monkeypatch).graph.graph
+def test_they_leave_when_they_are_made_and_come_back_one_ahead() -> None:
+    graph = spilling("meta", 15.0).graph.graph
     order = {node: index for index, node in enumerate(graph.nodes)}
     ups = carried(graph, ACCELERATOR)
     reads = [min(order[user] for user in node.users if user.target is not WAIT_TRANSFER) for node in ups]
@@ -306,18 +310,18 @@ def test_auto_spills_what_is_hidden_before_it_computes_again(monkeypatch: pytest
     assert least < less < most
 
 
-def test_they_are_not_held_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, spilled = (most_activations(spilling("meta", link, monkeypatch).graph.graph) for link in (None, 0.0))
+def test_they_are_not_held_meanwhile() -> None:
+    kept, spilled = (most_activations(spilling("meta", link).graph.graph) for link in (None, 0.0))
     # Of six layers' one that is computed, one that is read, one on its way, one ahead; and numbers.
     assert kept >= 6 * 1024
     assert spilled < 5 * 1024
 
 
-def test_spilling_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilling_changes_no_number() -> None:
     x = torch.randn(8, 31, generator=torch.Generator().manual_seed(0))
     found = []
     for link in (None, 15.0):
-        prepared = spilling("meta", link, monkeypatch)
+        prepared = spilling("meta", link)
         state = fed(prepared, Blocks("cpu"))
         inputs = [state.get(node.name, x) for node in placeholders(prepared.graph.graph)]
         with torch.no_grad():
@@ -326,5 +330,5 @@ def test_spilling_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_on_the_cpu_nothing_is_spilled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not spilling("cpu", 0.0, monkeypatch).graph.graph.find_nodes(op="call_function", target=TRANSFER)
+def test_on_the_cpu_nothing_is_spilled() -> None:
+    assert not spilling("cpu", 0.0).graph.graph.find_nodes(op="call_function", target=TRANSFER)

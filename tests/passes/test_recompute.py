@@ -219,19 +219,13 @@ def test_a_model_of_transformers() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = torch.randint(64, (32, 16), generator=torch.Generator().manual_seed(1))
 
-    class Step(zg.ZeroGraph):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
-            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+    def made() -> LossStep:
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return LossStep(model, optimizer, loss=lambda model, x: model(input_ids=x, labels=x).loss)
 
-        def build(self, x: Tensor) -> Tensor:
-            loss = self.model(input_ids=x, labels=x).loss
-            loss.backward()
-            return loss
-
-    step, checkpointed = Step(), Step()
+    step, checkpointed = made(), made()
     checkpointed.model.gradient_checkpointing_enable()
     start, losses, peaks = step.state_dict(), [], []
     for one, way in ((step, "none"), (step, "blocks"), (checkpointed, "none")):

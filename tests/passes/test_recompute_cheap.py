@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 from tests.peak_memory import most_alive_bytes
 
 aten = torch.ops.aten
@@ -40,20 +41,18 @@ class Gated(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, width: int = 512, disable: Sequence[str] = ()) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Sequential(*(Gated(width) for _ in range(3)))
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-        self.config.backend = "eager"
-        self.config.passes = tuple(map(zg.PassEdit.disable, disable))
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x).float().square().mean()
 
-    def build(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.model(x).float().square().mean()
-        loss.backward()
-        return loss
+
+class Step(LossStep):
+    def __init__(self, width: int = 512, disable: Sequence[str] = ()) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Gated(width) for _ in range(3)))
+        passes = tuple(map(zg.PassEdit.disable, disable))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        super().__init__(model, optimizer, loss=mean_square, backend="eager", passes=passes)
 
 
 def batch(width: int = 512) -> Tensor:

@@ -12,24 +12,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, sliced
 from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.__main__ import app
 
 
-class Logits(zg.ZeroGraph):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model, self.loss_fn = model, TokenLoss()
-        self.add_optimizer(adamw(model))
-        self.set_zero_mode("distributed_split", stage=3)
-        self.config.backend = "eager"
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss_fn(self.model(input_ids=x).logits, y)
-        loss.backward()
-        return loss
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return TokenLoss()(model(input_ids=x).logits, y)
 
 
 def pretrained(name: str) -> nn.Module:
@@ -48,7 +38,7 @@ def pretrained(name: str) -> nn.Module:
 def saved(path: Path, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     """Two steps, a checkpoint, and the logits of the trained model."""
     model = pretrained(name)
-    step = Logits(model)
+    step = LossStep(model, adamw(model), 3, token_loss, backend="eager")
     data = batches("gpt", 2)
     for x, y in data:
         step(part(x), part(y))

@@ -112,29 +112,6 @@ def make_optimizer_state(name: str) -> dict[str, Any]:
     return state
 
 
-def loaded_in_the_middle() -> tuple[dict[str, Any], dict[str, Any]]:
-    """A state loaded into a step that runs already, and what the step makes of it."""
-    model = make("mlp")
-    step = TrainStep(model, OPTIMIZERS["adamw"](model), 2)
-    data = batches("mlp", 5, 12)
-    for x, y in data[:2]:
-        step(part(x), part(y))
-    state = step.state_dict()
-    for x, y in data[2:]:
-        step(part(x), part(y))
-    first = step.state_dict()
-    step.load_state_dict(state)
-    for x, y in data[2:]:
-        step(part(x), part(y))
-    return first, step.state_dict()
-
-
-def test_loading_into_a_running_step_takes_it_back(pool: Pool) -> None:
-    first, second = pool.run(2, loaded_in_the_middle)[0]
-    for name, value in first["modules"]["model"].items():
-        assert torch.equal(value, second["modules"]["model"][name])
-
-
 def optimizer_state_given_at_the_start() -> dict[str, Any]:
     model = make("mlp")
     plain = OPTIMIZERS["adamw"](model)

@@ -33,17 +33,6 @@ def test_the_loop_trains_as_plain_pytorch_on_whole_batches(pool: Pool, name: str
             torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5)
 
 
-def levels() -> list[tuple[list[float], dict[str, Tensor]]]:
-    return [trained("mlp", level, clip_grad_norm=0.5) for level in (0, 1, 3)]
-
-
-def test_all_levels_give_the_same_bits(pool: Pool) -> None:
-    for (losses, state), *others in pool.run(2, levels):
-        for other_losses, other_state in others:
-            assert losses == other_losses
-            assert all(torch.equal(value, other_state[name]) for name, value in state.items())
-
-
 def with_dropout() -> list[list[float]]:
     found = []
     for level in (0, 3):
@@ -58,61 +47,6 @@ def test_the_seed_of_the_configuration_decides_what_dropout_draws(pool: Pool) ->
     (first, *rest), others = pool.run(2, with_dropout)
     assert rest == [first]
     assert others == [first, first]
-
-
-class TwoHeads(nn.Module):
-    """Returns a nesting, and takes keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.first, self.second = nn.Linear(7, 6), nn.Linear(6, 3), nn.Linear(6, 1)
-
-    def forward(self, pair: dict[str, Tensor], *, scale: float) -> dict[str, Any]:
-        h = self.body(pair["x"]).tanh()
-        return {"heads": (self.first(h) * scale, self.second(h)), "name": "two"}
-
-
-def operators(x: Tensor, y: Tensor, model: Any, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A loss of many parts: views, constants of every kind, a parameter, no gradient through some of it."""
-    out = model({"x": x}, scale=2.0)
-    logits, value = out["heads"]
-    with torch.no_grad():
-        weight = 1 + value.sigmoid().squeeze(1)
-    picked = -logits.log_softmax(-1).gather(1, y.view(-1, 1)).flatten()
-    loss = 0.5 * (picked * weight).mean() + F.cross_entropy(logits.view(-1, 3), y, weight=classes) / 3
-    penalty = (logits[:, 0] * classes[1] + logits[..., 1:].sum(1)).square().mean()
-    return loss, penalty, (logits.argmax(-1) == y).float().mean()
-
-
-def with_operators() -> list[tuple[float, float, float]]:
-    torch.manual_seed(0)
-    model, classes = TwoHeads(), torch.tensor([1.0, 2.0, 3.0])
-    engine = engine_of(model, zero={"level": 3})
-    seen = []
-    for x, y in batches("mlp", 3):
-        engine.zero_grad()
-        loss, penalty, accuracy = operators(part(x), part(y), engine, classes)
-        engine.backward(loss, retain_graph=True)
-        engine.backward(penalty)
-        assert engine.step()
-        seen.append((loss.item(), penalty.item(), accuracy.item()))
-    return seen
-
-
-def test_operators_on_what_the_engine_returns_compute_with_the_whole_batch(pool: Pool) -> None:
-    torch.manual_seed(0)
-    model, classes = TwoHeads(), torch.tensor([1.0, 2.0, 3.0])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wanted = []
-    for x, y in batches("mlp", 3):
-        optimizer.zero_grad()
-        loss, penalty, accuracy = operators(x, y, model, classes)
-        (loss + penalty).backward()
-        optimizer.step()
-        wanted.append((loss.item(), penalty.item(), accuracy.item()))
-    for seen in pool.run(2, with_operators):
-        for mine, theirs in zip(seen, wanted, strict=True):
-            assert mine == pytest.approx(theirs, rel=1e-4)
 
 
 def evaluated() -> tuple[Tensor, float, Any]:
@@ -222,17 +156,6 @@ def test_state_goes_on_where_it_was_saved() -> None:
     again = engine_of(make("mlp"))
     again.load_state_dict(state)
     assert train(again, data[2:]) == wanted
-
-
-def test_a_forward_whose_result_nobody_uses_counts_as_in_pytorch() -> None:
-    engine, twin = engine_of(make("conv")), make("conv").train()
-    for x, y in batches("conv", 3):
-        engine(x)
-        twin(x)
-        engine.backward(engine.criterion(engine(x), y))
-        twin(x)
-    for name, buffer in twin.named_buffers():
-        torch.testing.assert_close(engine.model.get_buffer(name), buffer)
 
 
 class Pairs(nn.Module):

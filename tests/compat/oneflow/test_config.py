@@ -83,6 +83,8 @@ def test_disabled_group_boxing_alone_is_stage_1_and_says_so() -> None:
 
 def test_enable_zero_has_oneflows_defaults() -> None:
     config = GraphConfig()
+    config.set_zero_redundancy_optimizer_mode("non_distributed")
+    assert (config.mode, config.stage) == ("non_distributed", 1)
     config.enable_zero()
     # On one rank a slice is the whole.
     assert (config.mode, config.stage, config.shard_min_size) == ("distributed_split", 2, 1024)
@@ -111,6 +113,10 @@ def test_amp_is_fp16_without_loss_scaling_unless_told() -> None:
     config = GraphConfig()
     config.enable_amp()
     assert (config.amp_dtype, config.grad_scaler) == (torch.float16, None)
+    for scaler in (flow.amp.StaticGradScaler(scale_factor=200.0), flow.amp.GradScaler(init_scale=2.0**30)):
+        graph = Predict(mlp())
+        graph.set_grad_scaler(scaler)
+        assert graph.config.grad_scaler is scaler
     config.enable_amp(True, dtype=torch.bfloat16)
     assert config.amp_dtype is torch.bfloat16
     config.enable_amp(False)
