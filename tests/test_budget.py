@@ -13,28 +13,28 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1_175,
-    "zerograph/_torch": 1_200,
+    "zerograph/_torch": 1_205,
     "zerograph/artifact": 1_140,
-    "zerograph/base": 565,
+    "zerograph/base": 575,
     "zerograph/capture": 3_775,
-    "zerograph/cli": 1_385,
+    "zerograph/cli": 1_515,
     "zerograph/compat": 3_155,
-    "zerograph/compiler": 4_395,
-    "zerograph/eager": 1_030,
+    "zerograph/compiler": 4_400,
+    "zerograph/eager": 1_040,
     "zerograph/inspection": 2_500,
-    "zerograph/integrations": 870,
+    "zerograph/integrations": 810,
     "zerograph/ir": 2_990,
-    "zerograph/loops": 2_845,
+    "zerograph/loops": 2_855,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_610,
     "zerograph/planner": 2_010,
     "zerograph/state": 3_405,
     "passes": 8_305,
-    "runtime": 6_305,
+    "runtime": 6_345,
     "benchmarks": 6_165,
-    "tests": 41_530,
+    "tests": 41_645,
 }
-PACKAGE = 49_750
+PACKAGE = 49_895
 
 
 @pytest.fixture(scope="module")
