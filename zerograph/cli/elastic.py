@@ -77,24 +77,27 @@ class _Claims:
         """Write the file of a generation.
 
         Raises:
-            LauncherError: another launcher has written one.
+            LauncherError: another launcher has written one, or it cannot be written.
         """
         mine = self.folder / f".{os.getpid()}.{generation.hosts[0]}"
-        mine.write_text(json.dumps(generation))
         try:
+            mine.write_text(json.dumps(generation))
             os.link(mine, self.folder / f"generation-{generation.number:09}")
+            mine.unlink()
         except FileExistsError as error:
             raise LauncherError(
                 f"generation {generation.number} was formed without this host, by a launcher that it does not reach\n"
                 "Start its launcher again to join the job."
             ) from error
-        finally:
-            mine.unlink()
+        except OSError as error:
+            raise LauncherError(f"--shared {self.folder}: {error.strerror}") from error
 
     def sign(self, *, last: bool = False) -> None:
         """Show that the launcher that leads lives, or that none leads any more."""
-        if (file := self._file()) is not None:
-            os.utime(file, (0, 0) if last else None)
+        # The next sign may come through.
+        with contextlib.suppress(OSError):
+            if (file := self._file()) is not None:
+                os.utime(file, (0, 0) if last else None)
 
     def signed_at(self) -> float:
         """Return when the last sign was given; 0: no launcher leads."""
