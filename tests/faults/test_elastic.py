@@ -600,6 +600,48 @@ def test_torchrun_with_fewer_hosts_goes_on_from_the_checkpoint(
     assert "1 rank(s): on from step" in printed
 
 
+@pytest.mark.long
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+def test_launchers_that_torchrun_has_started_keep_the_ranks_that_are_left(
+    tmp_path: Path, expected: Callable[[Options], Outcome]
+) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "job"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.faults.elastic_jobs import Options, script\n"
+        "script(Path(sys.argv[1]), Options(pace=0.5))\n"
+    )
+    folder.mkdir()
+    with two_hosts() as hosts:
+        size = ["--nnodes", "1:2", "--nproc-per-node", "1"]
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29500", "--rdzv-id", "elastic"]
+        launcher = ["-m", "zerograph", "launch", "--elastic", "1:4", "--patience", "30", str(script), str(folder)]
+        agents = []
+        for host in hosts:
+            command = [*host.enter(), sys.executable, "-m", "torch.distributed.run", *size, *meeting]
+            with open(tmp_path / host.name, "w") as output:
+                # These hosts have no names.
+                who = ["--rdzv-conf", f"is_host={host is hosts[0]}", "--local-addr", host.address]
+                started = [*command, *who, *launcher]
+                agents.append(subprocess.Popen(started, env=environment(), stderr=output))
+        limit = time.monotonic() + PATIENCE
+        while not any(line[0] >= 5 and line[3] == 4 for line in read(folder, 0).lines):
+            assert time.monotonic() < limit, (tmp_path / "host0").read_text()
+            time.sleep(0.1)
+        # With its agent and its launcher.
+        hosts[1].signal(signal.SIGKILL)
+        code = agents[0].wait(PATIENCE)
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    printed = (tmp_path / "host0").read_text()
+    assert code == 0, printed
+    outcome = read(folder, 0)
+    check_same(outcome, expected(Options()))
+    assert outcome.sizes() == [4, 2], printed
+    # No process was started again.
+    assert len([*folder.glob("*.jsonl")]) == 4
+
+
 def soaked(kills: int, number: int, folder: Path) -> Options:
     """Return the options of a job in which ranks are killed again and again."""
     draw = random.Random(number)

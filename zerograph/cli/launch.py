@@ -75,12 +75,14 @@ def launch(
     if host is not None and host not in names:
         raise typer.BadParameter(f"--host {host} is not one of --hosts {hosts}")
     if elastic is not None:
-        if slurm or (ranks is not None and hosts is None) or (hosts is not None and host is None):
+        if hosts is None and "TORCHELASTIC_RUN_ID" in os.environ:
+            names, host, port = _under_torchrun(port)
+        elif slurm or (ranks is not None and hosts is None) or (hosts is not None and host is None):
             raise typer.BadParameter(
                 "--elastic is for one host without --ranks and --slurm, or for the part of one of several: give "
                 "--hosts and --host, and start such a launcher on each of them"
             )
-        if shared is not None and (host is None or not shared.is_dir()):
+        if shared is not None and not (names and shared.is_dir()):
             raise typer.BadParameter(f"--shared {shared}: give a folder that all of --hosts have")
         place = {} if host is None else {"hosts": names, "host": host, "port": port, "shared": shared}
         supervisor = _supervisor(elastic, started, restarts=max_restarts, patience=patience, each=ranks, **place)
@@ -108,6 +110,32 @@ def launch(
         if any(command[0] == program for command in commands) and shutil.which(program) is None:
             raise typer.BadParameter(f"there is no {program} on PATH: install it, or {instead}")
     raise typer.Exit(_run(commands))
+
+
+def _under_torchrun(port: int) -> tuple[list[str], str, int]:
+    """Return the hosts on which torchrun has started launchers, this one, and a port for their store.
+
+    The environment is that of a script without torchrun then.
+    """
+    import torch.distributed as dist
+
+    own = os.environ
+    number, count = int(own["GROUP_RANK"]), int(own["GROUP_WORLD_SIZE"])
+    if own["LOCAL_WORLD_SIZE"] != "1":
+        raise typer.BadParameter("torchrun starts one launcher of an elastic job on each host: --nproc-per-node 1")
+    first, meeting = own["MASTER_ADDR"], int(own["MASTER_PORT"])
+    # Torchrun's own: it starts the launchers again with other numbers.
+    store = dist.TCPStore(first, meeting, is_master=False)  # type: ignore[attr-defined]
+    key = f"zerograph launcher {own['TORCHELASTIC_RESTART_COUNT']} of {count} "
+    with socket.create_connection((first, meeting)) as probe:
+        store.set(f"{key}{number}", first if number == 0 else probe.getsockname()[0])
+    names = [store.get(f"{key}{one}").decode() for one in range(count)]
+    for name in [one for one in own if one.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_"))]:
+        del own[name]
+    for name in ("RANK", "WORLD_SIZE"):
+        del own[name]
+    # The usual port may be torchrun's.
+    return names, names[number], meeting + 1 if port == _PORT else port
 
 
 def _supervisor(ranks: str, started: Sequence[str], each: int | None, **options: Any) -> Supervisor:
