@@ -27,6 +27,9 @@ NOT_RUN = {
         "zerograph launch --elastic 2:4 --max-restarts 10 train.py",
         "zerograph launch --elastic 2:4 --hosts host1,host2 --host host1 train.py",
         "zerograph launch --elastic 2:4 --hosts host1,host2 --host host2 train.py",
+        "zerograph launch --elastic 2:4 --hosts host1,host2 --host host1 --shared /nfs/jobs/linear train.py",
+        "torchrun --nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint host1:29500"
+        " -m zerograph launch --elastic 2:4 train.py",
         "torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint host1:29500"
         " train.py",
     },

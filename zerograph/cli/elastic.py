@@ -153,9 +153,9 @@ class Supervisor:
         each: number of processes that this host begins with.
         hosts: all hosts. The first one's launcher leads.
         host: this one.
-        shared: a folder that all hosts have, by which the next one leads if the first is lost; None: none does.
         port: of the store; 0: a free one.
         terms: what all launchers must have been told alike, by name.
+        shared: a folder that all hosts have, by which the next one leads if the first is lost; None: none does.
     """
 
     command: Sequence[str]
@@ -167,8 +167,8 @@ class Supervisor:
     hosts: Sequence[str] = ("127.0.0.1",)
     host: str = "127.0.0.1"
     port: int = 0
-    shared: Path | None = None
     terms: Mapping[str, str] = field(default_factory=dict)
+    shared: Path | None = None
     _workers: dict[int, _Worker] = field(default_factory=dict)
     # The last generation.
     _generation: _Generation = field(default_factory=_Generation)
