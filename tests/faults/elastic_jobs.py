@@ -38,6 +38,7 @@ from tests.faults.test_soak import usage
 from zerograph.cli.elastic import LauncherError, Supervisor
 from zerograph.compiler.compiler import Compiler
 from zerograph.loops import elastic as loop
+from zerograph.loops.elastic import _Loop as elastic_loop
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job import elastic as generations
 from zerograph.runtime.job.channel import Channel
@@ -289,6 +290,13 @@ def script(folder: Path, options: Options) -> None:
     loader = DataLoader(TensorDataset(torch.arange(SAMPLES), tokens), batch_size=BATCH, shuffle=True)
     worker = generations.worker()
     measured = [0]
+    leave = elastic_loop._leave
+
+    def leaving(self: Any, why: str) -> None:
+        (folder / f"left {os.getpid()} {time.monotonic()}").touch()
+        leave(self, why)
+
+    elastic_loop._leave = leaving  # type: ignore[method-assign]
 
     def loop(x: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.cross_entropy(step(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
@@ -479,6 +487,7 @@ class Outcome:
         ends: of each rank that came to the end: number of ranks, updates, fingerprint.
         output: what was printed.
         faults: when, and where, each fault came to pass.
+        left: when a rank has left a generation.
     """
 
     code: int | None
@@ -486,6 +495,7 @@ class Outcome:
     ends: list[list[Any]]
     output: str
     faults: list[tuple[float, str]]
+    left: list[float] = field(default_factory=list)
 
     @property
     def seconds(self) -> float | None:
@@ -496,6 +506,11 @@ class Outcome:
         """Return the seconds until the next step that was done in a later generation."""
         before = max((line[1] for line in self.lines if line[6] < moment), default=0)
         return min((line[6] - moment for line in self.lines if line[1] > before and line[6] > moment), default=None)
+
+    @property
+    def seconds_until_left(self) -> float:
+        """Return the seconds from the last fault until the last rank has left its generation. Nothing is compiled."""
+        return max(self.left) - max(self.faults)[0]
 
     def repeated(self) -> int:
         """Return the most steps that were computed again in one go."""
@@ -631,7 +646,8 @@ def read(folder: Path, code: int | None) -> Outcome:
     faults = sorted(tuple(json.loads(file.read_text())) for file in folder.glob("fault*"))
     ends = [json.loads(file.read_text()) for file in folder.glob("end *")]
     text = (folder / "output").read_text() if (folder / "output").exists() else ""
-    return Outcome(code, lines, ends, text, faults)
+    left = [float(file.name.split()[2]) for file in folder.glob("left *")]
+    return Outcome(code, lines, ends, text, faults, left)
 
 
 def _lines(file: Path) -> list[str]:

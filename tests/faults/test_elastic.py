@@ -149,9 +149,8 @@ def test_a_rank_that_dies_while_others_connect_to_it_keeps_none_waiting(
     check_same(outcome, expected(Options()))
     assert len(outcome.faults) == len(faults)
     # Gloo waits for 40.
-    assert outcome.seconds is not None
-    assert outcome.seconds < 20, outcome.output
-    tally("elastic: a rank is killed while others connect to it").add(True, seconds=outcome.seconds)
+    assert outcome.seconds_until_left < 30, outcome.output
+    tally("elastic: a rank is killed while others connect to it").add(True, seconds=outcome.seconds_until_left)
 
 
 # A step may take a while, so that the loss comes before the end; in the last the host's parts would else be lost.
@@ -201,7 +200,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
     assert outcome.repeated() <= 3
     if event.startswith("cut"):
         # Gloo waits for 40 seconds for a rank that connects.
-        assert not faults or outcome.seconds < 25, outcome.output
+        assert not faults or outcome.seconds_until_left < 30, outcome.output
         assert codes[1] == 1
         assert "does not answer at 10.77.0.1:29500" in outcome.output
         assert "host 10.77.0.2 is lost: its launcher is silent for 5 seconds" in outcome.output
