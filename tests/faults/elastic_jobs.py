@@ -615,6 +615,15 @@ class Launchers:
         if number == signal.SIGKILL:
             self.processes[host].wait()
 
+    def start_again(self, host: Host) -> None:
+        """Start a host's launcher again; the ranks hold until it has come."""
+        come = f"host {self.names[self.hosts.index(host)]} has come, with 2"
+        before = read(self.folder, 0).output.count(come)
+        (self.folder / "hold").touch()
+        self.start(host)
+        self.wait_for(lambda job: job.output.count(come) > before)
+        (self.folder / "hold").unlink()
+
     def wait_for(self, is_so: Callable[[Outcome], bool]) -> None:
         """Wait until the job has come so far."""
         limit = time.monotonic() + PATIENCE

@@ -149,7 +149,7 @@ def test_a_rank_that_dies_while_others_connect_to_it_keeps_none_waiting(
     check_same(outcome, expected(Options()))
     assert len(outcome.faults) == len(faults)
     # Gloo waits for 40.
-    assert outcome.seconds_until_left < 30, outcome.output
+    assert outcome.seconds_until_left < 20, outcome.output
     tally("elastic: a rank is killed while others connect to it").add(True, seconds=outcome.seconds_until_left)
 
 
@@ -179,7 +179,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
     }.get(event, [])
     with two_hosts() as hosts, Launchers(hosts, tmp_path, options, *faults) as launchers:
         launchers.wait_for(
-            lambda job: len(job.faults) == len(faults) and (any(line[0] >= 5 for line in job.lines) or bool(faults))
+            lambda job: len(job.faults) == len(faults) > 0 or any(line[0] >= 5 and line[3] == 4 for line in job.lines)
         )
         if event.startswith("cut"):
             hosts[1].cut()
@@ -188,10 +188,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
         elif event != "a rank":
             launchers.kill(hosts[1])
         if event == "comes back":
-            (tmp_path / "hold").touch()
-            launchers.start(hosts[1])
-            launchers.wait_for(lambda job: job.output.count("has come, with 2") == 2)
-            (tmp_path / "hold").unlink()
+            launchers.start_again(hosts[1])
         outcome, codes = launchers.wait()
     check_same(outcome, wanted, bitwise=options.virtual is not None)
     sizes = {"a rank": [4, 3], "comes back": [4, 2, 4]}.get(event, [4, 2])
@@ -200,7 +197,7 @@ def test_a_job_that_loses_a_host_goes_on_with_the_same_samples_and_bits(
     assert outcome.repeated() <= 3
     if event.startswith("cut"):
         # Gloo waits for 40 seconds for a rank that connects.
-        assert not faults or outcome.seconds_until_left < 30, outcome.output
+        assert not faults or outcome.seconds_until_left < 25, outcome.output
         assert codes[1] == 1
         assert "does not answer at 10.77.0.1:29500" in outcome.output
         assert "host 10.77.0.2 is lost: its launcher is silent for 5 seconds" in outcome.output
@@ -247,10 +244,7 @@ def test_a_job_with_a_shared_folder_goes_on_without_the_first_host(
         else:
             launchers.kill(hosts[0])
         if event == "comes back":
-            (tmp_path / "hold").touch()
-            launchers.start(hosts[0])
-            launchers.wait_for(lambda job: "host 10.77.0.1 has come, with 2" in job.output)
-            (tmp_path / "hold").unlink()
+            launchers.start_again(hosts[0])
         outcome, codes = launchers.wait()
     check_same(replace(outcome, code=min(map(abs, codes))), expected(options))
     if "wire" in event:
