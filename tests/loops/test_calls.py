@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -692,6 +693,29 @@ def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_elsewhere(po
         assert seen == pytest.approx(expected, rel=1e-12)
 
 
+class Turned(torch.autograd.Function):
+    """A view of a tensor, whose gradient it turns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x[:]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda out: out[:, :2].clone(),
+    "part": lambda out: out[:, :2],
+    "first": lambda out: out[1:, 2][1:],
+    "transposed": lambda out: out.T,
+    "detached": lambda out: out[:, :2].detach(),
+    "own gradient": Turned.apply,
+    "rows": lambda out: out[: len(out) // 2],
+}
+
+
 class Sharing(nn.Module):
     """A model that returns a tensor twice, chunks that share memory without overlap, and maybe a view."""
 
@@ -699,29 +723,35 @@ class Sharing(nn.Module):
         super().__init__()
         self.net = plain()
 
-    def forward(self, x: Tensor, *, view: bool) -> list[Tensor]:
+    def forward(self, x: Tensor, *, view: str) -> list[Tensor]:
         out = self.net(x)
-        return [out, out, *(out * 2).chunk(2, dim=1), *([out[:, :2]] if view else [])]
+        return [out, out, *(out * 2).chunk(2, dim=1), VIEWS[view](out)]
 
 
-def written_results(stage: int | None, view: bool) -> tuple[list[float], list[bool]]:
+def written_results(stage: int | None, view: str) -> tuple[list[float], list[bool]]:
     model: Any = seeded(Sharing)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, batches(4))
+    data: Any = [*batches(3), *((x[:4], y[:4]) for x, y in batches(2))]
+    model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
     seen = []
-    for x, y in data:
+    for number, (x, y) in enumerate(data):
         with torch.no_grad():
             results = model(x, view=view)
             results[0].mul_(3)
+            results[4].add_(1)
         seen += [float(one.sum()) for one in results]
         results = model(x, view=view)
-        seen.append(float(update(optimizer, F.cross_entropy(results[1], y) + results[2].square().mean())))
+        loss = results[2].square().mean() + results[4].square().sum()
+        if number % 2:
+            loss = loss + F.cross_entropy(results[1], y)
+        seen.append(float(update(optimizer, loss).detach()))
     return seen, [] if stage is None else graphs_of(model)
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_results_that_share_memory_share_it_after_a_graph_or_run_operator_by_operator(pool: Pool, view: bool) -> None:
+@pytest.mark.parametrize("view", VIEWS)
+def test_results_that_share_memory_share_it_after_a_graph_or_run_operator_by_operator(pool: Pool, view: str) -> None:
     expected, _ = written_results(None, view)
+    is_graph = view not in ("transposed", "detached", "own gradient")
     for seen, are_graphs in pool.run(2, written_results, 3, view):
         assert seen == pytest.approx(expected, rel=1e-12)
-        assert are_graphs == [not view, not view]
+        assert are_graphs == [is_graph, is_graph]

@@ -5,21 +5,21 @@ It is a step graph that pauses between the two. A call that the loop differentia
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph._torch import pytree
-from zerograph.capture.trace import original_of
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.step_key import StepKey
@@ -34,9 +34,10 @@ from zerograph.ir.mesh import of_own_slices
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
-from zerograph.loops.containers import INSIDE, found_in, map_tensors, mapped, opaque_in
+from zerograph.loops.containers import found_in, map_tensors, opaque_in
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.loop_graph import LoopGraph
+from zerograph.loops.results import Index, Place, Template, filled, part_at, parts_of
 from zerograph.loops.split_gradients import SplitGradients, add_gradients
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree
@@ -73,69 +74,6 @@ class Owner(Protocol):
 
     def hidden(self) -> contextlib.AbstractContextManager[None]:
         """Return a block inside which the parameters are split that the loop has made whole."""
-
-
-@dataclass(frozen=True)
-class Template:
-    """The result of a call without its tensors.
-
-    Attributes:
-        result: it has places in place of tensors.
-        differentiable: which of the tensors have a gradient.
-        inner: the tensors that others have been computed from, such as features beside what a head makes of them.
-        given: the argument or the buffer that a tensor is, by the tensor's place.
-    """
-
-    result: Any
-    differentiable: tuple[bool, ...]
-    inner: frozenset[int]
-    given: Mapping[int, _Place | Tensor]
-
-    @staticmethod
-    def of(result: Any, arguments: Sequence[Tensor], buffers: Sequence[Tensor]) -> Template:
-        """Return the template of a result.
-
-        Args:
-            result: the result.
-            arguments: the tensors among the arguments.
-            buffers: those of the module.
-        """
-        tensors = found_in(result, Tensor)
-        # Of a tensor that is there twice the first place.
-        numbers = {id(one): place for place, one in reversed([*enumerate(tensors)])}
-        own = {id(one): original_of(one) for one in buffers} | {id(one): _Place(n) for n, one in enumerate(arguments)}
-        edges = _edges_below([one for one in tensors if one.requires_grad]) if len(tensors) > 1 else ()
-        inner = frozenset(place for place, one in enumerate(tensors) if (one.grad_fn, one.output_nr) in edges)
-        flags = tuple(one.requires_grad for one in tensors)
-        given = {place: own[id(one)] for place, one in enumerate(tensors) if id(one) in own}
-        return Template(map_tensors(result, lambda one: _Place(numbers[id(one)])), flags, inner, given)
-
-
-def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
-    """Return the edges of autograd's graph below tensors: each a node, and the number of one of its outputs."""
-    nodes, seen, edges = [one.grad_fn for one in tensors], set[Any](), set[tuple[Any, int]]()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            edges.update(node.next_functions)
-            nodes += [below for below, _ in node.next_functions]
-    return edges
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors share memory, unless they are apart along one dimension, such as chunks."""
-    if _torch.storage_key(one.untyped_storage()) != _torch.storage_key(other.untyped_storage()):
-        return False
-    low, high = sorted((one, other), key=lambda tensor: _torch.size_hint(tensor.storage_offset()))
-    strides, sizes, high_sizes = (
-        [*map(_torch.size_hint, entries)] for entries in (low.stride(), low.shape, high.shape)
-    )
-    shift = _torch.size_hint(high.storage_offset()) - _torch.size_hint(low.storage_offset())
-    return strides != [*map(_torch.size_hint, high.stride())] or not any(
-        size * stride <= shift and all(shift + high_size * stride <= outer for outer in strides if outer > stride)
-        for size, high_size, stride in zip(sizes, high_sizes, strides, strict=True)
-    )
 
 
 def _tie(result: Tensor, origin: Callable[[], Tensor]) -> Tensor:
@@ -199,7 +137,8 @@ class Kind:
 
         def note(place: int) -> None:
             runs[place] = runs.get(place, 0) + 1
-            self.used = (self.used or frozenset()) | {place}
+            # A graph returns the whole in place of a part of it.
+            self.used = (self.used or frozenset()) | {wholes[place]}
             self.is_eager |= torch.is_grad_enabled() or runs[place] > 1 or not _torch.reaches_all_leaves()
 
         def view(tensor: Tensor) -> Tensor:
@@ -212,6 +151,9 @@ class Kind:
             return _tie(seen, lambda: self._origin(tensor)) if place in inner else seen
 
         inner, given = self.template.inner, self.template.given
+        found = found_in(result, Tensor)
+        numbers = {id(one): place for place, one in enumerate(found)}
+        wholes = {place: numbers.get(id(one._base), place) for place, one in enumerate(found)}
         views: dict[int, Tensor] = {}
         return map_tensors(result, lambda one: views.setdefault(id(one), view(one)))
 
@@ -224,6 +166,22 @@ def _contents(arguments: Any) -> Any:
     """Return what tells arguments from those that a call has changed."""
     leaves, structure = pytree.tree_flatten(arguments)
     return structure, [(id(one), _torch.version(one)) if isinstance(one, Tensor) else one for one in leaves]
+
+
+class _Known(NamedTuple):
+    """What is known of the calls that a captured graph runs.
+
+    Attributes:
+        captured: the graph.
+        template: the result.
+        written: the buffers that it changes. True: a statistic of batch norm.
+        parts: those of :func:`parts_of`.
+    """
+
+    captured: object
+    template: Template
+    written: dict[str, bool]
+    parts: dict[int, tuple[int, Index]]
 
 
 class CallGraph(LoopGraph):
@@ -244,13 +202,12 @@ class CallGraph(LoopGraph):
         super().__init__(owner.modules, optimizers, owner.config)
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
-        self._arguments = map_tensors(arguments, lambda one: _Place(places[id(one)]))
+        self._arguments = map_tensors(arguments, lambda one: Place(places[id(one)]))
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
         assert kind.results is not None
         self._results = kind.results
-        # The captured graph, the result and the buffers that it changes, by identity of the first. True: a statistic of
-        # batch norm.
-        self._templates: dict[int, tuple[object, Template, dict[str, bool]]] = {}
+        # By identity of the captured graph.
+        self._known: dict[int, _Known] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
         # A prepared loader knows what a part is.
         compares = world().rows_of_ranks
@@ -264,7 +221,7 @@ class CallGraph(LoopGraph):
             one.detach().requires_grad_() if wanted else one
             for one, wanted in zip(tensors, self._differentiable, strict=True)
         ]
-        args, kwargs = arguments = _filled(self._arguments, given)
+        args, kwargs = arguments = filled(self._arguments, given)
         before = _contents(arguments)
         with contextlib.nullcontext() if self._autocast is None else torch.autocast(*self._autocast):
             result = getattr(self, self._name)(*args, **kwargs)
@@ -289,13 +246,14 @@ class CallGraph(LoopGraph):
             for place, one in enumerate(results)
         ):
             raise CaptureError("a call returns a view of an argument, a parameter or a buffer")
-        if any(itertools.starmap(_overlap, itertools.combinations({id(one): one for one in results}.values(), 2))):
-            raise CaptureError("a call returns tensors that share memory, to which the loop may write")
+        parts = parts_of(results)
+        results = [results[parts[place][0]] if place in parts else one for place, one in enumerate(results)]
         if not self._optimizers:
-            return results
+            return results, repr(parts)
         roots = {place: one for place, one in enumerate(results) if one.requires_grad}
         torch.autograd.backward([*roots.values()], [GRADIENT_OF(root.detach(), place) for place, root in roots.items()])
-        return results, [one.grad for one, wanted in zip(given, self._differentiable, strict=True) if wanted]
+        gradients = [one.grad for one, wanted in zip(given, self._differentiable, strict=True) if wanted]
+        return results, gradients, repr(parts)
 
     def ready(self, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Begun:
         """Return a call that all ranks are ready to run; compile its graph if there is none. A collective.
@@ -313,7 +271,7 @@ class CallGraph(LoopGraph):
         self._steps.may_be_cached = self._kind.template is not None
         with one_thread("a call of a prepared module"):
             step, batch = self._ready(tuple(map(_input, tensors)), {})
-        if id(step.captured) not in self._templates:
+        if id(step.captured) not in self._known:
             template = self._kind.template = _TEMPLATE.get() or self._kind.template
             assert template is not None
             self._keep(step, template)
@@ -367,7 +325,7 @@ class CallGraph(LoopGraph):
 
     def written(self, step: CompiledStep) -> dict[Tensor, bool]:
         """Return the buffers that the calls change, and which of them are statistics of batch norm."""
-        names = self._templates[id(step.captured)][2]
+        names = self._known[id(step.captured)].written
         if not names:
             return {}
         buffers = self._members().buffers
@@ -379,10 +337,11 @@ class CallGraph(LoopGraph):
         written = {
             ".".join((path, name)): _torch.is_norm_statistic(root.get_submodule(path), name) for path, _, name in names
         }
-        self._templates[id(step.captured)] = step.captured, template, written
+        parts = ast.literal_eval(step.captured.returned[-1])
+        self._known[id(step.captured)] = _Known(step.captured, template, written, parts)
 
     def _template(self, step: CompiledStep) -> Template:
-        return self._templates[id(step.captured)][1]
+        return self._known[id(step.captured)].template
 
     @property
     def module(self) -> nn.Module:
@@ -392,13 +351,15 @@ class CallGraph(LoopGraph):
 
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Return the arguments of a call, with these tensors."""
-        return _filled(self._arguments, tensors)
+        return filled(self._arguments, tensors)
 
     def result(self, step: CompiledStep, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """Return the result of a call, with these tensors; with the arguments and buffers among them themselves."""
-        template = self._template(step)
-        given = {place: _filled(one, tensors) for place, one in template.given.items()}
-        return _filled(template.result, [given.get(place, one) for place, one in enumerate(results)])
+        known = self._known[id(step.captured)]
+        template = known.template
+        given = {place: filled(one, tensors) for place, one in template.given.items()}
+        parts = {place: part_at(results[whole], index) for place, (whole, index) in known.parts.items()}
+        return filled(template.result, [given.get(place, parts.get(place, one)) for place, one in enumerate(results)])
 
     def refuse_inner(self) -> Tensor:
         """Refuse to differentiate one result by another."""
@@ -553,7 +514,7 @@ class Begun:
             add_gradients(stores, gradients)
         self.graph._owner.gradients.note(self.step.differentiated)
         # None where a tensor has no part in the result.
-        leaves = self.step.returned(self.batch)[len(self._outputs) :]
+        leaves = self.step.returned(self.batch)[len(self._outputs) : -1]
         rest = iter(self._globals(values[len(self._outputs) :], len(self._outputs)))
         found = [next(rest) if leaf is Tensor else None for leaf in leaves]
         return [*found, *(None for _ in self.parameters)]
@@ -657,17 +618,6 @@ class _Call(torch.autograd.Function):
         begun: Begun = ctx.begun
         assert ctx.saved_tensors
         return None, None, *begun.backward(gradients, ctx.needs_input_grad[2:])
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a tensor among others."""
-
-    number: int
-
-
-def _filled(template: Any, tensors: Sequence[Any]) -> Any:
-    return mapped(template, lambda one: tensors[one.number] if isinstance(one, _Place) else INSIDE)
 
 
 def is_rows(sbp: NdSbp) -> bool:
