@@ -203,19 +203,22 @@ class Peer:
         """
         place = _note(number)
         self._until(lambda: self.inbox[place + _VALUES] == number or self._is_cut())
-        if self._is_cut():
-            whose = "this rank" if self._hung_up else f"rank {self.rank}"
-            raise RuntimeError(f"{whose} has hung up")
+        self._check_not_cut()
         return self.inbox[place : place + count]
 
     def hang_up(self) -> None:
-        """End all waits for notes, now and later, on both sides."""
+        """End all waits for notes and tensors that have not come, now and later, on both sides."""
         self._hung_up = True
         with contextlib.suppress(RuntimeError):
             self._write_word(1, _HUNG_UP)
 
     def _is_cut(self) -> bool:
         return self._hung_up or bool(self.inbox[_HUNG_UP])
+
+    def _check_not_cut(self) -> None:
+        if self._is_cut():
+            whose = "this rank" if self._hung_up else f"rank {self.rank}"
+            raise RuntimeError(f"{whose} has hung up")
 
     def has_ended(self) -> bool:
         """Return whether the peer's process has ended."""
@@ -225,9 +228,10 @@ class Peer:
         """Raise if the peer will do nothing more in this step.
 
         Raises:
-            RuntimeError: the peer has ended or failed.
+            RuntimeError: the peer has ended or failed, or one of both has hung up.
         """
         self._check_alive()
+        self._check_not_cut()
         if self.failed():
             raise RuntimeError(f"rank {self.rank} has failed")
 
@@ -255,7 +259,7 @@ class Peer:
             now = time.monotonic()
             if now - checked > _CHECK_EVERY:
                 checked = now
-                over = self.has_ended() or (now - began > _ASK_AFTER and self.failed())
+                over = self.has_ended() or self._is_cut() or (now - began > _ASK_AFTER and self.failed())
                 # What the peer wrote before it ended may have arrived since.
                 if over and not ready():
                     self.check_going_on()

@@ -437,6 +437,7 @@ def supervise(
     **place: Any,
 ) -> int:
     """Run a launcher, of one host, or of the host that ``place`` names; return its exit code."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     output = os.open(folder / "output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -633,7 +634,13 @@ class Launchers:
 
     def wait(self) -> tuple[Outcome, list[int]]:
         """Wait for the end of all launchers; return the outcome, and the exit codes. No process is left."""
-        codes = [self.processes[host].wait(PATIENCE) for host in self.hosts]
+        try:
+            codes = [self.processes[host].wait(PATIENCE) for host in self.hosts]
+        except subprocess.TimeoutExpired as error:
+            for host in self.hosts:
+                host.signal(signal.SIGUSR1)
+            time.sleep(1.0)
+            raise AssertionError(f"it hangs\n{read(self.folder, 0).output}") from error
         limit = time.monotonic() + 5.0
         while any(runs(process) for host in self.hosts for process in host.processes()):
             assert time.monotonic() < limit, "processes are left"

@@ -394,8 +394,23 @@ def hung_up() -> tuple[str, str]:
     return told[0], told[1]
 
 
+def exchanged_with_nobody() -> str:
+    """Return the error of an exchange that rank 1 does not join: it hangs up, and tells the store nothing."""
+    job = join(72.25)
+    (group,) = direct.hosts(job).groups
+    assert group is not None
+    if job.rank == 1:
+        job.channel.hang_up()
+        return ""
+    tensors = [torch.zeros(1000), torch.zeros(1000)]
+    with pytest.raises(RuntimeError) as caught:
+        group.exchange(tensors, tensors).wait()
+    return str(caught.value)
+
+
 def test_a_rank_that_hangs_up_is_waited_for_by_nobody(pool: Pool) -> None:
     assert pool.run(2, hung_up) == [("rank 1 has hung up", "this rank has hung up"), ("this rank has hung up",) * 2]
+    assert pool.run(2, exchanged_with_nobody) == ["rank 1 has hung up", ""]
 
 
 def test_what_nothing_has_waited_for_can_be_dropped() -> None:
