@@ -219,17 +219,15 @@ def test_an_argument_that_is_not_supported_is_named(tmp_path: Path, options: dic
 
 def test_a_trainer_that_is_not_supported_is_named(tmp_path: Path) -> None:
     from transformers import TrainingArguments
+    from trl import SFTTrainer
 
     from zerograph.errors import ConfigError
     from zerograph.integrations.unsupported import refuse_unsupported
 
-    class OnlineDPOTrainer:
-        pass
-
-    class Mine(OnlineDPOTrainer):
-        pass
+    class NewTrainer:
+        __module__ = "trl.experimental.new"
 
     arguments = TrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"OnlineDPOTrainer: .*zg\.prepare"):
-        refuse_unsupported(Mine, arguments)
-    refuse_unsupported(object, arguments)
+    with pytest.raises(ConfigError, match=r"NewTrainer: .*zg\.prepare"):
+        refuse_unsupported(type("Mine", (NewTrainer,), {}), arguments)
+    refuse_unsupported(SFTTrainer, arguments)

@@ -31,8 +31,8 @@ class Net(nn.Module):
         return (self.layers(x) * self.scale).square().mean()
 
 
-def prepared_loop() -> list[Any]:
-    model: Any = Net()
+def prepared_loop(kind: Callable[..., nn.Module] = Net, *args: Any) -> list[Any]:
+    model: Any = kind(*args)
     model, optimizer = zg.prepare(model, torch.optim.Adam(model.parameters()), stage=3)
     for _ in range(2):
         model(torch.ones(4, 4)).backward()
@@ -62,6 +62,11 @@ def loop_of_two_results() -> list[Any]:
     return [model, optimizer, loop_of(model)]
 
 
+def layer_of_torch() -> list[Any]:
+    """A prepared model has a class of its own, which is in a module of torch here."""
+    return prepared_loop(nn.Sequential, Net())
+
+
 def graph() -> list[Any]:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -84,7 +89,7 @@ def users_classes() -> list[Any]:
     return [Own, Parameter]
 
 
-@pytest.mark.parametrize("make", [prepared_loop, loop_of_two_results, graph, users_classes])
+@pytest.mark.parametrize("make", [prepared_loop, layer_of_torch, loop_of_two_results, graph, users_classes])
 def test_what_was_prepared_is_freed(make: Callable[[], list[Any]]) -> None:
     references = [weakref.ref(one) for one in make()]
     # Tensors that torch's nodes hold are freed by the first, and what holds those nodes by the second.

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,9 @@ _TORCHS: tuple[Any, ...] = (torch, Tensor, nn.functional)
 NAMED_VALUES = "values that build() reads by name"
 # Others are forgotten: a value that is annealed does not come back.
 _MOST_STATES = 64
+# Names of functions, as they were at first: a library that one rank alone imports may add names. A prepared model has a
+# class of its own, which is freed with it.
+_callables: WeakKeyDictionary[Any, Collection[str]] = WeakKeyDictionary()
 
 
 class NamedValues:
@@ -80,7 +84,6 @@ class NamedValues:
         for space in (*_TORCHS, *(kind for kind in layers if kind.__module__.startswith("torch."))):
             place = Place(space, space.__name__, (("attr", "*"),))
             self.places[place.key] = place
-            # A library that one rank alone imports may add names.
             self.tokens[place.key] = tuple(map(vars(space).get, _callables_of(space)))
             self._checks.append(_is_equal(functools.partial(list[Any], vars(space).values())))
         self._checks += itertools.starmap(_has_objects, holders.values())
@@ -138,10 +141,9 @@ class ValueStates:
 def _is_named(place: Place, texts: Collection[str]) -> bool:
     """Return whether code names a place: an attribute may be for others. A private one of the graph never counts."""
     kind, key = place.steps[0]
-    is_graphs = place.own and not isinstance(place.root, nn.Module)
     if isinstance(place.root, (type, types.ModuleType, dict)) and is_of_library(place.root):
         return isinstance(place.value(), FUNCTIONS) and isinstance(place.root, types.ModuleType)
-    if kind == "attr" and is_graphs:
+    if kind == "attr" and place.own and not isinstance(place.root, nn.Module):
         # Others are zerograph's.
         return key in {*texts} and key[:1] != "_"
     # The code of a library's module is not read.
@@ -156,11 +158,11 @@ def _token(value: Any) -> Hashable:
     return one if is_told and one[0] != "object" else Identity(value)
 
 
-@functools.cache
 def _callables_of(space: Any) -> Collection[str]:
     # Those of bases too, which may be replaced there.
     spaces = space.__mro__ if isinstance(space, type) else (space,)
-    return {name for one in spaces for name, value in vars(one).items() if callable(value)}
+    names = {name for one in spaces for name, value in vars(one).items() if callable(value)}
+    return _callables.setdefault(space, names)
 
 
 def _ordered(value: Any) -> Collection[Any]:

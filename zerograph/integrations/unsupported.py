@@ -13,9 +13,9 @@ def refuse_unsupported(trainer: type, args: Any) -> None:
     Raises:
         ConfigError: the message says what to do instead.
     """
-    kinds = [kind.__name__ for kind in trainer.__mro__]
     refuse(type(args).__name__, _arguments(args))
-    refuse("trl", [(name, name in kinds, _OTHER_TRAINER) for name in _TRAINERS])
+    kinds = [kind.__name__ for kind in trainer.__mro__ if kind.__module__.startswith("trl.")]
+    refuse("trl", [(name, name.lstrip("_") not in _TRAINERS, _OTHER_TRAINER) for name in kinds])
 
 
 def _arguments(args: Any) -> list[tuple[str, Any, str]]:
@@ -71,9 +71,6 @@ def _arguments(args: Any) -> list[tuple[str, Any, str]]:
 
 # Trainers that generate what they compute a loss of.
 GENERATING = ("GRPOTrainer", "RLOOTrainer")
-# Trainers that do more.
-_TRAINERS = ("KTOTrainer", "DistillationTrainer", "GKDTrainer", "OnlineDPOTrainer")
-_OTHER_TRAINER = (
-    "SFTTrainer, DPOTrainer, RewardTrainer, GRPOTrainer and RLOOTrainer are supported; write other loops with "
-    "zg.prepare()"
-)
+# Others may generate, or count processes, in ways that are not known.
+_TRAINERS = ("BaseTrainer", "SFTTrainer", "DPOTrainer", "RewardTrainer", "ORPOTrainer", "CPOTrainer", *GENERATING)
+_OTHER_TRAINER = f"{', '.join(_TRAINERS[1:])} are supported; write other loops with zg.prepare()"
