@@ -120,6 +120,51 @@ def test_one_rank_alone_may_read_a_loss_after_its_update(pool: Pool) -> None:
     assert not nothing
 
 
+def edited(model: nn.Module, x: Tensor, y: Tensor, own: float) -> None:
+    F.cross_entropy(model(x), y).backward()
+    model[0].weight.grad.mul_(1 + own)  # type: ignore[index, operator, union-attr]
+
+
+def dropped(model: nn.Module, x: Tensor, y: Tensor, own: float) -> None:
+    F.cross_entropy(model(x), y).backward()
+    if own:
+        model[0].weight.grad = None  # type: ignore[index]
+
+
+# Backward of a step by a number that differs between ranks in the last step only.
+APART: dict[str, Callable[[nn.Module, Tensor, Tensor, float], Any]] = {
+    "a factor": lambda model, x, y, own: (F.cross_entropy(model(x), y) * (1 + own)).backward(),
+    "a factor of an argument": lambda model, x, y, own: F.cross_entropy(model(x * (1 + own)), y).backward(),
+    "a plain tensor": lambda model, x, y, own: (model(x) - torch.full((4,), own)).square().mean().backward(),
+    "an index": lambda model, x, y, own: model(x)[torch.arange(4).roll(int(own))].sum().backward(),
+    "a plain gradient": lambda model, x, y, own: model(x).backward(torch.full((8, 4), 1 + own)),
+    "an edited gradient": edited,
+    "a gradient of one rank": dropped,
+}
+
+
+def is_noticed(name: str) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = prepare_at(2)(model, optimizer, [(X, Y)] * 4)
+
+    def update(number: int, x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        APART[name](model, x, y, float(zg.rank() * (number == 3)))
+        optimizer.step()
+
+    *first, last = [(number, *batch) for number, batch in enumerate(loader)]
+    for one in first:
+        update(*one)
+    with pytest.raises(zg.errors.RankMismatchError, match=r"(numbers or plain tensors|accumulated gradients)"):
+        update(*last)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_compute_with_other_numbers_are_an_error(pool: Pool, name: str) -> None:
+    pool.run(2, is_noticed, name)
+
+
 Step = Callable[[nn.Module, Any, Tensor, Tensor], Any]
 
 
@@ -220,6 +265,18 @@ class WithExtra(nn.Module):
         return result
 
 
+class WithCounts(nn.Module):
+    """Counts values of which there may be more than it asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x) * x.sum(1).relu().long().bincount(minlength=1).max()
+        return result
+
+
 def normalized() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
@@ -242,6 +299,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a new group with a gradient": (another_optimizer, with_extra),
     "a penalty on gradients of a result": (penalty_by_features, with_features),
     "gradients of a result": (gradients_of_features, with_features),
+    "more bins than asked for": (not_cleared, WithCounts),
 }
 
 

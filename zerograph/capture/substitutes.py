@@ -28,8 +28,12 @@ from zerograph.ops.ctc_loss import ctc_loss
 
 
 @contextlib.contextmanager
-def substituted() -> Iterator[None]:
-    """Make torch.nn use the replacements."""
+def substituted(counts_any: bool = True) -> Iterator[None]:
+    """Make torch.nn use the replacements.
+
+    Args:
+        counts_any: ``bincount`` has ``minlength`` bins. In a loop it may get more, as in plain PyTorch.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss))
         stack.enter_context(patch.object(F, "ctc_loss", _ctc_loss))
@@ -37,8 +41,8 @@ def substituted() -> Iterator[None]:
         stack.enter_context(patch.object(F, "embedding_bag", _bags(F.embedding_bag)))
         batch_norm = nn.modules.batchnorm._BatchNorm
         stack.enter_context(patch.object(batch_norm, "forward", _averaging(batch_norm.forward)))
-        stack.enter_context(patch.object(torch, "bincount", _counting(torch.bincount)))
-        stack.enter_context(patch.object(Tensor, "bincount", _counting(Tensor.bincount)))
+        for owner in (torch, Tensor) if counts_any else ():
+            stack.enter_context(patch.object(owner, "bincount", _counting(owner.bincount)))
         stack.enter_context(patch.object(torch, "masked_select", _selecting(torch.masked_select)))
         stack.enter_context(patch.object(Tensor, "masked_select", _selecting(Tensor.masked_select)))
         stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))

@@ -344,7 +344,6 @@ class _Tracer:
             # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
             _torch.without_onednn(),
             _torch.eager_checkpoint_policies(),
-            substituted(),
             refused_calls(),
             _torch.compiling(),
             _torch.preserved_metadata(),
@@ -422,6 +421,7 @@ class _Tracer:
         capture = self._capture
         reads: list[CaptureError] = []
         with (
+            substituted(counts_any=not capture.pure),
             reads_uncaught(reads),
             self._replaced(state),
             _swapped_groups(capture.groups, state),

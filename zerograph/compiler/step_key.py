@@ -36,7 +36,8 @@ class StepRequest:
         gradients: the use of gradients in graphs with optimizers.
         accumulated: the parameters whose accumulated gradients a graph updates by, by name.
         early_outputs: number of outputs, the first ones, that the loop reads before backward.
-        pure: ``build()`` must change no Python state; the trace is an error otherwise.
+        pure: ``build()`` must change no Python state and mean what it means in plain PyTorch; the trace is an error
+            otherwise.
         differentiated: the results, by number, that backward starts from; None: all.
         compares_inputs: look for inputs that the ranks may have passed whole by mistake.
     """
@@ -97,14 +98,14 @@ class StepKey:
         return self.of_capture(batch), self.config, self.request, self.layout
 
     def texts(self, configuration: str) -> dict[str, str]:
-        """Return the facts and options as text by name, equal on ranks where they are.
+        """Return the facts, options and request as text by name, equal on ranks where they are.
 
         Parameters, buffers and modules are one entry each, so that a difference has a short name.
 
         Args:
             configuration: the options as text.
         """
-        return {"configuration": configuration, **texts_of_facts(dict(self.facts))}
+        return {"configuration": configuration, **texts_of_facts(dict(self.facts)), **self.request.texts()}
 
 
 def texts_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:

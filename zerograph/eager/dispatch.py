@@ -93,21 +93,39 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     known: Operator | None = now.operators.get(id(operator))
     if known is None:
         known = now.operators[id(operator)] = _operator(operator)
+    found = _, _, numbers = list[Any](), list[Any](), list[Any]()
+    is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
+    result = _called(kind, known, args, kwargs, now, found, is_split)
+    number = hash(tuple(numbers))
+    for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
+        if type(one) is kind:
+            one.number = number
+    return result
+
+
+def sampled(x: Tensor) -> Sequence[Any]:
+    """Return some elements of a tensor that every rank has, if reading them waits for nothing."""
+    if x.device.type != "cpu" or x.layout is not torch.strided or isinstance(x, nn.Parameter):
+        return ()
+    some = x.detach().flatten()
+    # NaN differs from itself.
+    return [one if one == one else 0 for one in some[:: max(len(some) // 32, 1)].tolist()]
+
+
+def _called(
+    kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str, Any], now: World, found: Any, is_split: bool
+) -> Any:
+    operator = known.operator
     if known.special is not None:
         return known.special(kind, *args, **kwargs)
-    key: list[Any] = []
-    tensors: list[Any] = []
-    is_split = _describe(args, key, tensors, now, kind, with_numbers=not known.pointwise)
-    for name in kwargs:
-        key.append(name)
-        is_split |= _describe((kwargs[name],), key, tensors, now, kind, with_numbers=not known.pointwise)
     if now.rows_of_ranks and is_split and operator in _ALONG_ROWS:
         _check_order(operator, args, now)
     if known.draws:
         return _draw(kind, known, args, kwargs, now)
     if not is_split:
         return _run_whole(kind, known, args, kwargs, now)
-    wanted = tuple(key)
+    key, tensors, _ = found
+    wanted: Any = tuple(key)
     program = known.programs.get(wanted, _UNKNOWN)
     if program is _NUMBERED:
         wanted = wanted, _numbers_in((args, kwargs))
@@ -247,15 +265,13 @@ def refresh(x: GlobalTensor) -> None:
         x.local, x.spec, view.version = fresh.local, fresh.spec, _torch.version(view.base)
 
 
-def _describe(
-    values: Sequence[Any], key: list[Any], tensors: list[Any], now: World, kind: type, *, with_numbers: bool
-) -> bool:
-    """Add what distinguishes arguments to the key, and the tensors among them to a list.
+def _describe(values: Sequence[Any], found: Any, now: World, kind: type, *, with_numbers: bool) -> bool:
+    """Add what distinguishes arguments to the key, and tensors and what ranks may differ in to lists.
 
     Returns:
         Whether any of them is not whole.
     """
-    is_split = False
+    is_split, (key, tensors, numbers) = False, found
     for value in values:
         type_ = type(value)
         if type_ is kind:
@@ -263,17 +279,20 @@ def _describe(
                 refresh(value)
             key.append(value.spec)
             tensors.append(value)
+            numbers.append(value.number)
             is_split |= value.spec.sbp != now.whole
         elif type_ is float or type_ is int or type_ is bool:
             key.append(type_)
             # A partial sum plus 0 is one too.
             key.append(value if with_numbers else not value)
+            numbers.append(value if value == value else 0)
         elif type_ is list or type_ is tuple:
             key.append(len(value))
-            is_split |= _describe(value, key, tensors, now, kind, with_numbers=with_numbers)
+            is_split |= _describe(value, found, now, kind, with_numbers=with_numbers)
         elif isinstance(value, Tensor):
             key.append(now.whole_spec(value) if value.layout is torch.strided else value.layout)
             tensors.append(value)
+            numbers += sampled(value)
         else:
             key.append(value)
     return is_split

@@ -46,6 +46,7 @@ class GlobalTensor(Tensor):
         local: this rank's part.
         viewed: what it is a view of, if its elements are a copy of those; else None.
         known: number of writes to a 0-d tensor when all ranks learned its value, and the value.
+        number: differs between ranks if the tensor was computed with numbers or plain tensors that do.
     """
 
     # A trace refuses such tensors.
@@ -54,6 +55,7 @@ class GlobalTensor(Tensor):
     local: Tensor
     viewed: View | None
     known: tuple[int, Tensor] | None
+    number: int = 0
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec) -> GlobalTensor:

@@ -36,6 +36,7 @@ from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import writes
 from zerograph.loops.containers import found_in, map_tensors, opaque_in
 from zerograph.loops.counted_draws import CountedDraws
+from zerograph.loops.global_parts import check_numbers
 from zerograph.loops.loop_graph import LoopGraph
 from zerograph.loops.results import Index, Place, Template, filled, part_at, parts_of
 from zerograph.loops.split_gradients import SplitGradients, add_gradients
@@ -476,7 +477,7 @@ class Begun:
             and is_bound
         )
         # Not every rank may come here: a script may read a value on one rank alone, which waits for the others there.
-        agree(world().job, f"backward of {self.graph._doing()}", 0, dict)
+        check_numbers(f"backward of {self.graph._doing()}", [*gradients, *self.tensors])
         if adds and goes_on:
             return self._go_on(gradients)
         self.graph.predict(used)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zerograph import data
+from zerograph.eager.dispatch import sampled
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import RankMismatchError
@@ -172,6 +173,20 @@ def check_equal(values: Any, doing: str) -> None:
     facts = [_facts(tensor) for tensor in _plain_in(values)]
     advice = "(a plain tensor is equal on all ranks; each has a part of zg.global_tensor(part, zg.sbp.split(0)))"
     agree(now.job, doing, digest(facts), lambda: {"its plain tensors": f"{'; '.join(facts)} {advice}"})
+
+
+def check_numbers(doing: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise unless ranks have computed these tensors with the same numbers and plain tensors. A collective.
+
+    Raises:
+        RankMismatchError: they have not.
+    """
+    now = world()
+    if now.job.size == 1:
+        return
+    numbers = [one.number if isinstance(one, GlobalTensor) else sampled(one) for one in tensors if one is not None]
+    advice = f"with the digest {digest(numbers):x}: draw them from one seed on all ranks, or from torch's generator"
+    agree(now.job, doing, digest(numbers), lambda: {"numbers or plain tensors beside global ones": advice})
 
 
 def _plain_in(values: Any) -> list[Tensor]:

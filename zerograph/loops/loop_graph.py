@@ -21,6 +21,7 @@ from zerograph.eager.world import world
 from zerograph.graph import ZeroGraph
 from zerograph.ir.mesh import local_part
 from zerograph.ir.sbp import PartialSum
+from zerograph.loops.global_parts import check_numbers
 from zerograph.loops.split_gradients import reduce_sums, reduced
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree, digest
@@ -128,6 +129,9 @@ class Update(LoopGraph):
         Raises:
             ZeroGraphError: as calling a graph does.
         """
+        if gradients:
+            # All of a plain one is compared where it is added.
+            check_numbers("optimizer.step()", [one for one in gradients.values() if isinstance(one, GlobalTensor)])
         reduce_sums(stores_of(split))
         parameters = dict.fromkeys((*gradients, *split))
         has_gradient = set(map(id, parameters))
