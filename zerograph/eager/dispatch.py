@@ -109,7 +109,7 @@ def sampled(x: Tensor) -> Sequence[Any]:
         return ()
     some = x.detach().flatten()
     # NaN differs from itself.
-    return [one if one == one else 0 for one in some[:: max(len(some) // 32, 1)].tolist()]
+    return [one if one == one else 0 for one in some[:: -(-len(some) // 32) or 1].tolist()]
 
 
 def _called(
