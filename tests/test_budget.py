@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks": 6_165,
     "tests": 41_785,
 }
-PACKAGE = 50_005
+PACKAGE = 50_010
 
 
 @pytest.fixture(scope="module")

@@ -96,10 +96,11 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     found = _, _, numbers = list[Any](), list[Any](), list[Any]()
     is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
     result = _called(kind, known, args, kwargs, now, found, is_split)
-    number = hash(tuple(numbers))
-    for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
-        if type(one) is kind:
-            one.number = number
+    if any(numbers):
+        number = hash(tuple(numbers))
+        for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
+            if type(one) is kind:
+                one.number = number
     return result
 
 
