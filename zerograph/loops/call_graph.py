@@ -170,7 +170,7 @@ def _contents(arguments: Any) -> Any:
 
 
 class _Known(NamedTuple):
-    """What is known of the calls that a captured graph runs.
+    """The calls that a captured graph runs, as far as they are known.
 
     Attributes:
         captured: the graph.
