@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def train(
     from zerograph.integrations.transformers import ZeroTrainerMixin
 
     datasets.disable_progress_bars()
-    config = getattr(trl, f"{kind}Config")(
+    place = importlib.import_module(f"trl.experimental.{kind.lower()}") if kind in ("ORPO", "CPO") else trl
+    config = getattr(place, f"{kind}Config")(
         output_dir=str(folder),
         per_device_train_batch_size=8 // ranks,
         per_device_eval_batch_size=8 // ranks,
@@ -50,8 +52,9 @@ def train(
         rows = [{"text": text} for text, _ in zip(word_texts(1), range(21), strict=False)]
     else:
         rows = [{"chosen": a, "rejected": b} for a, b, _ in zip(word_texts(1), word_texts(2), range(21), strict=False)]
-    if kind == "DPO":
+    if kind in ("DPO", "ORPO", "CPO"):
         rows = [{"prompt": "w1 w2 ", **row} for row in rows]
+    if kind == "DPO":
         if lora:
             # The reference is the model without its adapters.
             from peft import LoraConfig
@@ -68,7 +71,7 @@ def train(
         model.config.num_labels = 1
         model = LlamaForSequenceClassification(model.config)
     data = datasets.Dataset.from_list(rows)
-    plain = getattr(trl, f"{kind}Trainer")
+    plain = getattr(place, f"{kind}Trainer")
     if zero is not None:
         more["zero"] = zero
     trainer = (plain if zero is None else type(plain.__name__, (ZeroTrainerMixin, plain), {}))(
@@ -90,7 +93,13 @@ def run(*args: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "stage", "options"),
-    [("SFT", 3, {}), ("DPO", 2, {"gradient_accumulation_steps": 2}), ("Reward", 3, {"dataloader_drop_last": True})],
+    [
+        ("SFT", 3, {}),
+        ("DPO", 2, {"gradient_accumulation_steps": 2}),
+        ("Reward", 3, {"dataloader_drop_last": True}),
+        ("ORPO", 3, {}),
+        ("CPO", 2, {}),
+    ],
 )
 def test_two_ranks_log_what_one_process_does(
     pool: Pool, tmp_path: Path, kind: str, stage: int, options: dict[str, Any]
