@@ -121,7 +121,8 @@ class Peer:
         """Wait for the peer's tensor of this number and read it; return at once if that has been done.
 
         Raises:
-            RuntimeError: the peer has ended or failed, does not answer in time, or announced a tensor of another size.
+            RuntimeError: the peer has ended, failed or hung up, does not answer in time, or announced a tensor of
+                another size.
         """
         if number not in self._expected:
             return
@@ -170,7 +171,7 @@ class Peer:
         """Wait until the peer has read this rank's tensor of this number, then drop the reference to it.
 
         Raises:
-            RuntimeError: the peer has ended or failed, or does not answer in time.
+            RuntimeError: the peer has ended, failed or hung up, or does not answer in time.
         """
         if number > 0:
             self._until(lambda: self.inbox[_READ + number % _SLOTS] >= number)
@@ -180,7 +181,7 @@ class Peer:
         """Wait until the memory of this rank's tensor may change: not at all if the mailbox has a copy.
 
         Raises:
-            RuntimeError: the peer has ended or failed, or does not answer in time.
+            RuntimeError: the peer has ended, failed or hung up, or does not answer in time.
         """
         if number in self._kept:
             self.wait_read(number)

@@ -185,8 +185,9 @@ def check_numbers(doing: str, tensors: Iterable[Tensor | None]) -> None:
     if now.job.size == 1:
         return
     numbers = [one.number if isinstance(one, GlobalTensor) else sampled(one) for one in tensors if one is not None]
-    advice = f"with the digest {digest(numbers):x}: draw them from one seed on all ranks, or from torch's generator"
-    agree(now.job, doing, digest(numbers), lambda: {"numbers or plain tensors beside global ones": advice})
+    number, advice = digest(numbers), "draw them from one seed on all ranks, or from torch's generator"
+    name = "numbers or plain tensors beside global ones"
+    agree(now.job, doing, number, lambda: {name: f"with the digest {number:x}: {advice}"})
 
 
 def _plain_in(values: Any) -> list[Tensor]:
