@@ -321,6 +321,8 @@ def script(folder: Path, options: Options) -> None:
         if options.kills and measured[0] != generation:
             measured[0] = generation
             write_usage(folder / f"usage of {worker.number}", zg.world_size(), len(written_by_others), generation)
+            with open(folder / f"files of {worker.number}", "a") as file:
+                print(generation, *sorted(open_files().items()), file=file)
         time.sleep(options.pace * (not options.kills or not (folder / f"fault {options.kills - 1}").exists()))
         while (folder / "hold").exists():
             time.sleep(0.02)
@@ -339,6 +341,15 @@ def script(folder: Path, options: Options) -> None:
     (folder / f"end {platform.node()} {os.getpid()}").write_text(
         json.dumps([zg.world_size(), end.steps_done, end.fingerprint()])
     )
+
+
+def open_files() -> Counter[str]:
+    """Return how many files of each name, or kind, this process has open."""
+    names = Counter[str]()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names[os.readlink(f"/proc/self/fd/{number}").split(":[")[0]] += 1
+    return names
 
 
 def write_usage(file: Path, *values: float) -> None:

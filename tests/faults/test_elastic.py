@@ -679,7 +679,8 @@ def check_no_growth(folder: Path, *, is_long: bool) -> None:
             assert all(mailboxes <= 3 for *_, mailboxes, _ in lines), lines
             # What a broken step has held may stay until the next recovery.
             files = [files for _, files, *_ in lines]
-            assert len(lines) < 4 or min(files[-3:]) <= files[0], lines
+            names = file.with_name(file.name.replace("usage", "files"))
+            assert len(lines) < 4 or min(files[-3:]) <= files[0], (lines, names.read_text())
         assert not lines or lines[-1][2] <= lines[0][2], lines
         if is_long and len(lines) > 12:
             # What lives does not grow; the free heap, in pieces, does by some 0.05 MB for each generation.
