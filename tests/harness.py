@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, batches, make, train_plainly
+from tests.models import TrainStep, adamw, batches, make, train_plainly, update_by
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import line
 from zerograph.runtime.state import Store
@@ -135,6 +135,20 @@ def compilations_of(step: zg.ZeroGraph) -> int:
 def stores_of(step: zg.ZeroGraph) -> list[Store]:
     """Return this rank's state of each bucket: what it holds of parameters, and of the optimizer's state."""
     return step._stores()
+
+
+def set_stage(step: zg.ZeroGraph, stage: int) -> None:
+    """Set a ZeRO stage; 0 is plain data parallel."""
+    step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+
+
+def each_stage(step: zg.ZeroGraph, stages: Iterable[int]) -> Iterator[int]:
+    """Yield each stage, at which the step begins from its present state. One graph, so captured once."""
+    initial = step.state_dict()
+    for stage in stages:
+        set_stage(step, stage)
+        step.load_state_dict(initial)
+        yield stage
 
 
 def deviation(actual: Tensor, expected: Tensor) -> float:
@@ -257,19 +271,8 @@ def as_plain_pytorch(
         if change is not None:
             change(plain)
             change(module)
-        loss = update_plainly(plain, optimizer, body, x)
+        loss = update_by(optimizer, body(plain, x))
         torch.testing.assert_close(step(x), loss, rtol=1e-12, atol=1e-12)
     trained = step.state_dict()["modules"]["model"]
     torch.testing.assert_close(trained, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
     return step
-
-
-def update_plainly(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., Tensor], *batch: Tensor
-) -> Tensor:
-    """Make one step of plain PyTorch; return its loss."""
-    optimizer.zero_grad()
-    loss = loss_of(model, *batch)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()

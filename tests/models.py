@@ -152,11 +152,14 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> list[Tensor]:
     """The losses of plain PyTorch on one device, on whole batches: the expected values."""
-    losses = []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = TokenLoss()(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    return [update_by(optimizer, TokenLoss()(model(x), y)) for x, y in data]
+
+
+def update_by(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float | None = None) -> Tensor:
+    """Update by the gradients of a loss alone, clipped to a norm, and return the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], clip)
+    optimizer.step()
+    return loss.detach()

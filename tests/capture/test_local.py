@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.ir.region import local
 
@@ -292,13 +292,7 @@ def test_mixtral_routes_without_gathering_tokens(pool: Pool) -> None:
     pytest.importorskip("transformers")
     model = mixtral()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    wanted = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.detach())
+    wanted = [update_by(optimizer, model(input_ids=tokens(), labels=tokens()).loss) for _ in range(3)]
     routed, gathered = pool.run(RANKS, train_mixtral)[0]
     torch.testing.assert_close(routed, wanted, rtol=2e-6, atol=0)
     assert gathered == []

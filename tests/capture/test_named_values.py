@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, compilations_of, sliced
+from tests.models import update_by
 from tests.pool import Pool
 
 FACTOR = 1.0
@@ -182,10 +183,7 @@ def losses_of(way: str, edit: Callable[[Model], object]) -> tuple[list[float], l
                 loss = step(x)
                 compilations.append(compilations_of(step))
             else:
-                loss = criterion(model(x))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                loss = update_by(optimizer, criterion(model(x)))
             losses.append(loss.item())
     return losses, compilations
 

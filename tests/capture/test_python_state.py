@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import Step, compilations_of, inputs, model
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.capture.places import PythonState, walk
 from zerograph.ir.mesh import line
@@ -170,14 +171,7 @@ def losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> tuple[list[fl
 def plain_losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> list[float]:
     made = with_state()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = act(made, made(*inputs([4])).square().mean())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [update_by(optimizer, act(made, made(*inputs([4])).square().mean())).item() for _ in range(steps)]
 
 
 @needs_lines
@@ -387,10 +381,7 @@ def test_a_private_number_of_the_graph_counts() -> None:
         losses = [step(*inputs([4])).item() for _ in range(3)]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number, found in enumerate(losses):
-        optimizer.zero_grad()
-        loss = warm_up(number + 1, plain(*inputs([4])).square().mean())
-        loss.backward()
-        optimizer.step()
+        loss = update_by(optimizer, warm_up(number + 1, plain(*inputs([4])).square().mean()))
         assert found == pytest.approx(loss.item(), rel=1e-12)
 
 

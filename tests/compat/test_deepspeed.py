@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.models import TokenLoss, batches, make, part
+from tests.models import TokenLoss, batches, make, part, update_by
 from tests.pool import Pool
 
 # Most of these configurations do not say whether to clip.
@@ -71,12 +71,7 @@ def test_clipping_accumulation_and_warm_up_are_those_of_plain_pytorch_at_every_s
     losses = []
     for number, (x, y) in enumerate(batches("mlp", UPDATES)):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, max(0, number - 1) / 3)
-        optimizer.zero_grad()
-        loss = TokenLoss()(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update_by(optimizer, TokenLoss()(model(x), y), clip=0.5).item())
     for ours, parameters, _ in pool.run(2, trained, FP32, stages)[0]:
         assert ours == pytest.approx(losses, abs=1e-5)
         for name, parameter in model.named_parameters():

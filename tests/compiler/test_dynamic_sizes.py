@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.compiler.test_any_batch import own
 from tests.harness import LossStep, compilations_of, sliced
-from tests.models import TokenLoss, TrainStep, adamw, make
+from tests.models import TokenLoss, TrainStep, adamw, make, update_by
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.ir.mesh import line
@@ -44,11 +44,8 @@ def test_a_branch_on_a_size_is_a_guard_with_a_step_for_each_outcome() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for rows in (4, 5, 9, 3, 12, 6, 7):
         x = torch.randn(rows, 3)
-        optimizer.zero_grad()
-        loss = long_or_short(plain, x)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(x), loss.detach())
+        loss = update_by(optimizer, long_or_short(plain, x))
+        torch.testing.assert_close(step(x), loss)
     assert compilations_of(step) == 3
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, sliced
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.compiler.index_inputs import check_indices
 from zerograph.compiler.plain_inputs import Comparison, Values
@@ -318,14 +318,9 @@ def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], l
         return [step(*given).item() for _ in range(2)]
 
     torch.manual_seed(0)
-    model, expected = Bags(mode), []
+    model = Bags(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = of_bags(model, indices, whole, y)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = [update_by(optimizer, of_bags(model, indices, whole, y)).item() for _ in range(2)]
     return losses(own.view(-1)), losses(whole), expected
 
 

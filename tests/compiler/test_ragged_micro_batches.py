@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_any_batch import as_one_device, data, own_of_any_size, trained
-from tests.harness import LossStep, needs_compiler, sliced, update_plainly
-from tests.models import TrainStep, adamw, make, train_plainly
+from tests.harness import LossStep, needs_compiler, sliced
+from tests.models import TrainStep, adamw, make, train_plainly, update_by
 from tests.pool import Pool
 from zerograph.runtime.backends import pieces
 
@@ -191,7 +191,7 @@ def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str
     for rows in [(3, 3), (2, 5), (0, 4), (1, 1)]:
         x, mask = torch.randn(sum(rows), 6, dtype=torch.float64), (torch.rand(sum(rows)) < 0.7).double()
         mask[0] = 1
-        expected = update_plainly(plain, optimizer, masked, x, mask)
+        expected = update_by(optimizer, masked(plain, x, mask))
         differences.append((step(own_of_any_size(rows, x), own_of_any_size(rows, mask)) - expected).abs())
     gathers = [collective.tensors for collective in step.collectives() if collective.kind == "all-gather"]
     return differences, {name for names in gathers for name in names}

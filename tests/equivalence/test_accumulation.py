@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.capture import test_local as routing
 from tests.equivalence.test_stages import check
-from tests.harness import LossStep, PlainRun, sliced
+from tests.harness import LossStep, PlainRun, each_stage, set_stage, sliced
 from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph.ir.loop import loops
@@ -39,7 +39,7 @@ def train(name: str, cases: list[Case], dtype: torch.dtype) -> list[Any]:
     initial = step.state_dict()
     results = []
     for stage, micro_batches in cases:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         step.config.set_gradient_accumulation_steps(micro_batches)
         step.load_state_dict(initial)
         losses = [step(part(x), part(y)) for x, y in masked(name, dtype)]
@@ -178,11 +178,8 @@ def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
     step = TrainStep(model, adamw(model))
     step.config.enable_amp(True, dtype=torch.bfloat16)
     step.config.set_gradient_accumulation_steps(4)
-    initial = step.state_dict()
     found = []
-    for stage in (1, 2):
-        step.set_zero_mode("distributed_split", stage=stage)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, (1, 2)):
         losses = [step(part(x), part(y)) for x, y in masked("mlp", torch.float32)]
         graph = step.graph().graph
         (loop,) = loops(graph)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import deviation, sliced
+from tests.harness import deviation, each_stage, set_stage, sliced
 from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
@@ -76,11 +76,8 @@ def train(name: str, dtype: torch.dtype, stages: list[int], options: dict[str, A
     model = make(name)
     step = TrainStep(model, sgd(model), **options)
     step.config.enable_amp(dtype=dtype)
-    initial = step.state_dict()
     results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         losses = [step(part(x), part(y)) for x, y in batches(name, STEPS)]
         results.append((losses, step.state_dict()["modules"]["model"]))
     return results
@@ -157,11 +154,8 @@ def skip(kind: str, stages: list[int], dtype: torch.dtype | None) -> list[Any]:
     step = Scaled(model, optimizer, scheduler)
     step.config.amp_dtype = dtype
     step.config.grad_scaler = zg.GradScaler(**OPTIONS)
-    initial = step.state_dict()
     results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         seen = []
         for x, factor in scripted():
             step(part(x), part(factor))
@@ -236,11 +230,8 @@ def in_turn() -> list[list[Tensor]]:
 def paired(second: str, stages: list[int], together: bool = False) -> list[Any]:
     step = Pair(second, together)
     step.config.grad_scaler = zg.GradScaler(**OPTIONS)
-    initial = step.state_dict()
     results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         seen = []
         for tensors in in_turn():
             step(*map(part, tensors))
@@ -432,7 +423,7 @@ def counted() -> list[dict[str, float]]:
     every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
     results = []
     for stage in range(4):
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(selection, "select_exchanges", lambda job: every)
             step.compile(tokens[:, :-1], tokens[:, 1:])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.harness import LossStep, PlainRun, deviation, joined, plain_run, sliced, sum_of_squares
+from tests.harness import LossStep, PlainRun, deviation, each_stage, joined, plain_run, sliced, sum_of_squares
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -23,10 +23,7 @@ def train(name: str, stages: Sequence[int], dtype: torch.dtype, size: int, optio
     results = []
     model = make(name, dtype)
     step = TrainStep(model, adamw(model), **options)
-    initial = step.state_dict()
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         losses = [step(part(x), part(y)) for x, y in batches(name, STEPS, size, dtype)]
         results.append((losses, step.state_dict()["modules"]["model"]))
     return results

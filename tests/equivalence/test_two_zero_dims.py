@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import deviation, plain_run, sliced
+from tests.harness import deviation, each_stage, plain_run, sliced
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.ir.alias import WAIT
@@ -35,10 +35,8 @@ def train(name: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[A
     """For each stage losses, the final state and bytes: run on every rank, in fp64. One graph, so captured once."""
     model = make(name, torch.float64)
     step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), shard_dims=BOTH, **options)
-    initial, results = step.state_dict(), []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    results = []
+    for _ in each_stage(step, stages):
         losses = [step(own(x), own(y)) for x, y in batches(name, STEPS, 8, torch.float64)]
         results.append((losses, step.state_dict(), step.state_bytes()))
     return results

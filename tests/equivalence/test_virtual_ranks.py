@@ -17,7 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Function, LossStep, Predict, deviation, joined, needs_compiler, plain_run, prepare, sliced
+from tests.harness import (
+    Function,
+    LossStep,
+    Predict,
+    deviation,
+    each_stage,
+    joined,
+    needs_compiler,
+    plain_run,
+    prepare,
+    sliced,
+)
 from tests.models import MODELS, TrainStep, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
@@ -140,12 +151,7 @@ def run_of(step: Step, data: str, first: int = 0, last: int = STEPS) -> Run:
 
 def trained(data: str, slices: int, stages: tuple[int, ...], options: dict[str, Any]) -> list[Run]:
     step = new_step(data, slices, options)
-    initial, runs = step.state_dict(), []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
-        runs.append(run_of(step, data))
-    return runs
+    return [run_of(step, data) for _ in each_stage(step, stages)]
 
 
 def assert_equal(run: Run, wanted: Run, where: str) -> None:

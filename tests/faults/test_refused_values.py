@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import zerograph as zg
 from tests.faults.lost_ranks import run
 from tests.harness import sliced
+from tests.models import update_by
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
 # Nobody is to wait so long.
@@ -101,13 +102,8 @@ def is_slow(stage: int) -> list[float]:
 @sliced("stage", [3], [0])
 def test_a_rank_that_is_slow_is_waited_for(stage: int) -> None:
     plain = embedding()
-    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = loss_of(plain, torch.cat([GOOD, GOOD + 1]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses = [update_by(optimizer, loss_of(plain, torch.cat([GOOD, GOOD + 1]))).item() for _ in range(2)]
     for answer in run(2, None, is_slow, stage):
         assert answer.value == pytest.approx(losses, rel=1e-6), answer.raised
 
@@ -151,9 +147,7 @@ def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
     plain = embedding()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(plain, torch.cat([GOOD, GOOD])).backward()
-        optimizer.step()
+        update_by(optimizer, loss_of(plain, torch.cat([GOOD, GOOD])))
     for answer in run(2, None, refuses_on_all):
         kind, weight = answer.value
         assert kind == "OperatorError"

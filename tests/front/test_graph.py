@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, mean_of_squares, sliced
-from tests.models import TrainStep, adamw, batches, make, part, train_plainly
+from tests.models import TrainStep, adamw, batches, make, part, train_plainly, update_by
 from tests.pool import Pool
 from zerograph.passes.pipeline import PIPELINE
 
@@ -182,9 +182,7 @@ def test_frozen_unused_tied_and_tiny_parameters(pool: Pool) -> None:
     data = torch.randn(4, 8, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x in data:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        update_by(optimizer, model(x).square().mean())
     for ranks, stage in ((2, 1), (4, 3)):
         state, sbp = pool.run(ranks, partly, stage)[0]
         assert state.keys() == model.state_dict().keys()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import stores_of
-from tests.models import part
+from tests.models import part, update_by
 from tests.passes.samples import ints, x
 from tests.passes.test_rules import graph_of
 from tests.pool import Pool
@@ -76,14 +76,11 @@ def batch() -> Tensor:
 
 def plainly() -> list[Tensor]:
     step = Step("gather")
-    optimizer, losses = step._optimizers[0], []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = step.second(squash(batch(), step.first.weight.t())).square().mean()
-        loss.backward()
-        # The graph's guard concerns only its own state.
-        optimizer.step()
-        losses.append(loss.detach())
+    # The graph's guard concerns only its own state.
+    optimizer = step._optimizers[0]
+    losses = [
+        update_by(optimizer, step.second(squash(batch(), step.first.weight.t())).square().mean()) for _ in range(3)
+    ]
     return [*losses, step.first.weight.detach()]
 
 

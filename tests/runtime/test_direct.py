@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import each_stage, sliced
 from tests.models import TrainStep, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph import _torch
@@ -158,10 +158,7 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
         # A timeout of its own makes a job of its own.
         timeout = 50.0 + sockets
         step = TrainStep(model, adamw(model), bucket_size=512, timeout=timeout, backend=backend)
-        initial = step.state_dict()
-        for stage in stages:
-            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-            step.load_state_dict(initial)
+        for _ in each_stage(step, stages):
             before = bytes_read()
             losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
             read = bytes_read() - before

@@ -15,7 +15,7 @@ from filelock import FileLock
 from torch import Tensor, fx, nn
 
 from tests.harness import Case, needs_compiler, prepare, sliced
-from tests.models import Gpt, TrainStep, adamw, batches, make, part
+from tests.models import Gpt, TrainStep, adamw, batches, make, part, update_by
 from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
@@ -354,9 +354,7 @@ def test_an_update_whose_rate_is_a_number_of_an_operator_is_in_pieces(
     for lr, (x, y) in zip((0.1, 0.3, 0.2), batches("mlp", 3, dtype=torch.float64), strict=True):
         optimizer.param_groups[0]["lr"] = plain_optimizer.param_groups[0]["lr"] = lr
         step(x, y)
-        plain_optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(x), y).backward()
-        plain_optimizer.step()
+        update_by(plain_optimizer, nn.functional.cross_entropy(plain(x), y))
     with step.full_parameters():
         torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-13, atol=1e-13)
     program = cut(prepare(TrainStep(model, optimizer, 2, backend="eager"), *batches("mlp", 1)[0]).graph.graph)

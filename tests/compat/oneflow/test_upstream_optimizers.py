@@ -17,6 +17,7 @@ import zerograph as zg
 import zerograph.compat.oneflow as flow
 from tests.compat.oneflow import formulas
 from tests.harness import sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
@@ -291,9 +292,7 @@ def test_what_torch_computes_alike_stays_torchs_bit_by_bit() -> None:
         optimizers = [kind([weight], **options) for kind, weight in zip((mine, torchs), weights, strict=True)]
         for _ in range(3):
             for weight, optimizer in zip(weights, optimizers, strict=True):
-                optimizer.zero_grad()
-                weight.cos().sum().backward()
-                optimizer.step()
+                update_by(optimizer, weight.cos().sum())
         assert torch.equal(*weights)
 
 
