@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, batches, make, train_plainly, update_by
+from tests.models import LossStep, TrainStep, adam_step, adamw, batches, make, output_of, train_plainly, update_by
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import line
 from zerograph.runtime.state import Store
@@ -43,8 +42,7 @@ class Case:
 
     def step(self) -> TrainStep:
         """Make a new step."""
-        model = make(self.model)
-        return TrainStep(model, adamw(model), self.stage, **self.options)
+        return adam_step(self.model, self.stage, **self.options)
 
     def prepared(self, ranks: int = 2, size: int = 8) -> Prepared:
         """Return what rank 0 of ``ranks`` would run for its part of a batch of ``size`` samples."""
@@ -161,12 +159,6 @@ def joined(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state[name].double().flatten() for name in sorted(state)])
 
 
-def output_of(model: nn.Module, *batch: Tensor) -> Tensor:
-    """Return the model's output, which is its loss."""
-    loss: Tensor = model(*batch)
-    return loss
-
-
 def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().sum()
     return loss
@@ -175,32 +167,6 @@ def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
 def mean_of_squares(model: nn.Module, *batch: Tensor) -> Tensor:
     loss: Tensor = model(*batch).square().mean()
     return loss
-
-
-class LossStep(zg.ZeroGraph):
-    """Train a module on ``loss(model, *batch)``; ``stage`` 0 is plain data parallel."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stage: int = 0,
-        loss: Callable[..., Tensor] = output_of,
-        scheduler: LRScheduler | None = None,
-        **options: object,
-    ) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-        self.add_optimizer(optimizer, scheduler)
-        if stage:
-            self.set_zero_mode("distributed_split", stage=stage)
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, *batch: Tensor) -> Tensor:
-        loss = self.loss(self.model, *batch)
-        loss.backward()
-        return loss
 
 
 class Step(LossStep):

@@ -281,8 +281,7 @@ def tokens() -> Tensor:
 
 
 def train_mixtral() -> tuple[list[Tensor], list[zg.Collective]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         step = routed_mixtral()
         losses = [step(part(tokens())) for _ in range(3)]
     return losses, [one for one in step.collectives() if "mlp" in str(one.tensors) and len(one.tensors) == 1]

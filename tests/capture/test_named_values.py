@@ -230,8 +230,7 @@ def test_a_loop_whose_value_changes_in_every_step_runs_operator_by_operator() ->
     model = Model()
     prepared, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=2)
     x, ratios = torch.ones(2, 4, dtype=torch.float64), []
-    with as_before(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with as_before(), warnings.catch_warnings(record=True, action="always") as caught:
         for number in range(12):
             options.factor = 1.0 + number
             loss = criterion(prepared(x))

@@ -215,8 +215,7 @@ def cached(made: Any, loss: Tensor) -> Tensor:
 
 
 def test_a_cache_is_neither_warned_of_nor_compiled_for_again() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         losses, step = losses_of(cached, 3)
     assert losses == pytest.approx(plain_losses_of(cached, 3), rel=1e-12)
     assert compilations_of(step) == 1
@@ -362,8 +361,7 @@ def test_dropout_and_layer_drop_of_torch_stay_as_they_are() -> None:
     def drop(made: Any, loss: Tensor) -> Tensor:
         return torch.nn.functional.dropout(loss, 0.5) + torch.where(torch.rand(()) < 0.5, loss, 0.0)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         losses_of(drop, 2)
 
 

@@ -146,8 +146,7 @@ def train() -> dict[tuple[str, int], tuple[list[Tensor], dict[str, Tensor], list
         model = make()
         micro_batches = 2 if make is Gated else 1
         step = LossStep(model, sgd(model), stage, gradient_accumulation_steps=micro_batches)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             losses = [step(part(X)) for _ in range(2)]
         said = [str(one.message) for one in caught if "rule" in str(one.message)]
         results[name, stage] = losses, step.state_dict()["modules"]["model"], said

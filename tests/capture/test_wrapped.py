@@ -54,8 +54,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(model: nn.Module) -> tuple[list[float], list[str], list[Tensor]]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         step = Step(model)
         losses = [step(part(X)).item() for _ in range(3)]
     values = list(step.state_dict()["modules"]["model"].values())

@@ -230,8 +230,7 @@ def test_a_partition_of_hpz_is_a_column_of_a_grid_that_zero_splits_both_ways(poo
 
 
 def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         settings = zg.from_deepspeed({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
     config = zg.Config()
     settings.configure(config)
@@ -292,8 +291,7 @@ def test_what_has_no_effect_is_said_once_and_what_is_usual_is_not() -> None:
         "zerograph: without effect in the DeepSpeed configuration: wall_clock_breakdown, "
         "zero_optimization.stage3_max_live_parameters"
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         usual = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 10}
         zg.from_deepspeed({**usual, "gradient_clipping": 1.0})
 

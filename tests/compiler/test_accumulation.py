@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zerograph as zg
 from tests.harness import needs_compiler
-from tests.models import TrainStep, adamw, batches, make
+from tests.models import TrainStep, adam_step, adamw, batches, make
 from tests.pool import Pool
 from zerograph.runtime.backends import pieces
 
@@ -119,8 +119,7 @@ def test_other_values_are_refused(name: str, value: Any) -> None:
 
 
 def losses(backend: Any) -> tuple[list[Tensor], TrainStep]:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, backend=backend)
+    step = adam_step("mlp", 2, backend=backend)
     step.config.set_gradient_accumulation_steps(2)
     return [step(x, y) for x, y in batches("mlp", 2)], step
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, compilations_of, set_stage, sliced, sum_of_squares
-from tests.models import MODELS, TrainStep, adamw, make, train_plainly, update_by
+from tests.models import MODELS, TrainStep, adam_step, adamw, make, train_plainly, update_by
 from tests.pool import Pool
 
 # Rows of each rank in each step; the first two are equal, as in the steps before the last of an epoch.
@@ -66,8 +66,7 @@ def trained(
     Returns:
         For each: losses, parameters, and how many steps were compiled for it.
     """
-    model = make(name, torch.float64)
-    step = TrainStep(model, adamw(model), dynamic_shapes="auto" if dynamic == "rows" else dynamic)
+    step = adam_step(name, dtype=torch.float64, dynamic_shapes="auto" if dynamic == "rows" else dynamic)
     take = own_of_any_size if dynamic == "rows" else own
     initial, results = step.state_dict(), []
     batches = data(name, rows[zg.world_size()], torch.float64)

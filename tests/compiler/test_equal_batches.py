@@ -20,8 +20,7 @@ def equal_batches(mark: Callable[[Tensor], Tensor], prepared: bool) -> tuple[lis
     """Losses of two steps of ranks that all pass the same batch; the warnings, and the files that they point at."""
     torch.manual_seed(0)
     model, x, y = linear(), mark(numbers(0, 8, 8)), mark(classes(8))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         if prepared:
             model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             losses = [update_by(optimizer, F.cross_entropy(model(x), y)) for _ in range(2)]

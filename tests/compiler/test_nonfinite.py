@@ -201,8 +201,7 @@ def test_raise_names_the_rank_of_four(pool: Pool) -> None:
 
 def skipping(stage: int) -> tuple[Any, ...]:
     step = made(adamw, stage, on_nonfinite="skip")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for seed, changes in SCRIPT:
             step(*part(batch(seed, **changes)))
     said = [str(one.message) for one in caught if "was skipped" in str(one.message)]

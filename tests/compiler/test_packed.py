@@ -367,6 +367,5 @@ def test_a_cache_that_hides_documents_from_transformers_is_a_warning() -> None:
         step(tokens, positions)
     silent = Function(lambda tokens: model(tokens).logits)
     silent.model = model
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         silent(tokens)

@@ -172,8 +172,7 @@ def mistaken_and_right() -> dict[str, tuple[str, bool, float, float]]:
         model = case.model()
         expected = case.loss(model, *case.whole()).item()
         mistaken, right = step_of(case.model(), case.loss), step_of(model, case.loss)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as warned:
             try:
                 mistaken(*case.mistaken(*case.whole()))
                 message = "\n".join(str(warning.message) for warning in warned)
@@ -236,8 +235,7 @@ def warned_of() -> list[str]:
         return (F.cross_entropy(model(rows), target, reduction="none")[:, None] * factor).mean()
 
     step = step_of(linear(), loss)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):
             step(part(x), part(y), weight)
     return [str(one.message) for one in caught]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.equivalence.test_batch_norm import Normed
 from tests.harness import LossStep, sliced
 from tests.models import part, update_by
 from tests.pool import Pool
@@ -30,21 +31,6 @@ class Tokens(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.head(torch.tanh(self.embedding(tokens))).flatten(0, 1), targets.flatten())
-
-
-class Normed(nn.Module):
-    """Batch norm of vectors, of images and of volumes, with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vectors, self.images = nn.BatchNorm1d(3), nn.BatchNorm2d(4, momentum=0.2)
-        self.volumes, self.convolution = nn.BatchNorm3d(2, momentum=0.3), nn.Conv2d(3, 4, 3, bias=False)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        hidden = self.images(self.convolution(self.vectors(x.flatten(2)).view(x.shape)))
-        volumes = self.volumes(hidden.view(len(x), 2, 2, *hidden.shape[2:])).view(hidden.shape)
-        return F.mse_loss(self.head(F.gelu(volumes).mean((2, 3))).squeeze(1), target)
 
 
 class Contrast(nn.Module):

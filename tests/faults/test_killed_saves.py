@@ -18,7 +18,7 @@ import zerograph as zg
 from tests.faults.forked_pairs import Tell, Told, WarmPair
 from tests.faults.survival_table import Tally
 from tests.harness import sliced
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, batches, part
 
 SAVES: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -32,8 +32,7 @@ ATTEMPTS = 3
 
 
 def new_step() -> TrainStep:
-    model = make("mlp")
-    return TrainStep(model, adamw(model), 2, backend="eager")
+    return adam_step("mlp", 2, backend="eager")
 
 
 def trained(step: TrainStep, upto: int) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.faults.lost_ranks import run
-from tests.harness import sliced
+from tests.harness import LossStep, sliced
 from tests.models import update_by
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
@@ -29,19 +29,10 @@ def loss_of(model: nn.Embedding, tokens: Tensor) -> Tensor:
     return model(tokens).square().mean()
 
 
-class Tokens(zg.ZeroGraph):
+class Tokens(LossStep):
     def __init__(self, stage: int = 3) -> None:
-        super().__init__()
-        self.embedding = embedding()
-        self.add_optimizer(torch.optim.SGD(self.embedding.parameters(), lr=0.1))
-        if stage:
-            self.config.enable_zero(stage=stage)
-        self.config.timeout = TIMEOUT
-
-    def build(self, tokens: Tensor) -> Tensor:
-        loss = loss_of(self.embedding, tokens)
-        loss.backward()
-        return loss
+        model = embedding()
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, loss_of, timeout=TIMEOUT)
 
 
 def told(work: Callable[[], object]) -> tuple[str, str]:
@@ -140,7 +131,7 @@ def refuses_on_all() -> tuple[str, list[list[float]]]:
     step(GOOD)
     kind, _ = told(lambda: step(BAD))
     step(GOOD)
-    return kind, step.state_dict()["modules"]["embedding"]["weight"].tolist()
+    return kind, step.state_dict()["modules"]["model"]["weight"].tolist()
 
 
 def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:

@@ -91,8 +91,7 @@ def trained(policy: str, folder: str = "", rule: bool = False) -> tuple[list[Ten
         zg.register_rule(squash, "n i!, i! o -> n o")
         zg.register_rule(squash_backward, "n o, n i, i o -> n i, i o")
     step = Step(policy)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         losses = [step(part(batch())) for _ in range(3)]
     values = [*losses, step.state_dict()["modules"]["first"]["weight"]]
     moved = [one.kind for one in step.collectives() if not one.tensors[0].startswith(("first", "second"))]

@@ -15,7 +15,7 @@ from filelock import FileLock
 from torch import Tensor, fx, nn
 
 from tests.harness import Case, needs_compiler, prepare, sliced
-from tests.models import Gpt, TrainStep, adamw, batches, make, part, update_by
+from tests.models import Gpt, TrainStep, adam_step, adamw, batches, make, part, update_by
 from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
@@ -217,8 +217,7 @@ def _as_it_is(piece: fx.GraphModule, *_: Any) -> Any:
 
 
 def test_equal_layers_are_handed_to_inductor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), 2, backend="eager", **OPTIONS)
+    step = adam_step("gpt", 2, backend="eager", **OPTIONS)
     (x, y), *_ = batches("gpt", 1)
     step.compile(x, y)
     graph = step.graph()
@@ -239,8 +238,7 @@ def test_a_piece_that_does_not_compile_names_its_lines(monkeypatch: pytest.Monke
         raise NotImplementedError("no such loop")
 
     monkeypatch.setattr(_torch, "inductor", refuses)
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, backend="inductor")
+    step = adam_step("mlp", 2, backend="inductor")
     (x, y), *_ = batches("mlp", 1)
     with pytest.raises(CaptureError, match=r"'inductor' could not compile.*no such loop") as caught:
         step(x, y)
