@@ -209,11 +209,10 @@ def test_split_parameters_are_an_error_and_never_stale(pool: Pool) -> None:
 
 
 def replaced_data() -> None:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 0)
+    step = adam_step("mlp", 0)
     (x, y), *_ = batches("mlp", 1)
     step(part(x), part(y))
-    model.to(torch.float64)
+    step.model.to(torch.float64)
     with pytest.raises(zg.InputError, match="replaced after"):
         step(part(x), part(y))
 

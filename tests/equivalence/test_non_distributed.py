@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.equivalence import test_split_modules as split_modules
 from tests.harness import deviation
-from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part, train_plainly, update_by
+from tests.models import Gpt, TokenLoss, TrainStep, adam_step, adamw, batches, make, part, train_plainly, update_by
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.runtime.state import in_memory, store_of
@@ -49,12 +49,11 @@ def same(found: dict[tuple[str, int], Any]) -> None:
 
 
 def plainly_and_clipped() -> tuple[dict[tuple[str, int], Any], dict[str, Any]]:
-    model = make(NAME)
-    step = TrainStep(model, adamw(model), clip_grad_norm=0.5, bucket_size=8192)
+    step = adam_step(NAME, clip_grad_norm=0.5, bucket_size=8192)
     found = runs(step, (1, 2, 3))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in step.model.named_parameters()}
     held = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in step.model.named_parameters():
         store = store_of(parameter)
         assert store is not None
         slot = store.layout.slots[next(i for i, one in enumerate(store.parameters) if one is parameter)]

@@ -49,11 +49,10 @@ def test_inputs_and_outputs_nest_as_they_like(pool: Pool) -> None:
 
 
 def predict_after_training(stage: int) -> Tensor:
-    model = make("mlp")
-    train = TrainStep(model, adamw(model), stage)
+    train = adam_step("mlp", stage)
     for x, y in batches("mlp", 3):
         train(part(x), part(y))
-    predict = Predict(model)
+    predict = Predict(train.model)
     (x, _), *_ = batches("mlp", 1)
     first = predict(part(x))
     train(part(x), part(batches("mlp", 1)[0][1]))

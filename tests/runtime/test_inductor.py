@@ -177,14 +177,13 @@ def test_a_scatter_written_as_a_choice_is_a_scatter(value: Tensor | float) -> No
 @every_size
 def steps_by(backend: str, stage: int, dtype: torch.dtype, name: str) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
-    model = make(name, dtype)
-    step = TrainStep(model, adamw(model), stage, backend=backend, **OPTIONS)
+    step = adam_step(name, stage, dtype=dtype, backend=backend, **OPTIONS)
     data = [(part(x), part(y)) for x, y in batches(name, 3, dtype=dtype)]
     losses = [step(x, y) for x, y in data[:2]]
     with _Watch() as watch:
         losses.append(step(*data[2]))
     with step.full_parameters():
-        return losses, [parameter.detach().clone() for parameter in model.parameters()], watch.most
+        return losses, [parameter.detach().clone() for parameter in step.model.parameters()], watch.most
 
 
 # Each kernel is two seconds of the C++ compiler. test_inductor_sizes trains a transformer on two ranks in all runs.
