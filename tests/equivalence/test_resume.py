@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,14 +146,6 @@ def new_processes() -> Iterator[Pool]:
     workers = Pool(2, hash_apart=False)
     yield workers
     workers.close(patience=60.0)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """In memory where there is such a place: disks may take seconds to sync, and there are many files."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
-        yield Path(made)
 
 
 def bitwise(found: Any, wanted: Any, where: str) -> None:

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,14 +104,6 @@ def pair() -> Iterator[WarmPair]:
     made = WarmPair()
     yield made
     made.close()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """In memory where there is such a place: what is proved is about processes, and disks may take seconds to sync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
-        yield Path(made)
 
 
 @pytest.fixture(scope="module")
