@@ -7,7 +7,9 @@ import gc
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +73,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         with console.capture() as shown:
             console.print(table(found))
         terminalreporter.write(shown.get())
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where there is such a place: disks may take seconds to sync."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
+        yield Path(made)
 
 
 @pytest.fixture(scope="session")

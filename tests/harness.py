@@ -11,17 +11,16 @@ import functools
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, batches, make, train_plainly
+from tests.models import LossStep, TrainStep, adam_step, adamw, batches, make, output_of, train_plainly, update_by
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import line
 from zerograph.runtime.state import Store
@@ -43,8 +42,7 @@ class Case:
 
     def step(self) -> TrainStep:
         """Make a new step."""
-        model = make(self.model)
-        return TrainStep(model, adamw(model), self.stage, **self.options)
+        return adam_step(self.model, self.stage, **self.options)
 
     def prepared(self, ranks: int = 2, size: int = 8) -> Prepared:
         """Return what rank 0 of ``ranks`` would run for its part of a batch of ``size`` samples."""
@@ -137,6 +135,20 @@ def stores_of(step: zg.ZeroGraph) -> list[Store]:
     return step._stores()
 
 
+def set_stage(step: zg.ZeroGraph, stage: int) -> None:
+    """Set a ZeRO stage; 0 is plain data parallel."""
+    step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+
+
+def each_stage(step: zg.ZeroGraph, stages: Iterable[int]) -> Iterator[int]:
+    """Yield each stage, at which the step begins from its present state. One graph, so captured once."""
+    initial = step.state_dict()
+    for stage in stages:
+        set_stage(step, stage)
+        step.load_state_dict(initial)
+        yield stage
+
+
 def deviation(actual: Tensor, expected: Tensor) -> float:
     """Return the length of the difference, relative to the length of the expected values."""
     return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
@@ -147,12 +159,6 @@ def joined(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state[name].double().flatten() for name in sorted(state)])
 
 
-def output_of(model: nn.Module, *batch: Tensor) -> Tensor:
-    """Return the model's output, which is its loss."""
-    loss: Tensor = model(*batch)
-    return loss
-
-
 def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().sum()
     return loss
@@ -161,32 +167,6 @@ def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
 def mean_of_squares(model: nn.Module, *batch: Tensor) -> Tensor:
     loss: Tensor = model(*batch).square().mean()
     return loss
-
-
-class LossStep(zg.ZeroGraph):
-    """Train a module on ``loss(model, *batch)``; ``stage`` 0 is plain data parallel."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        stage: int = 0,
-        loss: Callable[..., Tensor] = output_of,
-        scheduler: LRScheduler | None = None,
-        **options: object,
-    ) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-        self.add_optimizer(optimizer, scheduler)
-        if stage:
-            self.set_zero_mode("distributed_split", stage=stage)
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, *batch: Tensor) -> Tensor:
-        loss = self.loss(self.model, *batch)
-        loss.backward()
-        return loss
 
 
 class Step(LossStep):
@@ -257,19 +237,8 @@ def as_plain_pytorch(
         if change is not None:
             change(plain)
             change(module)
-        loss = update_plainly(plain, optimizer, body, x)
+        loss = update_by(optimizer, body(plain, x))
         torch.testing.assert_close(step(x), loss, rtol=1e-12, atol=1e-12)
     trained = step.state_dict()["modules"]["model"]
     torch.testing.assert_close(trained, dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
     return step
-
-
-def update_plainly(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., Tensor], *batch: Tensor
-) -> Tensor:
-    """Make one step of plain PyTorch; return its loss."""
-    optimizer.zero_grad()
-    loss = loss_of(model, *batch)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()

@@ -6,11 +6,13 @@ keys): Adam scales the rounding noise there to full steps, and no two orders of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 import zerograph as zg
 
@@ -127,18 +129,44 @@ def part(tensor: Tensor) -> Tensor:
     return tensor.chunk(zg.world_size())[zg.rank()]
 
 
-class TrainStep(zg.ZeroGraph):
-    """The step that a user would write; ``stage`` 0 is plain data parallel."""
+def output_of(model: nn.Module, *batch: Tensor) -> Tensor:
+    """Return the model's output, which is its loss."""
+    loss: Tensor = model(*batch)
+    return loss
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int = 0, **options: object) -> None:
+
+class LossStep(zg.ZeroGraph):
+    """Train a module on ``loss(model, *batch)``; ``stage`` 0 is plain data parallel."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stage: int = 0,
+        loss: Callable[..., Tensor] = output_of,
+        scheduler: LRScheduler | None = None,
+        **options: object,
+    ) -> None:
         super().__init__()
-        self.model = model
-        self.loss_fn = TokenLoss()
-        self.add_optimizer(optimizer)
+        self.model, self.loss = model, loss
+        self.add_optimizer(optimizer, scheduler)
         if stage:
             self.set_zero_mode("distributed_split", stage=stage)
         for name, value in options.items():
             setattr(self.config, name, value)
+
+    def build(self, *batch: Tensor) -> Tensor:
+        loss = self.loss(self.model, *batch)
+        loss.backward()
+        return loss
+
+
+class TrainStep(LossStep):
+    """The step that a user would write."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int = 0, **options: Any) -> None:
+        super().__init__(model, optimizer, stage, **options)
+        self.loss_fn = TokenLoss()
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.loss_fn(self.model(x), y)
@@ -150,13 +178,28 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
 
 
+def adam_step(name: str, stage: int = 0, *, dtype: torch.dtype = torch.float32, **options: Any) -> TrainStep:
+    """Make a step that trains a model of ``MODELS`` by AdamW, the same every time."""
+    model = make(name, dtype)
+    return TrainStep(model, adamw(model), stage, **options)
+
+
+def train_on(step: zg.ZeroGraph, data: Iterable[Batch]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Train on this rank's parts of whole batches; return the losses, and the model's state."""
+    losses = [step(part(x), part(y)) for x, y in data]
+    return losses, step.state_dict()["modules"]["model"]
+
+
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Batch]) -> list[Tensor]:
     """The losses of plain PyTorch on one device, on whole batches: the expected values."""
-    losses = []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = TokenLoss()(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    return [update_by(optimizer, TokenLoss()(model(x), y)) for x, y in data]
+
+
+def update_by(optimizer: torch.optim.Optimizer, loss: Tensor, clip: float | None = None) -> Tensor:
+    """Update by the gradients of a loss alone, clipped to a norm, and return the loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_([one for group in optimizer.param_groups for one in group["params"]], clip)
+    optimizer.step()
+    return loss.detach()

@@ -39,10 +39,10 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     edited = edited_gradients(graph)
     _drop_gradient_outputs(graph)
-    flat = {bucket.name: _bucket_input(graph, bucket) for bucket in context.buckets}
+    flat = {bucket.name: _input_like(graph, Role("bucket", bucket.name), bucket) for bucket in context.buckets}
     updated = [bucket for bucket in context.buckets if bucket.name in context.updates]
     from_sums = context.gradients in ("accumulated", "edit")
-    sums = {bucket.name: _sum_input(graph, bucket) for bucket in updated} if from_sums else {}
+    sums = {bucket.name: _input_like(graph, _sum_role(bucket), bucket) for bucket in updated} if from_sums else {}
     gradients = [
         _accumulated_gradient(graph, bucket, flat[bucket.name], sums[bucket.name], edited)
         if from_sums
@@ -85,17 +85,8 @@ def _drop_gradient_outputs(graph: fx.Graph) -> None:
     meta(output)["roles"] = [r for r in roles if r.kind != "gradient"]
 
 
-def _bucket_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
-    return _input(graph, Role("bucket", bucket.name), bucket.shape, bucket.dtype, bucket.storage_device)
-
-
 def _sum_role(bucket: Bucket) -> Role:
     return Role("accumulated", f"{bucket.name}.accumulated_gradient")
-
-
-def _sum_input(graph: fx.Graph, bucket: Bucket) -> fx.Node:
-    """Add an input for the sum of the bucket's gradients."""
-    return _input(graph, _sum_role(bucket), bucket.shape, bucket.dtype, bucket.storage_device)
 
 
 def _return_gradient(graph: fx.Graph, bucket: Bucket, gradient: fx.Node) -> None:
@@ -114,11 +105,15 @@ def _input(
     return node
 
 
+def _input_like(graph: fx.Graph, input_role: Role, layout: Bucket) -> fx.Node:
+    return _input(graph, input_role, layout.shape, layout.dtype, layout.storage_device)
+
+
 def _add_unused_state(graph: fx.Graph, bucket: Bucket, update: BucketUpdate) -> None:
     """Add an input for each entry of the state that the update does not read: it takes memory."""
     if bucket.storage.state is None:
         for name, layout in update.unused.items():
-            _input(graph, Role("state", f"{bucket.name}.{name}"), layout.shape, layout.dtype, layout.storage_device)
+            _input_like(graph, Role("state", f"{bucket.name}.{name}"), layout)
     for name, dtype in update.unused_counts.items():
         _input(graph, Role("state", f"{bucket.name}.{name}"), (), dtype, torch.device("cpu"))
 
@@ -369,7 +364,7 @@ def _state_input(graph: fx.Graph, bucket: Bucket, name: str, update: BucketUpdat
     entry = Role("state", f"{bucket.name}.{name}")
     if layout is None:
         return _input(graph, entry, (), spec.dtype, torch.device("cpu"))
-    return _input(graph, entry, layout.shape, layout.dtype, layout.storage_device)
+    return _input_like(graph, entry, layout)
 
 
 def _owner_signature(sbp: Sbp, numbers: int, states: Sequence[Sbp]) -> Signature:

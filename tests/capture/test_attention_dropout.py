@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.harness import LossStep, sliced
+from tests.harness import LossStep, each_stage, sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.capture.modes import FunctionMode
@@ -152,15 +152,10 @@ def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
 def train_family(name: str, stages: Sequence[int]) -> list[list[float]]:
     """Return the losses of each stage; one graph, so that it is captured once."""
     ids = torch.randint(0, 32, (4, 12), generator=torch.Generator().manual_seed(1))
-    own, losses = part(ids), []
+    own = part(ids)
     model = family(name).train()
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, loss_of, seed=3)
-    initial = step.state_dict()
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
-        losses.append([float(step(own)) for _ in range(2)])
-    return losses
+    return [[float(step(own)) for _ in range(2)] for _ in each_stage(step, stages)]
 
 
 # That all stages agree does not depend on the family.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import inputs, model
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 
 # Its list of builds shows how often a step was compiled.
@@ -69,13 +69,9 @@ def trained() -> tuple[list[Tensor], Any]:
 
 
 def test_build_sees_them_as_they_are(pool: Pool) -> None:
-    plain, losses = model(), []
+    plain = model()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    for x, given in zip(inputs(SIZES), GIVEN, strict=True):
-        optimizer.zero_grad()
-        losses.append(loss_of(plain, x, **given))
-        losses[-1].backward()
-        optimizer.step()
+    losses = [update_by(optimizer, loss_of(plain, x, **given)) for x, given in zip(inputs(SIZES), GIVEN, strict=True)]
     for found, state in pool.run(2, trained):
         torch.testing.assert_close(found, [one.detach() for one in losses], rtol=1e-6, atol=1e-12)
         torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-6, atol=1e-12)

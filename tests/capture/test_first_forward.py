@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerograph as zg
 from tests.harness import inputs
+from tests.models import update_by
 from zerograph.compiler.compiled import CompiledStep
 
 
@@ -82,11 +83,8 @@ def check(model: nn.Module) -> Training:
     plain, step = copy.deepcopy(model), Training(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for x in inputs([4, 4, 4]):
-        optimizer.zero_grad()
-        loss = plain(x)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(x), loss.detach(), rtol=1e-12, atol=1e-12)
+        loss = update_by(optimizer, plain(x))
+        torch.testing.assert_close(step(x), loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
     return step
 
@@ -202,14 +200,7 @@ def loop_of(kind: str, prepare: Any) -> list[float]:
     model: nn.Module = Observed(kind)
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
     model, optimizer = prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = []
-    for _ in range(3):
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [update_by(optimizer, model(x).square().mean()).item() for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["quantized", "resized"])

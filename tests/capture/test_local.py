@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.ir.region import local
 
@@ -281,8 +281,7 @@ def tokens() -> Tensor:
 
 
 def train_mixtral() -> tuple[list[Tensor], list[zg.Collective]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         step = routed_mixtral()
         losses = [step(part(tokens())) for _ in range(3)]
     return losses, [one for one in step.collectives() if "mlp" in str(one.tensors) and len(one.tensors) == 1]
@@ -292,13 +291,7 @@ def test_mixtral_routes_without_gathering_tokens(pool: Pool) -> None:
     pytest.importorskip("transformers")
     model = mixtral()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    wanted = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(input_ids=tokens(), labels=tokens()).loss
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.detach())
+    wanted = [update_by(optimizer, model(input_ids=tokens(), labels=tokens()).loss) for _ in range(3)]
     routed, gathered = pool.run(RANKS, train_mixtral)[0]
     torch.testing.assert_close(routed, wanted, rtol=2e-6, atol=0)
     assert gathered == []

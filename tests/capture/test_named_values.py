@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, compilations_of, sliced
+from tests.models import update_by
 from tests.pool import Pool
 
 FACTOR = 1.0
@@ -182,10 +183,7 @@ def losses_of(way: str, edit: Callable[[Model], object]) -> tuple[list[float], l
                 loss = step(x)
                 compilations.append(compilations_of(step))
             else:
-                loss = criterion(model(x))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                loss = update_by(optimizer, criterion(model(x)))
             losses.append(loss.item())
     return losses, compilations
 
@@ -232,8 +230,7 @@ def test_a_loop_whose_value_changes_in_every_step_runs_operator_by_operator() ->
     model = Model()
     prepared, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), stage=2)
     x, ratios = torch.ones(2, 4, dtype=torch.float64), []
-    with as_before(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with as_before(), warnings.catch_warnings(record=True, action="always") as caught:
         for number in range(12):
             options.factor = 1.0 + number
             loss = criterion(prepared(x))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import Step, compilations_of, inputs, model
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.capture.places import PythonState, walk
 from zerograph.ir.mesh import line
@@ -170,14 +171,7 @@ def losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> tuple[list[fl
 def plain_losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> list[float]:
     made = with_state()
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = act(made, made(*inputs([4])).square().mean())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [update_by(optimizer, act(made, made(*inputs([4])).square().mean())).item() for _ in range(steps)]
 
 
 @needs_lines
@@ -221,8 +215,7 @@ def cached(made: Any, loss: Tensor) -> Tensor:
 
 
 def test_a_cache_is_neither_warned_of_nor_compiled_for_again() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         losses, step = losses_of(cached, 3)
     assert losses == pytest.approx(plain_losses_of(cached, 3), rel=1e-12)
     assert compilations_of(step) == 1
@@ -368,8 +361,7 @@ def test_dropout_and_layer_drop_of_torch_stay_as_they_are() -> None:
     def drop(made: Any, loss: Tensor) -> Tensor:
         return torch.nn.functional.dropout(loss, 0.5) + torch.where(torch.rand(()) < 0.5, loss, 0.0)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+    with warnings.catch_warnings(action="error", category=UserWarning):
         losses_of(drop, 2)
 
 
@@ -387,10 +379,7 @@ def test_a_private_number_of_the_graph_counts() -> None:
         losses = [step(*inputs([4])).item() for _ in range(3)]
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for number, found in enumerate(losses):
-        optimizer.zero_grad()
-        loss = warm_up(number + 1, plain(*inputs([4])).square().mean())
-        loss.backward()
-        optimizer.step()
+        loss = update_by(optimizer, warm_up(number + 1, plain(*inputs([4])).square().mean()))
         assert found == pytest.approx(loss.item(), rel=1e-12)
 
 

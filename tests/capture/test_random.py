@@ -289,8 +289,7 @@ def test_backends_draw_the_same_numbers_anew_at_each_step() -> None:
     found = {}
     for backend in ("eager", "inductor"):
         graph = Function(function, seed=1, backend=backend)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             found[backend] = [graph(x), graph(x)]
     torch.testing.assert_close(found["inductor"], found["eager"])
     for one, other in found.values():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep
 
 LOG = logging.getLogger(__name__)
 
@@ -101,17 +102,12 @@ class Net(nn.Linear):
         return loss
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, read: Any = None) -> None:
-        super().__init__()
-        self.model = Net(3, 3)
-        self.model.read = read
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-
-    def build(self, x: Tensor, scale: float) -> Tensor:
-        loss: Tensor = self.model(x) * scale
-        loss.backward()
-        return loss
+        model = Net(3, 3)
+        model.read = read
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        super().__init__(model, optimizer, loss=lambda model, x, scale: model(x) * scale)
 
 
 @pytest.mark.parametrize("name", READS)

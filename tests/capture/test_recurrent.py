@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.capture import substitutes
 
@@ -69,14 +70,8 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def trained(model: nn.Module) -> list[Tensor]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
-    for _ in range(3):
-        loss = loss_of(model, X)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return [update_by(optimizer, loss_of(model, X)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -110,14 +105,7 @@ def test_parameters_that_are_views_of_one_storage_train_as_others(pool: Pool) ->
 def in_a_loop(prepare: Callable[..., Any], rows: tuple[slice, slice]) -> list[float]:
     torch.manual_seed(0)
     model, optimizer = prepare(module := nn.GRU(6, 8, batch_first=True), torch.optim.SGD(module.parameters(), lr=0.1))
-    losses = []
-    for own in rows:
-        loss = model(X[own])[0].square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [update_by(optimizer, model(X[own])[0].square().mean()).item() for own in rows]
 
 
 def dynamic_in_a_loop() -> list[float]:

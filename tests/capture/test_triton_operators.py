@@ -13,7 +13,7 @@ from torch._library.triton import triton_ops_to_kernels
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, prepare
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
@@ -146,8 +146,7 @@ def train() -> dict[tuple[str, int], tuple[list[Tensor], dict[str, Tensor], list
         model = make()
         micro_batches = 2 if make is Gated else 1
         step = LossStep(model, sgd(model), stage, gradient_accumulation_steps=micro_batches)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             losses = [step(part(X)) for _ in range(2)]
         said = [str(one.message) for one in caught if "rule" in str(one.message)]
         results[name, stage] = losses, step.state_dict()["modules"]["model"], said
@@ -158,13 +157,11 @@ def test_they_compute_with_and_without_zero_what_one_device_does(pool: Pool) -> 
     first = pool.run(2, train)[0]
     for (name, _), (losses, state, said) in first.items():
         plain = MODELS[name]()
-        optimizer, wanted = sgd(plain), []
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = plain.inner._orig_mod(X) * 0.5 if isinstance(plain, CompiledInside) else plain(X)
-            loss.backward()
-            optimizer.step()
-            wanted.append(loss.detach())
+        optimizer = sgd(plain)
+        wanted = [
+            update_by(optimizer, plain.inner._orig_mod(X) * 0.5 if isinstance(plain, CompiledInside) else plain(X))
+            for _ in range(2)
+        ]
         assert said == [], name
         wanted_state = dict(zip(state, plain.state_dict().values(), strict=True))
         torch.testing.assert_close((losses, state), (wanted, wanted_state), rtol=1e-10, atol=1e-10)

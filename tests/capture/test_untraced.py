@@ -18,7 +18,8 @@ import transformers
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import LossStep, Predict, covering, sliced
+from tests.harness import LossStep, Predict, covering, each_stage, sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.ir.mesh import line
 
@@ -142,25 +143,15 @@ def test_no_tensor_of_a_step_has_the_length_squared(name: str, device: str) -> N
 def train_on_ranks() -> list[list[float]]:
     """Return the losses of each stage; one graph, so that it is captured once."""
     torch.set_num_threads(1)
-    ids, losses = tokens(4, 256).chunk(zg.world_size())[zg.rank()], []
+    ids = tokens(4, 256).chunk(zg.world_size())[zg.rank()]
     step = step_of(make("llama"))
-    initial = step.state_dict()
-    for stage in (0, 3):
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
-        losses.append([float(step(ids)) for _ in range(2)])
-    return losses
+    return [[float(step(ids)) for _ in range(2)] for _ in each_stage(step, (0, 3))]
 
 
 def test_two_ranks_train_as_plain_pytorch_and_stages_agree_bitwise(pool: Pool) -> None:
     model, ids = make("llama"), tokens(4, 256)
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        loss = loss_of(model, ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(loss.detach()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = [update_by(optimizer, loss_of(model, ids)).item() for _ in range(2)]
     for stages in pool.run(2, train_on_ranks):
         assert stages[0] == pytest.approx(expected, rel=3e-7)
         assert stages[1] == stages[0]

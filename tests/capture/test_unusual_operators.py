@@ -233,8 +233,7 @@ def test_group_norm_behind_a_frozen_layer_has_this_ranks_number_of_samples() -> 
 
 def test_masked_scatter_is_computed_on_shards() -> None:
     step = Step(Scattered(), sgd, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         text = step.prepare(line(2, 0, "ranks"), torch.ones(4, 4), torch.ones(4, dtype=torch.int64)).text()
     (where,) = [one for one in text.splitlines() if "where.self(" in one or (" where(" in one and "f32" in one)][:1]
     assert "S(0) (8, 3) -> (4, 3)" in where

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import zerograph as zg
 from tests.harness import LossStep
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.ir import mesh
 
@@ -54,8 +54,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 
 def trained(model: nn.Module) -> tuple[list[float], list[str], list[Tensor]]:
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         step = Step(model)
         losses = [step(part(X)).item() for _ in range(3)]
     values = list(step.state_dict()["modules"]["model"].values())
@@ -212,14 +211,7 @@ def losses(way: str) -> list[float]:
         return [step(X).item() for _ in range(3)]
     if way == "loop":
         model, optimizer = zg.prepare(model, optimizer)
-    values = []
-    for _ in range(3):
-        loss = model(X).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        values.append(loss.item())
-    return values
+    return [update_by(optimizer, model(X).square().mean()).item() for _ in range(3)]
 
 
 @pytest.mark.parametrize("way", ["graph", "loop"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.models import TokenLoss, batches, make, part
+from tests.models import TokenLoss, batches, make, part, update_by
 from tests.pool import Pool
 
 # Most of these configurations do not say whether to clip.
@@ -71,12 +71,7 @@ def test_clipping_accumulation_and_warm_up_are_those_of_plain_pytorch_at_every_s
     losses = []
     for number, (x, y) in enumerate(batches("mlp", UPDATES)):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1.0, max(0, number - 1) / 3)
-        optimizer.zero_grad()
-        loss = TokenLoss()(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update_by(optimizer, TokenLoss()(model(x), y), clip=0.5).item())
     for ours, parameters, _ in pool.run(2, trained, FP32, stages)[0]:
         assert ours == pytest.approx(losses, abs=1e-5)
         for name, parameter in model.named_parameters():
@@ -235,8 +230,7 @@ def test_a_partition_of_hpz_is_a_column_of_a_grid_that_zero_splits_both_ways(poo
 
 
 def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         settings = zg.from_deepspeed({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": 2}})
     config = zg.Config()
     settings.configure(config)
@@ -297,8 +291,7 @@ def test_what_has_no_effect_is_said_once_and_what_is_usual_is_not() -> None:
         "zerograph: without effect in the DeepSpeed configuration: wall_clock_breakdown, "
         "zero_optimization.stage3_max_live_parameters"
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         usual = {"zero_optimization": {"stage": 2, "overlap_comm": True}, "steps_per_print": 10}
         zg.from_deepspeed({**usual, "gradient_clipping": 1.0})
 

@@ -12,21 +12,20 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zerograph as zg
 from tests.harness import needs_compiler
-from tests.models import TrainStep, adamw, batches, make
+from tests.models import TrainStep, adam_step, batches
 from tests.pool import Pool
 from zerograph.runtime.backends import pieces
 
 
 def indivisible() -> tuple[str, int, bool]:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2)
+    step = adam_step("mlp", 2)
     step.config.set_gradient_accumulation_steps(2)
     ((x, y),) = batches("mlp", 1, size=6)
-    before = [parameter.clone() for parameter in model.parameters()]
+    before = [parameter.clone() for parameter in step.model.parameters()]
     mesh = zg.placement("cpu", ranks=[0, 1])
     with pytest.raises(zg.InputError) as raised:
         step(*(distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (x, y)))
-    return str(raised.value), step.steps_done, all(map(torch.equal, before, model.parameters()))
+    return str(raised.value), step.steps_done, all(map(torch.equal, before, step.model.parameters()))
 
 
 def test_global_tensors_that_micro_batches_do_not_divide_are_refused_on_every_rank(pool: Pool) -> None:
@@ -119,8 +118,7 @@ def test_other_values_are_refused(name: str, value: Any) -> None:
 
 
 def losses(backend: Any) -> tuple[list[Tensor], TrainStep]:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, backend=backend)
+    step = adam_step("mlp", 2, backend=backend)
     step.config.set_gradient_accumulation_steps(2)
     return [step(x, y) for x, y in batches("mlp", 2)], step
 

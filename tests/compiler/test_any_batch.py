@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, Predict, compilations_of, sliced, sum_of_squares, update_plainly
-from tests.models import MODELS, TrainStep, adamw, make, train_plainly
+from tests.harness import LossStep, Predict, compilations_of, set_stage, sliced, sum_of_squares
+from tests.models import MODELS, TrainStep, adam_step, adamw, make, train_plainly, update_by
 from tests.pool import Pool
 
 # Rows of each rank in each step; the first two are equal, as in the steps before the last of an epoch.
@@ -66,14 +66,13 @@ def trained(
     Returns:
         For each: losses, parameters, and how many steps were compiled for it.
     """
-    model = make(name, torch.float64)
-    step = TrainStep(model, adamw(model), dynamic_shapes="auto" if dynamic == "rows" else dynamic)
+    step = adam_step(name, dtype=torch.float64, dynamic_shapes="auto" if dynamic == "rows" else dynamic)
     take = own_of_any_size if dynamic == "rows" else own
     initial, results = step.state_dict(), []
     batches = data(name, rows[zg.world_size()], torch.float64)
     for stage, count in cases:
         before = compilations_of(step)
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         step.config.gradient_accumulation_steps = count
         step.load_state_dict(initial)
         losses = [step(take(part, x), take(part, y)) for part, x, y in batches]
@@ -159,11 +158,8 @@ def pairs_trained(stage: int, train: Callable[..., Any] | None = None) -> list[T
     differences = []
     for rows in [(3, 3), (2, 5), (0, 4), (6, 1)]:
         x, y = torch.randn(2, sum(rows), 6, dtype=torch.float64)
-        optimizer.zero_grad()
-        loss = contrastive(plain, x, y)
-        loss.backward()
-        optimizer.step()
-        differences.append((step(own(rows, x), own(rows, y)) - loss.detach()).abs())
+        loss = update_by(optimizer, contrastive(plain, x, y))
+        differences.append((step(own(rows, x), own(rows, y)) - loss).abs())
     return differences
 
 
@@ -241,7 +237,7 @@ def bags_of_any_size(of_part: bool) -> list[Tensor]:
         lengths = torch.tensor([size for part in sizes for size in part])
         indices, targets = torch.randint(11, (int(lengths.sum()),)), torch.randint(3, (len(lengths),))
         offsets = lengths.cumsum(0) - lengths
-        loss = update_plainly(plain, optimizer, lambda model, *batch: model(*batch), indices, offsets, targets)
+        loss = update_by(optimizer, plain(indices, offsets, targets))
         bags, rows = (tuple(map(count, sizes)) for count in (len, sum))
         mine = own(bags, offsets) - (sum(rows[: zg.rank()]) if of_part else 0)
         differences.append((step(own(rows, indices), mine, own(bags, targets)) - loss).abs())

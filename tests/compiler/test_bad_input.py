@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, compilations_of, sum_of_squares
-from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
+from tests.models import TokenLoss, TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.ir.loop import Loop
 from zerograph.ir.mesh import line
@@ -209,11 +209,10 @@ def test_split_parameters_are_an_error_and_never_stale(pool: Pool) -> None:
 
 
 def replaced_data() -> None:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 0)
+    step = adam_step("mlp", 0)
     (x, y), *_ = batches("mlp", 1)
     step(part(x), part(y))
-    model.to(torch.float64)
+    step.model.to(torch.float64)
     with pytest.raises(zg.InputError, match="replaced after"):
         step(part(x), part(y))
 
@@ -304,8 +303,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_every_rank(pool: Pool) -> None:
 
 
 def group_gone() -> None:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2)
+    step = adam_step("mlp", 2)
     (x, y), *_ = batches("mlp", 1)
     step(part(x), part(y))
     x, y = part(x), part(y)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import zerograph as zg
 from tests.harness import Function, Predict, deviation, joined, sliced
-from tests.models import MODELS, TrainStep, adamw, make, train_plainly
+from tests.models import MODELS, adam_step, adamw, make, train_plainly
 from tests.pool import Pool
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64)
@@ -57,8 +57,7 @@ def loader_of(kind: str, *tensors: Tensor) -> Any:
 
 def epoch(kind: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     x, y = (tensor[list(shares(zg.world_size())[zg.rank()])] for tensor in samples())
-    model = make("mlp", torch.float64)
-    step = TrainStep(model, adamw(model), stage)
+    step = adam_step("mlp", stage, dtype=torch.float64)
     losses = [step(*batch) for batch in zg.batches(loader_of(kind, x, y))]
     return losses, step.state_dict()["modules"]["model"]
 

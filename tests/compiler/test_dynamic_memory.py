@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.harness import compilations_of, sliced
-from tests.models import TrainStep, adamw, make
+from tests.models import TrainStep, adam_step
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.ir.mesh import line
@@ -34,8 +34,7 @@ def marked(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def step_of(budget: int | None = None, **options: Any) -> TrainStep:
-    model = make("gpt")
-    return TrainStep(model, adamw(model), 2, memory_budget=budget, **options)
+    return adam_step("gpt", 2, memory_budget=budget, **options)
 
 
 def peak_at_maximum() -> int:
@@ -87,8 +86,7 @@ def larger_sizes(budget: int) -> tuple[list[str], list[int], list[int], str]:
     """Return warnings, live bytes and number of compilations after each batch, and the error of one that is refused."""
     step = step_of(budget, activation_checkpointing="auto")
     alive, compilations = [], []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for batch in [(2, 4), (3, 5), (4, 6), (4, 14), (2, 5), (14, 4), (3, 13)]:
             step(*part(*batch))
             alive.append(most_alive_bytes(step, *part(*batch)))

@@ -13,15 +13,14 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.compiler.test_any_batch import own
 from tests.harness import LossStep, compilations_of, sliced
-from tests.models import TokenLoss, TrainStep, adamw, make
+from tests.models import TokenLoss, TrainStep, adam_step, adamw, make, update_by
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.ir.mesh import line
 
 
 def sizes_compiled(sizes: list[int], mode: Any) -> int:
-    model = make("gpt_of_one_block")
-    step = TrainStep(model, adamw(model), dynamic_shapes=mode)
+    step = adam_step("gpt_of_one_block", dynamic_shapes=mode)
     for size in sizes:
         x = torch.randint(0, 61, (4, size + 1))
         step(x[:, :-1].contiguous(), x[:, 1:].contiguous())
@@ -44,11 +43,8 @@ def test_a_branch_on_a_size_is_a_guard_with_a_step_for_each_outcome() -> None:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for rows in (4, 5, 9, 3, 12, 6, 7):
         x = torch.randn(rows, 3)
-        optimizer.zero_grad()
-        loss = long_or_short(plain, x)
-        loss.backward()
-        optimizer.step()
-        torch.testing.assert_close(step(x), loss.detach())
+        loss = update_by(optimizer, long_or_short(plain, x))
+        torch.testing.assert_close(step(x), loss)
     assert compilations_of(step) == 3
 
 
@@ -124,8 +120,7 @@ def test_a_loop_over_a_size_compiles_each_size_and_is_named_at_the_third_and_the
     model = nn.Linear(3, 2)
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, each_row)
     messages = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for rows in range(2, 12):
             x = torch.randn(rows, 3)
             torch.testing.assert_close(step(x), each_row(model, x).detach())
@@ -146,18 +141,15 @@ def loop_over_rows_of_ranks() -> tuple[list[Tensor], str, str]:
     plain.load_state_dict(model.state_dict())
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, each_row)
     differences = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         for rows in [(3, 3), (2, 2)]:
             x = torch.randn(sum(rows), 3)
             differences.append((step(own(rows, x)) - each_row(plain, x)).abs().detach())
     with pytest.raises(zg.InputError) as caught:
         step(own((3, 1), torch.randn(4, 3)))
     asking = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, for_few_rows)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(zg.InputError) as few:
-            asking(own((2, 0), torch.randn(2, 3)))
+    with warnings.catch_warnings(action="ignore"), pytest.raises(zg.InputError) as few:
+        asking(own((2, 0), torch.randn(2, 3)))
     return differences, str(caught.value), str(few.value)
 
 

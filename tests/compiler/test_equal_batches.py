@@ -12,6 +12,7 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.compiler.test_plain_inputs import classes, linear, numbers, step_of
+from tests.models import update_by
 from tests.pool import Pool
 
 
@@ -19,16 +20,10 @@ def equal_batches(mark: Callable[[Tensor], Tensor], prepared: bool) -> tuple[lis
     """Losses of two steps of ranks that all pass the same batch; the warnings, and the files that they point at."""
     torch.manual_seed(0)
     model, x, y = linear(), mark(numbers(0, 8, 8)), mark(classes(8))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         if prepared:
             model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            losses = []
-            for _ in range(2):
-                losses.append(F.cross_entropy(model(x), y))
-                losses[-1].backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            losses = [update_by(optimizer, F.cross_entropy(model(x), y)) for _ in range(2)]
         else:
             step = step_of(model, lambda model, rows, target: F.cross_entropy(model(rows), target))
             losses = [step(x, y) for _ in range(2)]

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, mean_of_squares, needs_compiler, sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph._torch import pytree
 
@@ -200,8 +201,7 @@ def test_raise_names_the_rank_of_four(pool: Pool) -> None:
 
 def skipping(stage: int) -> tuple[Any, ...]:
     step = made(adamw, stage, on_nonfinite="skip")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for seed, changes in SCRIPT:
             step(*part(batch(seed, **changes)))
     said = [str(one.message) for one in caught if "was skipped" in str(one.message)]
@@ -219,9 +219,7 @@ def test_skip_trains_as_if_the_batch_had_not_been_there(pool: Pool) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for seed, changes in SCRIPT:
         if not changes:
-            optimizer.zero_grad()
-            model(*batch(seed)).square().mean().backward()
-            optimizer.step()
+            update_by(optimizer, model(*batch(seed)).square().mean())
             scheduler.step()
     for said, skipped, done, epoch, state in pool.run(2, skipping, 2):
         assert (len(said), skipped, done, epoch) == (1, 2, 3, 3)

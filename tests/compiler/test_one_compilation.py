@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from tests.harness import LossStep, MakeOptimizer, compilations_of, inputs, sum_of_squares, two_layers, update_plainly
+from tests.harness import LossStep, MakeOptimizer, compilations_of, inputs, sum_of_squares, two_layers
+from tests.models import update_by
 
 
 def step_of(model: nn.Module, make: MakeOptimizer, schedule: Callable[[Any], LRScheduler] | None = None) -> LossStep:
@@ -35,7 +36,7 @@ def test_the_first_update_is_plain_pytorchs_bit_by_bit_and_needs_no_compilation_
     optimizer = OPTIMIZERS[name](plain.parameters())
     step = step_of(copy.deepcopy(plain), OPTIMIZERS[name])
     for x in inputs([4, 4, 4]):
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
         step(x)
         state = step.state_dict()
         for key, value in state["modules"]["model"].items():
@@ -71,7 +72,7 @@ def test_a_schedule_that_cycles_momentum_needs_no_second_compilation(name: str) 
     optimizer = OPTIMIZERS[name](plain.parameters())
     schedule = OneCycleLR(optimizer, 0.1, 10)
     for x in inputs([4, 4, 4]):
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
         schedule.step()
         step(x)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)
@@ -84,6 +85,6 @@ def test_an_update_whose_beginning_is_no_constant_is_compiled_by_itself(make: Ma
     plain = two_layers()
     optimizer = make(plain.parameters())
     for x in inputs([4, 4, 4]):
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
         step(x)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-12, atol=1e-12)

@@ -14,7 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.attention.varlen import varlen_attn
 
 import zerograph as zg
-from tests.harness import Function, LossStep, compilations_of, needs_compiler, prepare, sliced
+from tests.harness import Function, LossStep, compilations_of, needs_compiler, prepare, set_stage, sliced
+from tests.models import update_by
 from tests.pool import Pool
 
 # For each step the documents' lengths in each row, and the rows of each of two ranks.
@@ -129,7 +130,7 @@ def trained(
     initial, results = step.state_dict(), []
     for stage in stages:
         before = compilations_of(step)
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         step.load_state_dict(initial)
         losses = []
         for lengths, rows in STEPS:
@@ -154,11 +155,7 @@ def trained_on_documents(name: str, dtype: torch.dtype) -> tuple[list[Tensor], d
                 *(tensor[row].split(document_lengths) for tensor in (tokens, positions, documents)), strict=True
             )
         ]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(torch.cat(logits), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+        losses.append(update_by(optimizer, F.cross_entropy(torch.cat(logits), targets.flatten())))
     return losses, dict(plain.state_dict())
 
 
@@ -370,6 +367,5 @@ def test_a_cache_that_hides_documents_from_transformers_is_a_warning() -> None:
         step(tokens, positions)
     silent = Function(lambda tokens: model(tokens).logits)
     silent.model = model
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         silent(tokens)

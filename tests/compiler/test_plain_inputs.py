@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, sliced
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.compiler.index_inputs import check_indices
 from zerograph.compiler.plain_inputs import Comparison, Values
@@ -172,8 +172,7 @@ def mistaken_and_right() -> dict[str, tuple[str, bool, float, float]]:
         model = case.model()
         expected = case.loss(model, *case.whole()).item()
         mistaken, right = step_of(case.model(), case.loss), step_of(model, case.loss)
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as warned:
             try:
                 mistaken(*case.mistaken(*case.whole()))
                 message = "\n".join(str(warning.message) for warning in warned)
@@ -236,8 +235,7 @@ def warned_of() -> list[str]:
         return (F.cross_entropy(model(rows), target, reduction="none")[:, None] * factor).mean()
 
     step = step_of(linear(), loss)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):
             step(part(x), part(y), weight)
     return [str(one.message) for one in caught]
@@ -318,14 +316,9 @@ def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], l
         return [step(*given).item() for _ in range(2)]
 
     torch.manual_seed(0)
-    model, expected = Bags(mode), []
+    model = Bags(mode)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = of_bags(model, indices, whole, y)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = [update_by(optimizer, of_bags(model, indices, whole, y)).item() for _ in range(2)]
     return losses(own.view(-1)), losses(whole), expected
 
 

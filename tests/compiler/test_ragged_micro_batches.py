@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_any_batch import as_one_device, data, own_of_any_size, trained
-from tests.harness import LossStep, needs_compiler, sliced, update_plainly
-from tests.models import TrainStep, adamw, make, train_plainly
+from tests.equivalence.test_accumulation import Outputs
+from tests.harness import LossStep, needs_compiler, sliced
+from tests.models import TrainStep, adam_step, adamw, make, train_plainly, update_by
 from tests.pool import Pool
 from zerograph.runtime.backends import pieces
 
@@ -64,22 +65,6 @@ class Everything(nn.Module):
         return self.last(hidden + 0.1 * torch.randn_like(hidden))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Everything().double()
-        self.add_optimizer(adamw(self.model))
-        self.config.seed = 3
-
-    def build(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        logits = self.model(x)
-        loss = F.cross_entropy(logits, y, weight=self.model.weights)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        return {"loss": loss, "logits": logits, "norm": norm, "right": (logits.argmax(1) == y).sum(), "sq": loss * loss}
-
-
 def images(rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     x, y = torch.randn(rows, 3, 6, 6, generator=generator).double(), torch.randint(5, (rows,), generator=generator)
@@ -101,8 +86,9 @@ def everything(cases: Sequence[tuple[int, int]], grid: bool = False) -> list[Res
         cases: ZeRO stages and numbers of micro-batches.
         grid: the ranks are a grid, which splits rows along both dimensions.
     """
-    step = Step()
-    ranks = zg.world_size()
+    torch.manual_seed(0)
+    model = Everything().double()
+    step, ranks = Outputs(model, adamw(model), seed=3), zg.world_size()
     if grid:
         step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
     initial, found = step.state_dict(), []
@@ -191,7 +177,7 @@ def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str
     for rows in [(3, 3), (2, 5), (0, 4), (1, 1)]:
         x, mask = torch.randn(sum(rows), 6, dtype=torch.float64), (torch.rand(sum(rows)) < 0.7).double()
         mask[0] = 1
-        expected = update_plainly(plain, optimizer, masked, x, mask)
+        expected = update_by(optimizer, masked(plain, x, mask))
         differences.append((step(own_of_any_size(rows, x), own_of_any_size(rows, mask)) - expected).abs())
     gathers = [collective.tensors for collective in step.collectives() if collective.kind == "all-gather"]
     return differences, {name for names in gathers for name in names}
@@ -206,8 +192,7 @@ def test_a_masked_mean_divides_by_the_count_of_the_whole_batch(pool: Pool, micro
 
 
 def packed(stage: int) -> list[Tensor]:
-    model = make("mlp", torch.float64)
-    step = TrainStep(model, adamw(model), stage, gradient_accumulation_steps=2, accumulation_outputs="packed")
+    step = adam_step("mlp", stage, dtype=torch.float64, gradient_accumulation_steps=2, accumulation_outputs="packed")
     return [
         step(own_of_any_size(rows, x), own_of_any_size(rows, y)) for rows, x, y in data("mlp", ROWS[2], torch.float64)
     ]

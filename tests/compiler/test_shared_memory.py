@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import Predict, Step, sliced
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adamw, batches, make, part, update_by
 from tests.pool import Pool
 
 
@@ -81,9 +81,7 @@ def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], Non
     trained = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
         step(torch.ones(2, 4))
-        trained.zero_grad()
-        plain(torch.ones(2, 4)).square().mean().backward()
-        trained.step()
+        update_by(trained, plain(torch.ones(2, 4)).square().mean())
     torch.testing.assert_close(dict(step.state_dict()["modules"]["model"]), dict(plain.state_dict()))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import Predict
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.members import capture_facts
 
@@ -26,26 +27,21 @@ class Layer(nn.Module):
         return self.linear(x) * self.factor * self.scale
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(Layer(), Layer())
-
-    def build(self, x: Tensor) -> Tensor:
-        return self.model(x)
+def new_step() -> Predict:
+    return Predict(nn.Sequential(Layer(), Layer()))
 
 
 class Other(Layer):
     pass
 
 
-def found(step: Step) -> tuple[Any, ...]:
+def found(step: Predict) -> tuple[Any, ...]:
     members = step._members()
     facts = capture_facts(members, step._attributes(), (), lambda *_: {})
     return list(members.parameters), list(map(id, members.parameters.values())), facts
 
 
-CHANGES: dict[str, Callable[[Layer, Step], object]] = {
+CHANGES: dict[str, Callable[[Layer, Predict], object]] = {
     "a number": lambda layer, _: setattr(layer, "factor", 3.0),
     "a private number": lambda layer, _: setattr(layer, "_private", 2),
     "a tuple": lambda layer, _: setattr(layer, "pair", (1, 3)),
@@ -73,7 +69,7 @@ CHANGES: dict[str, Callable[[Layer, Step], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change: str) -> None:
-    step = Step()
+    step = new_step()
     before = found(step)
     assert found(step) == before
     CHANGES[change](step.model[1], step)
@@ -81,7 +77,7 @@ def test_a_change_is_seen(change: str) -> None:
 
 
 def test_members_that_stay_are_found_once() -> None:
-    step = Step()
+    step = new_step()
     members = step._members()
     assert step._members() is members
     step.model[1].factor = 3.0
@@ -89,7 +85,7 @@ def test_members_that_stay_are_found_once() -> None:
 
 
 def test_nested_batches_are_named_and_arranged_as_torch_does() -> None:
-    step, x = Step(), torch.ones(2, 3)
+    step, x = new_step(), torch.ones(2, 3)
     nested = {"a": [x, (x, 2, None)], "b": "text"}
     for _ in range(2):
         batch = step._steps.inputs_on(zg.mesh.line(1, 0, "ranks"), (nested,), {"more": x}, "cpu", step._request)[1]

@@ -93,8 +93,7 @@ def compare(seeds: range) -> list[str]:
         rows = [draw.randint(1, 5) for _ in range(zg.world_size())] if seed % 2 else [4] * zg.world_size()
         x = torch.randn(sum(rows), draw.choice([4, 6, 16]), generator=generator, dtype=torch.float64)
         names, expected, gradient = run(x.clone(), seed)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", zg.ZeroGraphWarning)
+        with warnings.catch_warnings(action="ignore", category=zg.ZeroGraphWarning):
             _, result, other = run(zg.global_tensor(x.split(rows)[zg.rank()].clone(), zg.sbp.split(0)), seed)
         pairs = [(result, expected), (other, gradient)]
         values = [(one.full_tensor() if isinstance(one, zg.GlobalTensor) else one, same) for one, same in pairs]

@@ -159,8 +159,7 @@ def leaves(value: Any) -> list[Tensor]:
 def compare(name: str, rows: tuple[int, ...]) -> None:
     x = whole()
     expected = leaves(OPERATORS[name](x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", zg.ZeroGraphWarning)
+    with warnings.catch_warnings(action="ignore", category=zg.ZeroGraphWarning):
         results = leaves(OPERATORS[name](distributed(x, rows)))
         with torch.inference_mode():
             in_inference = leaves(OPERATORS[name](distributed(x, rows)))

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zerograph as zg
 from tests.capture import test_local as routing
 from tests.equivalence.test_stages import check
-from tests.harness import LossStep, PlainRun, sliced
-from tests.models import Batch, TrainStep, adamw, batches, make, part, train_plainly
+from tests.harness import LossStep, PlainRun, each_stage, set_stage, sliced
+from tests.models import Batch, adam_step, adamw, batches, make, part, train_on, train_plainly
 from tests.pool import Pool
 from zerograph.ir.loop import loops
 from zerograph.ir.step_graph import collective_nodes
@@ -34,16 +33,14 @@ def masked(name: str, dtype: torch.dtype) -> list[Batch]:
 
 def train(name: str, cases: list[Case], dtype: torch.dtype) -> list[Any]:
     """Losses and the final state of the model for each case: run on every rank. One graph, so captured once."""
-    model = make(name, dtype)
-    step = TrainStep(model, adamw(model))
+    step = adam_step(name, dtype=dtype)
     initial = step.state_dict()
     results = []
     for stage, micro_batches in cases:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         step.config.set_gradient_accumulation_steps(micro_batches)
         step.load_state_dict(initial)
-        losses = [step(part(x), part(y)) for x, y in masked(name, dtype)]
-        results.append((losses, step.state_dict()["modules"]["model"]))
+        results.append(train_on(step, masked(name, dtype)))
     return results
 
 
@@ -92,18 +89,10 @@ class Everything(nn.Module):
         return self.last(hidden + 0.1 * torch.randn_like(hidden))
 
 
-class Step(zg.ZeroGraph):
-    def __init__(self, micro_batches: int, stage: int, outputs: str = "whole") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = Everything().double()
-        self.add_optimizer(adamw(self.model))
-        self.config.enable_zero(stage > 0, stage=stage or 1)
-        self.config.seed, self.config.batch_norm = 3, "local"
-        self.config.gradient_accumulation_steps = micro_batches
-        self.config.accumulation_outputs = outputs
+class Outputs(LossStep):
+    """Return the loss, clipped gradients' norm, and outputs of other kinds, of a model that has class weights."""
 
-    def build(self, x: Tensor, y: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    def build(self, x: Tensor, y: Tensor, scale: Any = 1) -> dict[str, Tensor]:
         logits = self.model(x)
         loss = F.cross_entropy(logits, y, weight=self.model.weights) * scale
         loss.backward()
@@ -112,7 +101,10 @@ class Step(zg.ZeroGraph):
 
 
 def step_with_everything(micro_batches: int, stage: int, outputs: str = "whole") -> tuple[Any, dict[str, Tensor]]:
-    step = Step(micro_batches, stage, outputs)
+    torch.manual_seed(0)
+    model = Everything().double()
+    step = Outputs(model, adamw(model), stage, seed=3, batch_norm="local", accumulation_outputs=outputs)
+    step.config.gradient_accumulation_steps = micro_batches
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(16, 6, generator=generator).double(), torch.randint(5, (16,), generator=generator)
     y[3:6] = -100
@@ -174,15 +166,11 @@ def test_a_local_region_sees_one_micro_batch(pool: Pool) -> None:
 
 def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
     """At stages 1 and 2: losses, dtypes that gradients are summed in over micro-batches, and that they travel in."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model))
+    step = adam_step("mlp")
     step.config.enable_amp(True, dtype=torch.bfloat16)
     step.config.set_gradient_accumulation_steps(4)
-    initial = step.state_dict()
     found = []
-    for stage in (1, 2):
-        step.set_zero_mode("distributed_split", stage=stage)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, (1, 2)):
         losses = [step(part(x), part(y)) for x, y in masked("mlp", torch.float32)]
         graph = step.graph().graph
         (loop,) = loops(graph)

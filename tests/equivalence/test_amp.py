@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import deviation, sliced
-from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part
+from tests.harness import LossStep, deviation, each_stage, set_stage, sliced
+from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part, train_on
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
 from zerograph.ir.memory import profile
@@ -76,14 +76,7 @@ def train(name: str, dtype: torch.dtype, stages: list[int], options: dict[str, A
     model = make(name)
     step = TrainStep(model, sgd(model), **options)
     step.config.enable_amp(dtype=dtype)
-    initial = step.state_dict()
-    results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
-        losses = [step(part(x), part(y)) for x, y in batches(name, STEPS)]
-        results.append((losses, step.state_dict()["modules"]["model"]))
-    return results
+    return [train_on(step, batches(name, STEPS)) for _ in each_stage(step, stages)]
 
 
 @sliced(
@@ -109,18 +102,9 @@ def test_stages_and_plain_autocast_agree_bitwise(
             assert torch.equal(value, wanted[1][key]), f"stage {stage} has another {key} than plain PyTorch"
 
 
-class Scaled(zg.ZeroGraph):
-    """A step whose loss is multiplied sample by sample, so that a sample may make it infinite."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer, scheduler)
-
-    def build(self, x: Tensor, factor: Tensor) -> Tensor:
-        loss = (self.model(x).square().mean(1) * factor).mean()
-        loss.backward()
-        return loss
+def scaled(model: nn.Module, x: Tensor, factor: Tensor) -> Tensor:
+    """Return a loss that is multiplied sample by sample, so that a sample may make it infinite."""
+    return (model(x).square().mean(1) * factor).mean()
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -154,14 +138,11 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 def skip(kind: str, stages: list[int], dtype: torch.dtype | None) -> list[Any]:
     model, optimizer, scheduler = made(kind)
-    step = Scaled(model, optimizer, scheduler)
+    step = LossStep(model, optimizer, 0, scaled, scheduler)
     step.config.amp_dtype = dtype
     step.config.grad_scaler = zg.GradScaler(**OPTIONS)
-    initial = step.state_dict()
     results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         seen = []
         for x, factor in scripted():
             step(part(x), part(factor))
@@ -236,11 +217,8 @@ def in_turn() -> list[list[Tensor]]:
 def paired(second: str, stages: list[int], together: bool = False) -> list[Any]:
     step = Pair(second, together)
     step.config.grad_scaler = zg.GradScaler(**OPTIONS)
-    initial = step.state_dict()
     results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         seen = []
         for tensors in in_turn():
             step(*map(part, tensors))
@@ -311,7 +289,7 @@ def test_fp16_skips_on_all_ranks_what_overflows_on_one(pool: Pool) -> None:
 
 def scales(scaler: zg.GradScaler, overflows: list[bool]) -> list[float]:
     model = nn.Linear(3, 1)
-    step = Scaled(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, scaled)
     step.config.enable_amp(dtype=torch.float16)
     step.config.grad_scaler = scaler
     found = []
@@ -432,7 +410,7 @@ def counted() -> list[dict[str, float]]:
     every = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
     results = []
     for stage in range(4):
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(selection, "select_exchanges", lambda job: every)
             step.compile(tokens[:, :-1], tokens[:, 1:])

@@ -18,6 +18,8 @@ SAMPLES, STEPS = 8, 2
 
 
 class Normed(nn.Module):
+    """Batch norm of vectors, of images and of volumes, with running statistics, and a norm of each sample."""
+
     def __init__(self) -> None:
         super().__init__()
         self.vectors, self.images = nn.BatchNorm1d(3), nn.BatchNorm2d(4, affine=False)

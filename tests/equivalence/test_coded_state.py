@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, needs_compiler, prepare, sliced, stores_of
-from tests.models import part
+from tests.harness import LossStep, each_stage, needs_compiler, prepare, sliced, stores_of
+from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.ir.coded_state import UNSIGNED, decode_entry, encode_entry
 from zerograph.optim.coded import with_coded_state
@@ -59,10 +59,7 @@ def train(stages: list[int], options: dict[str, Any]) -> list[dict[str, Tensor]]
     results = []
     module = model()
     step = LossStep(module, adamw(module), loss=product, optimizer_state="int8", **options)
-    initial = step.state_dict()
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         for x, y in batches():
             step(part(x), part(y))
         results.append(step.state_dict()["modules"]["model"] | codes_of(step))
@@ -85,9 +82,7 @@ def train_plainly() -> dict[str, Tensor]:
     module = model()
     update = adamw(module)
     for x, y in batches():
-        update.zero_grad()
-        product(module, x, y).backward()
-        update.step()
+        update_by(update, product(module, x, y))
         for state in update.state.values():
             state["exp_avg"], state["exp_avg_sq"] = rounded(state["exp_avg"], 2), rounded(state["exp_avg_sq"], 4)
     states = {f"{number}.{key}": state[key] for number, state in enumerate(update.state.values()) for key in KEYS}

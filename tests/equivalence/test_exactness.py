@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.equivalence.test_batch_norm import Normed
 from tests.harness import LossStep, sliced
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 
 SAMPLES, LENGTH, WORDS = 4, 6, 11
@@ -30,21 +31,6 @@ class Tokens(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.head(torch.tanh(self.embedding(tokens))).flatten(0, 1), targets.flatten())
-
-
-class Normed(nn.Module):
-    """Batch norm of vectors, of images and of volumes, with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.vectors, self.images = nn.BatchNorm1d(3), nn.BatchNorm2d(4, momentum=0.2)
-        self.volumes, self.convolution = nn.BatchNorm3d(2, momentum=0.3), nn.Conv2d(3, 4, 3, bias=False)
-        self.head = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        hidden = self.images(self.convolution(self.vectors(x.flatten(2)).view(x.shape)))
-        volumes = self.volumes(hidden.view(len(x), 2, 2, *hidden.shape[2:])).view(hidden.shape)
-        return F.mse_loss(self.head(F.gelu(volumes).mean((2, 3))).squeeze(1), target)
 
 
 class Contrast(nn.Module):
@@ -144,13 +130,7 @@ def test_two_ranks_compute_what_one_device_computes(
     losses, state = trained(pool, dtype)[name]
     model, batch = _made(name, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.detach())
+    wanted = [update_by(optimizer, model(*batch)) for _ in range(STEPS)]
     torch.testing.assert_close(losses, torch.stack(wanted), rtol=tolerance, atol=tolerance)
     assert state.keys() == model.state_dict().keys()
     for key, value in model.state_dict().items():

@@ -52,8 +52,7 @@ def _sets() -> Tensor:
 
 def _plain(name: str) -> Callable[[str], nn.Module]:
     def make(reduction: str) -> nn.Module:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return getattr(losses, name)(reduction=reduction)
 
     return make
@@ -168,8 +167,7 @@ _TWO_SIDED = {"CosineEmbeddingLoss", "MarginRankingLoss", "TripletMarginLoss", "
 
 def _made(reduction: str) -> tuple[Losses, dict[str, tuple[Tensor, ...]]]:
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return Losses(reduction).double(), {name: case.batch() for name, case in CASES.items()}
 
 
@@ -203,8 +201,7 @@ def test_every_loss_is_that_of_one_device_and_no_sample_moves(pool: Pool, reduct
     results = pool.run(2, train, reduction)
     model, batch = _made(reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         wanted = model(batch)
     sum(one.square().sum() for one in wanted.values()).backward()
     optimizer.step()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import Predict, deviation, plain_run, sliced
+from tests.harness import Predict, deviation, each_stage, plain_run, sliced
 from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh
@@ -47,11 +47,8 @@ def train(name: str, stages: tuple[int, ...], sbp: Any) -> list[Any]:
     if sbp == FIRST:
         annotate(model)
     step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), input_sbp=sbp)
-    initial = step.state_dict()
     results = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         losses = [step(own(x, sbp), own(y, sbp)) for x, y in batches(name, STEPS, 8, dtype)]
         collectives, placements = step.collectives(), {k: str(v) for k, v in step.placements().items()}
         results.append((losses, step.state_dict(), collectives, placements, step.state_bytes()))

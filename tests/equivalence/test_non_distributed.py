@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.equivalence import test_split_modules as split_modules
 from tests.harness import deviation
-from tests.models import Gpt, TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.models import Gpt, TokenLoss, TrainStep, adam_step, adamw, batches, make, part, train_plainly, update_by
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.runtime.state import in_memory, store_of
@@ -49,12 +49,11 @@ def same(found: dict[tuple[str, int], Any]) -> None:
 
 
 def plainly_and_clipped() -> tuple[dict[tuple[str, int], Any], dict[str, Any]]:
-    model = make(NAME)
-    step = TrainStep(model, adamw(model), clip_grad_norm=0.5, bucket_size=8192)
+    step = adam_step(NAME, clip_grad_norm=0.5, bucket_size=8192)
     found = runs(step, (1, 2, 3))
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    sizes = {name: parameter.numel() for name, parameter in step.model.named_parameters()}
     held = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in step.model.named_parameters():
         store = store_of(parameter)
         assert store is not None
         slot = store.layout.slots[next(i for i, one in enumerate(store.parameters) if one is parameter)]
@@ -85,10 +84,7 @@ def test_they_are_those_of_one_device(trained: list[Any]) -> None:
     model = make(NAME)
     optimizer = adamw(model)
     for x, y in batches(NAME, STEPS):
-        optimizer.zero_grad()
-        TokenLoss()(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        update_by(optimizer, TokenLoss()(model(x), y), clip=0.5)
     state = trained[0][0]["non_distributed", 3][1]
     for name, value in model.state_dict().items():
         assert deviation(state[name], value) <= 1e-5, name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.models import TokenLoss, batches, part
+from tests.models import TrainStep, batches, part
 from tests.optimizers import Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
 
@@ -35,22 +33,12 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-class Step(zg.ZeroGraph):
+class Step(TrainStep):
     def __init__(self, model: nn.Module, optimizers: Optimizers, stage: int, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.model, self.loss_fn = model, TokenLoss()
-        for optimizer in optimizers:
-            self.add_optimizer(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30))
-        if stage:
-            self.config.enable_zero(stage=stage)
-        self.config.backend = "eager"
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss_fn(self.model(x), y)
-        loss.backward()
-        return loss
+        first, *others = ((one, torch.optim.lr_scheduler.CosineAnnealingLR(one, 30)) for one in optimizers)
+        super().__init__(model, first[0], stage, scheduler=first[1], backend="eager", **options)
+        for optimizer, scheduler in others:
+            self.add_optimizer(optimizer, scheduler)
 
 
 def of(kind: Any, **options: Any) -> Callable[[nn.Module], Optimizers]:
@@ -158,14 +146,6 @@ def new_processes() -> Iterator[Pool]:
     workers = Pool(2, hash_apart=False)
     yield workers
     workers.close(patience=60.0)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """In memory where there is such a place: disks may take seconds to sync, and there are many files."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
-        yield Path(made)
 
 
 def bitwise(found: Any, wanted: Any, where: str) -> None:

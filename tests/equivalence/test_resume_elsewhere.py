@@ -14,7 +14,7 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.models import TrainStep, adamw, batches, make, part, train_plainly
+from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 
 # Of each run: its last losses, and its parameters then.
@@ -205,8 +205,7 @@ def test_a_state_that_torch_saved_goes_on_as_in_plain_pytorch(pool: Pool, tmp_pa
 
 
 def test_plain_states_that_do_not_fit_say_so() -> None:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, backend="eager")
+    step = adam_step("mlp", 2, backend="eager")
     trained(step, 0, 1)
     before = step.state_dict()
     turned = make("mlp")

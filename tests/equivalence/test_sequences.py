@@ -17,7 +17,8 @@ import zerograph as zg
 from tests.equivalence.families import FAMILIES, LossOf
 from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, SEQUENCE_OF_FOUR, Arrangement
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
-from tests.harness import LossStep, sliced, update_plainly
+from tests.harness import LossStep, sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
@@ -205,7 +206,7 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
     torch.manual_seed(0)
     model = Mean().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    wanted = [update_plainly(model, optimizer, lambda module, *batch: module(*batch), *b) for b in mean_batches()]
+    wanted = [update_by(optimizer, model(*b)) for b in mean_batches()]
     torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
     words = [
@@ -267,7 +268,7 @@ def convolved(ranks: int = 1) -> dict[Stage, tuple[list[Tensor], dict[str, Tenso
         model = Convolved().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=0.1)
         if ranks == 1:
-            losses = [update_plainly(model, optimizer, lambda module, x: module(x, x), x) for x in ids]
+            losses = [update_by(optimizer, model(x, x)) for x in ids]
             results[stage] = losses, dict(model.state_dict())
             continue
         step = LossStep(model, optimizer, 0 if stage == "off" else int(stage), input_sbp=(zg.sbp.split(1),))
@@ -305,7 +306,7 @@ def with_few_keys(ranks: int = 1) -> tuple[list[Tensor], dict[str, Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     batches = torch.randint(64, (3, 2, 8), generator=torch.Generator().manual_seed(3))
     if ranks == 1:
-        losses = [update_plainly(model, optimizer, lambda module, x: module(x), x) for x in batches]
+        losses = [update_by(optimizer, model(x)) for x in batches]
         return losses, dict(model.state_dict())
     step = LossStep(model, optimizer, 2, input_sbp=(zg.sbp.split(1),), context_parallel_method="ulysses")
     return [step(x.chunk(ranks, 1)[zg.rank()]) for x in batches], step.state_dict()["modules"]["model"]

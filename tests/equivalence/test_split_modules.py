@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.compiler.input_layout import zero_dims_on
 from zerograph.ir.mesh import Mesh
@@ -267,9 +268,7 @@ def eager_first() -> tuple[Tensor, Tensor]:
     model, _, given = placed("line")
     optimizer = adamw(model)
     (x, y), (x2, y2), *_ = data()
-    (model(given(x)) - given(y)).square().mean().full_tensor().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update_by(optimizer, (model(given(x)) - given(y)).square().mean().full_tensor())
     step = LossStep(model, optimizer, 2, distance)
     saved = step.state_dict()["optimizers"][0]["state"][2]["exp_avg"]
     step(given(x2), given(y2))
@@ -281,9 +280,7 @@ def test_momentum_of_eager_global_training_goes_on_in_the_graph(pool: Pool) -> N
     model = net()
     optimizer, moments = adamw(model), []
     for x, y in data()[:2]:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        update_by(optimizer, F.mse_loss(model(x), y))
         moments.append(optimizer.state[model.split.weight]["exp_avg"].clone())
     assert type(saved) is Tensor
     torch.testing.assert_close(saved, moments[0], rtol=1e-12, atol=1e-12)

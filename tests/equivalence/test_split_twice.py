@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, deviation, sliced
-from tests.models import adamw
+from tests.harness import LossStep, deviation, each_stage, sliced
+from tests.models import adamw, update_by
 from tests.pool import Pool
 from zerograph.ir.mesh import Mesh
 
@@ -58,14 +58,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def plain() -> tuple[list[Tensor], dict[str, Tensor]]:
-    one, losses = model(), []
+    one = model()
     optimizer = adamw(one)
-    for batch in batches():
-        optimizer.zero_grad()
-        losses.append(one(*batch))
-        losses[-1].backward()
-        torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
-        optimizer.step()
+    losses = [update_by(optimizer, one(*batch), clip=0.5) for batch in batches()]
     return [loss.detach() for loss in losses], one.state_dict()
 
 
@@ -90,10 +85,8 @@ def part(tensor: Tensor, ranks: Any, input_sbp: Any) -> Tensor:
 def train(ranks: Any, stages: tuple[int, ...], input_sbp: Any, folder: Path | None = None, **options: Any) -> list[Any]:
     """For each stage losses, the state, and the SBPs of the parameters; save the last in the middle."""
     step = step_on(ranks, 0, input_sbp=input_sbp, **options)
-    initial, results = step.state_dict(), []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    results = []
+    for stage in each_stage(step, stages):
         losses = []
         for number, batch in enumerate(batches()):
             losses.append(step(*(part(tensor, ranks, input_sbp) for tensor in batch)))

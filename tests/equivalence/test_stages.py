@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.harness import LossStep, PlainRun, deviation, joined, plain_run, sliced, sum_of_squares
-from tests.models import TrainStep, adamw, batches, make, part, train_plainly
+from tests.harness import LossStep, PlainRun, deviation, each_stage, joined, plain_run, sliced, sum_of_squares
+from tests.models import TrainStep, adam_step, batches, part, train_on, train_plainly
 from tests.pool import Pool
 
 STEPS = 10
@@ -20,16 +20,8 @@ ALL = (0, 1, 2, 3)
 
 def train(name: str, stages: Sequence[int], dtype: torch.dtype, size: int, options: dict[str, Any]) -> list[Any]:
     """Losses and the final state of the model, for each stage: run on every rank. One graph, so captured once."""
-    results = []
-    model = make(name, dtype)
-    step = TrainStep(model, adamw(model), **options)
-    initial = step.state_dict()
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
-        losses = [step(part(x), part(y)) for x, y in batches(name, STEPS, size, dtype)]
-        results.append((losses, step.state_dict()["modules"]["model"]))
-    return results
+    step = adam_step(name, dtype=dtype, **options)
+    return [train_on(step, batches(name, STEPS, size, dtype)) for _ in each_stage(step, stages)]
 
 
 @functools.cache
@@ -114,8 +106,7 @@ def train_around_a_missing_rule(stages: list[int]) -> list[list[Tensor]]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(7, 15), Doubled(), torch.nn.Linear(15, 3))
         step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.3), stage)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             found.append([step(part(x), part(y)) for x, y in batches("mlp", 3)])
     return found
 

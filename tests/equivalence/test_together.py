@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.harness import deviation, sliced
-from tests.models import TrainStep, adamw, batches, make, part, train_plainly
+from tests.models import adam_step, adamw, batches, make, train_on, train_plainly
 from tests.pool import Pool
 
 STEPS, SIZE = 3, 16
@@ -17,8 +17,7 @@ STEPS, SIZE = 3, 16
 
 def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """(losses, state of the model) at each stage, over two micro-batches; ``spared``: with everything that saves."""
-    model = make("gpt_tied")
-    step = TrainStep(model, adamw(model), bucket_size=16384)
+    step = adam_step("gpt_tied", bucket_size=16384)
     step.config.set_gradient_accumulation_steps(2)
     step.config.enable_amp(dtype=torch.float16)
     step.config.reduce_dtype = torch.float32
@@ -32,8 +31,7 @@ def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tenso
             if stage == 3:
                 step.config.offload_parameters("nvme", nvme_path=folder)
         step.load_state_dict(initial)
-        losses = [step(part(x), part(y)) for x, y in batches("gpt_tied", STEPS, SIZE)]
-        results.append((losses, step.state_dict()["modules"]["model"]))
+        results.append(train_on(step, batches("gpt_tied", STEPS, SIZE)))
     return results
 
 

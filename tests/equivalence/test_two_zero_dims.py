@@ -11,8 +11,8 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.equivalence.test_stages import check
-from tests.harness import deviation, plain_run, sliced
-from tests.models import TrainStep, adamw, batches, make
+from tests.harness import deviation, each_stage, plain_run, sliced
+from tests.models import TrainStep, adam_step, adamw, batches, make
 from tests.pool import Pool
 from zerograph.ir.alias import WAIT
 from zerograph.ir.mesh import Mesh
@@ -33,12 +33,9 @@ def own(tensor: Tensor) -> Tensor:
 
 def train(name: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[Any]:
     """For each stage losses, the final state and bytes: run on every rank, in fp64. One graph, so captured once."""
-    model = make(name, torch.float64)
-    step = TrainStep(model, adamw(model), placement=zg.placement("cpu", ranks=GRID), shard_dims=BOTH, **options)
-    initial, results = step.state_dict(), []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    step = adam_step(name, dtype=torch.float64, placement=zg.placement("cpu", ranks=GRID), shard_dims=BOTH, **options)
+    results = []
+    for _ in each_stage(step, stages):
         losses = [step(own(x), own(y)) for x, y in batches(name, STEPS, 8, torch.float64)]
         results.append((losses, step.state_dict(), step.state_bytes()))
     return results
@@ -70,8 +67,7 @@ def test_it_computes_what_one_device_computes(
 
 def collectives(stage: int, *, shard_dims: Any = BOTH, **options: Any) -> list[tuple[str, str, int, int]]:
     """Return phase, kind, mesh dimension and bytes sent of what moves parameters and gradients."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), stage, shard_dims=shard_dims, **options)
+    step = adam_step("mlp", stage, shard_dims=shard_dims, **options)
     prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
     found = [one for one in prepared.collectives() if one.tensors[0].startswith("model.")]
     return [(one.phase, one.kind, one.mesh_dim, one.bytes) for one in found]
@@ -91,8 +87,7 @@ def test_backward_gathers_inside_of_a_host_only() -> None:
 
 @sliced("options", [{"wire": {"gather": {1: "int8"}}}], [{}, {"wire": "int8"}])
 def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> None:
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), 3, shard_dims=BOTH, bucket_size=4096, **options)
+    step = adam_step("gpt", 3, shard_dims=BOTH, bucket_size=4096, **options)
     prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("gpt", 1)[0]))
     moved = [one for one in prepared.collectives() if one.kind == "all-gather" and one.tensors[0].startswith("model.")]
     phases = [one.phase for one in moved]
@@ -102,8 +97,7 @@ def test_no_gather_of_backward_starts_in_forward(options: dict[str, Any]) -> Non
 
 
 def test_forward_computes_with_a_bucket_while_both_gathers_of_the_next_are_under_way() -> None:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 3, shard_dims=BOTH, bucket_size=64)
+    step = adam_step("mlp", 3, shard_dims=BOTH, bucket_size=64)
     prepared = step.prepare(MESH, *(tensor.chunk(4)[0] for tensor in batches("mlp", 1)[0]))
     nodes = [node for node in prepared.graph.graph.nodes if node.op == "call_function"]
     under_way: set[str] = set()

@@ -17,8 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Function, LossStep, Predict, deviation, joined, needs_compiler, plain_run, prepare, sliced
-from tests.models import MODELS, TrainStep, adamw, batches, make, part
+from tests.harness import (
+    Function,
+    LossStep,
+    Predict,
+    deviation,
+    each_stage,
+    joined,
+    needs_compiler,
+    plain_run,
+    prepare,
+    sliced,
+)
+from tests.models import MODELS, TrainStep, adam_step, adamw, batches, make, part, train_on
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool, RanksError
 from tests.scripts import run_script
@@ -140,12 +151,7 @@ def run_of(step: Step, data: str, first: int = 0, last: int = STEPS) -> Run:
 
 def trained(data: str, slices: int, stages: tuple[int, ...], options: dict[str, Any]) -> list[Run]:
     step = new_step(data, slices, options)
-    initial, runs = step.state_dict(), []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
-        runs.append(run_of(step, data))
-    return runs
+    return [run_of(step, data) for _ in each_stage(step, stages)]
 
 
 def assert_equal(run: Run, wanted: Run, where: str) -> None:
@@ -314,10 +320,8 @@ def test_slices_compute_what_one_device_computes_on_the_whole_batch(pool: Pool, 
 
 
 def in_fp64(name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model = make(name, torch.float64)
-    step = TrainStep(model, adamw(model), 2, virtual_ranks=4)
-    losses = [step(part(x), part(y)) for x, y in batches(name, 3, 8, torch.float64)]
-    return losses, step.state_dict()["modules"]["model"]
+    step = adam_step(name, 2, dtype=torch.float64, virtual_ranks=4)
+    return train_on(step, batches(name, 3, 8, torch.float64))
 
 
 def with_rows_at(shift: int, optimizer: Callable[..., torch.optim.Optimizer], stage: int) -> Run:
@@ -398,8 +402,7 @@ def test_shards_and_parameters_with_owners_begin_at_whole_vectors(ranks: int, st
 
 
 def graph_of(ranks: int, **options: Any) -> str:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, virtual_ranks=4, **options)
+    step = adam_step("mlp", 2, virtual_ranks=4, **options)
     return prepare(step, *batches("mlp", 1, 8)[0], ranks=ranks).text("lower_to_p2p")
 
 
@@ -409,8 +412,7 @@ def test_a_rank_with_one_slice_has_no_loop() -> None:
 
 
 def test_slices_that_wait_for_statistics_of_all_divide_the_loop() -> None:
-    model = make("conv")
-    step = TrainStep(model, adamw(model), 2, virtual_ranks=4)
+    step = adam_step("conv", 2, virtual_ranks=4)
     text = prepare(step, *batches("conv", 1, 8)[0], ranks=2).text("loop")
     # A loss needs the count of labels. Of each norm forward needs a mean, then a variance, and backward two sums.
     assert graph_of(2).count("= loop over") == 2
@@ -472,8 +474,7 @@ def test_a_compiler_that_contracts_products_and_sums_is_refused(monkeypatch: pyt
 def with_threads(rows: list[int], threads: list[int]) -> None:
     torch.set_num_threads(threads[zg.rank()])
     try:
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), virtual_ranks=4)
+        step = adam_step("mlp", virtual_ranks=4)
         x, y = batches("mlp", 1, 8)[0]
         step(x[: rows[zg.rank()]], y[: rows[zg.rank()]])
     finally:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, sliced, sum_of_squares
+from tests.harness import LossStep, set_stage, sliced, sum_of_squares
 from tests.models import mlp, part
 from tests.pool import Pool
 from tests.runtime.test_across_hosts import on_host
@@ -88,7 +88,7 @@ def train(stages: list[int], formats: list[Any], **options: Any) -> list[dict[st
     step = LossStep(module, optimizer(module), loss=sum_of_squares, **options)
     initial = step.state_dict()
     for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         for wire in formats:
             step.config.wire = wire
             step.load_state_dict(initial)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.equivalence.family import Family
 from tests.equivalence.mesh_layouts import Arrangement
-from tests.harness import LossStep, deviation, joined
-from tests.models import part
+from tests.harness import LossStep, deviation, each_stage, joined
+from tests.models import part, update_by
 
 State = dict[str, Tensor]
 Stage = str | int
@@ -50,13 +50,7 @@ def train_plainly(family: Family, dtype: torch.dtype = torch.float32) -> Result:
     """Plain PyTorch on whole batches: the expected values."""
     model = make(family, dtype)
     update = optimizer(model)
-    losses = []
-    for batch in batches(family, dtype):
-        update.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        update.step()
-        losses.append(loss.detach())
+    losses = [update_by(update, model(*batch)) for batch in batches(family, dtype)]
     return Result(losses, {name: value.clone() for name, value in model.state_dict().items()})
 
 
@@ -79,14 +73,9 @@ def train(
         step.config.input_sbp = arrangement.input_sbp
         for name, value in arrangement.options:
             setattr(step.config, name, value)
-    initial = step.state_dict()
     results: dict[Stage, Result] = {}
-    for stage in stages:
-        if stage == "off":
-            step.set_zero_mode("off")
-        else:
-            step.set_zero_mode("distributed_split", stage=int(stage))
-        step.load_state_dict(initial)
+    numbers = [0 if stage == "off" else int(stage) for stage in stages]
+    for stage, _ in zip(stages, each_stage(step, numbers), strict=True):
         losses = [step(*map(own, batch)) for batch in batches(family, dtype)]
         results[stage] = Result(losses, step.state_dict()["modules"]["model"])
     return results, step

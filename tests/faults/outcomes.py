@@ -42,8 +42,7 @@ class Outcome:
 def tried(drawn: Drawn, folder: str) -> Outcome:
     """Run it as this rank, and compare with one device."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         plain: Plain | str
         try:
             plain = plainly(drawn)

@@ -19,7 +19,7 @@ import torch
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, batches, part
 from tests.pool import Pool
 
 Tallies = Callable[[str], Tally]
@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def new_step(name: str = "mlp") -> TrainStep:
-    model = make(name)
-    return TrainStep(model, adamw(model), 3, backend="eager")
+    return adam_step(name, 3, backend="eager")
 
 
 def trained(step: TrainStep, count: int, name: str = "mlp") -> list[float]:

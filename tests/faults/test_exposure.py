@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.lost_ranks import run
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import adam_step, batches, part
 from zerograph.base import cache
 from zerograph.state.checkpoint.export import export
 
@@ -17,8 +17,7 @@ LISTEN = "0A"
 
 def trained(folder: str) -> list[str]:
     """Does all that makes groups, and yields what this rank listens on then."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, backend="eager")
+    step = adam_step("mlp", 2, backend="eager")
     x, y = batches("mlp", 1)[0]
     step.compile(part(x), part(y))
     step(part(x), part(y))
@@ -61,8 +60,7 @@ def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int, monkeypatc
     (tmp_path / "state").mkdir()
     before = os.umask(mask)
     try:
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, backend="eager")
+        step = adam_step("mlp", 2, backend="eager")
         step.config.offload_optimizer("nvme", nvme_path=str(tmp_path / "state"))
         step(*map(part, batches("mlp", 1)[0]))
         step.save(tmp_path / "runs", keep=1)

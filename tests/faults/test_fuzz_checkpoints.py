@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as 
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
-from tests.models import adamw, batches, make
+from tests.models import TrainStep, adamw, batches, make
 from tests.pool import Pool
 from zerograph.runtime.checkpoint import index
 
@@ -27,22 +27,15 @@ CALM = {"deadline": None, "derandomize": True, "database": None, "suppress_healt
 Body = dict[str, Any]
 
 
-class Step(zg.ZeroGraph):
+class Step(TrainStep):
     """Everything that a document has something to say of."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model, self.loss_fn = make("mlp"), torch.nn.CrossEntropyLoss()
-        optimizer = adamw(self.model)
-        self.add_optimizer(optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5))
-        self.config.grad_scaler = zg.GradScaler(init_scale=4.0)
-        self.config.enable_zero(stage=3)
-        self.config.backend = "eager"
-
-    def build(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = self.loss_fn(self.model(x), y)
-        loss.backward()
-        return loss
+        model = make("mlp")
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
+        scaler = zg.GradScaler(init_scale=4.0)
+        super().__init__(model, optimizer, 3, scheduler=scheduler, backend="eager", grad_scaler=scaler)
 
 
 def trained() -> Step:

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, batches, part
 from tests.pool import Pool
 
 INTERRUPTS = {"Ctrl-C": KeyboardInterrupt(), "sys.exit": SystemExit(3)}
@@ -24,8 +24,7 @@ PLACES = {
 
 
 def new_step(stage: int = 0) -> TrainStep:
-    model = make("mlp")
-    return TrainStep(model, adamw(model), stage, backend="eager")
+    return adam_step("mlp", stage, backend="eager")
 
 
 def raising(error: BaseException) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.runtime.job.reports import Answers, name_ranks
 from zerograph.state import state_dict
@@ -62,8 +62,7 @@ def interrupt_in_step(wire: str, folder: str) -> tuple[str, str, float]:
         def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
             return _Interrupted(graph, "aten.gelu_backward", interrupted).run if mine else graph.forward
 
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT, backend=backend)
+        step = adam_step("mlp", 2, timeout=TIMEOUT, backend=backend)
         x, y = (part(one) for one in batches("mlp", 1)[0])
         began = time.monotonic()
         try:
@@ -162,8 +161,7 @@ def test_an_interrupt_between_the_update_and_the_scheduler_breaks_the_step_off(p
 
 
 def interrupt_while_loading() -> tuple[str, str]:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    step = adam_step("mlp", 2, timeout=TIMEOUT)
     x, y = (part(one) for one in batches("mlp", 1)[0])
     step(x, y)
     state, read = step.state_dict(), state_dict.read_modules
@@ -186,8 +184,7 @@ def test_an_interrupt_while_loading_is_an_error_on_all(pool: Pool) -> None:
 
 def step_in_forked_child() -> tuple[str, float, float]:
     """(what a child is told that rank 0 forks and that calls the step, how long it took, the next loss)."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    step = adam_step("mlp", 2, timeout=TIMEOUT)
     x, y = (part(one) for one in batches("mlp", 1)[0])
     step(x, y)
     told, began = "", time.monotonic()
@@ -219,8 +216,7 @@ def test_a_forked_child_that_calls_the_step_is_refused_and_its_parent_goes_on(po
 
 def end_at_once(folder: str) -> tuple[str, float]:
     """Rank 1 ends in its second step; what rank 0 is told, and when."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT)
+    step = adam_step("mlp", 2, timeout=TIMEOUT)
     x, y = (part(one) for one in batches("mlp", 1)[0])
     step(x, y)
     if dist.get_rank() == 1:

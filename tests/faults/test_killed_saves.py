@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import zerograph as zg
 from tests.faults.forked_pairs import Tell, Told, WarmPair
 from tests.faults.survival_table import Tally
 from tests.harness import sliced
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, batches, part
 
 SAVES: dict[str, dict[str, Any]] = {
     "synchronous": {},
@@ -32,8 +31,7 @@ ATTEMPTS = 3
 
 
 def new_step() -> TrainStep:
-    model = make("mlp")
-    return TrainStep(model, adamw(model), 2, backend="eager")
+    return adam_step("mlp", 2, backend="eager")
 
 
 def trained(step: TrainStep, upto: int) -> list[float]:
@@ -106,14 +104,6 @@ def pair() -> Iterator[WarmPair]:
     made = WarmPair()
     yield made
     made.close()
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """In memory where there is such a place: what is proved is about processes, and disks may take seconds to sync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as made:
-        yield Path(made)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ import zerograph as zg
 from tests.faults.lost_ranks import Answer, note_time, noted_time, run
 from tests.faults.survival_table import Tally
 from tests.harness import sliced
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import adam_step, batches, part
 from zerograph.eager import program
 from zerograph.runtime.checkpoint import storage
 from zerograph.runtime.job.process_group import agree
@@ -120,8 +120,7 @@ def train(case: Case, folder: str) -> tuple[str, str, float]:
         # The others run what a user would.
         return graph.forward
 
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, timeout=case.timeout, backend=backend)
+    step = adam_step("mlp", 2, timeout=case.timeout, backend=backend)
     (x, y), *_ = batches("mlp", 1, size=12)
     x, y = part(x), part(y)
     keep = 2

@@ -17,7 +17,7 @@ import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.faults.survival_table import Tally
 from tests.harness import sliced
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from zerograph.runtime.job.channel import Channel
 from zerograph.runtime.peer_memory.peer import Peer
 from zerograph.runtime.wire import collectives
@@ -95,8 +95,7 @@ def interrupt_comparison(wire: str) -> list[tuple[str, str]]:
     Rank 1 catches the interrupt and goes on at once; rank 0 comes later.
     """
     with patch.dict(os.environ, {"ZEROGRAPH_WIRE": "sockets"} if wire == "sockets" else {}):
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, timeout=TIMEOUT, backend="eager")
+        step = adam_step("mlp", 2, timeout=TIMEOUT, backend="eager")
         x, y = (part(one) for one in batches("mlp", 1)[0])
         step(x, y)
     if dist.get_rank() == 0:

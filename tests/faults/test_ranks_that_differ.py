@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 
 
 def with_other(what: str) -> tuple[str, str]:
     """(type of error, message) of a first step for which rank 1 has another version of something."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2)
+    step = adam_step("mlp", 2)
     (x, y), *_ = batches("mlp", 1)
     other = {
         "torch": patch.object(torch, "__version__", "2.11.0"),
@@ -49,8 +48,7 @@ def test_another_version_on_one_rank_is_an_error_on_all_that_says_whose(pool: Po
 
 def astray() -> str:
     """The message when rank 1 believes to be a step ahead."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 0)
+    step = adam_step("mlp", 0)
     (x, y), *_ = batches("mlp", 1)
     x, y = part(x), part(y)
     step(x, y)
@@ -106,8 +104,7 @@ def test_ranks_with_other_learning_rates_do_not_update(pool: Pool, in_loop: bool
 
 def saved_and_loaded_apart(folder: Path) -> list[str]:
     """The messages when each rank saves into a folder of its own, and loads a checkpoint of its own."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 0)
+    step = adam_step("mlp", 0)
     apart = folder / str(dist.get_rank())
     with pytest.raises(zg.RankMismatchError) as saving:
         step.save(apart)

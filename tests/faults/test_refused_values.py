@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.faults.lost_ranks import run
-from tests.harness import sliced
+from tests.harness import LossStep, sliced
+from tests.models import update_by
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
 # Nobody is to wait so long.
@@ -28,19 +29,10 @@ def loss_of(model: nn.Embedding, tokens: Tensor) -> Tensor:
     return model(tokens).square().mean()
 
 
-class Tokens(zg.ZeroGraph):
+class Tokens(LossStep):
     def __init__(self, stage: int = 3) -> None:
-        super().__init__()
-        self.embedding = embedding()
-        self.add_optimizer(torch.optim.SGD(self.embedding.parameters(), lr=0.1))
-        if stage:
-            self.config.enable_zero(stage=stage)
-        self.config.timeout = TIMEOUT
-
-    def build(self, tokens: Tensor) -> Tensor:
-        loss = loss_of(self.embedding, tokens)
-        loss.backward()
-        return loss
+        model = embedding()
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, loss_of, timeout=TIMEOUT)
 
 
 def told(work: Callable[[], object]) -> tuple[str, str]:
@@ -101,13 +93,8 @@ def is_slow(stage: int) -> list[float]:
 @sliced("stage", [3], [0])
 def test_a_rank_that_is_slow_is_waited_for(stage: int) -> None:
     plain = embedding()
-    optimizer, losses = torch.optim.SGD(plain.parameters(), lr=0.1), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = loss_of(plain, torch.cat([GOOD, GOOD + 1]))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses = [update_by(optimizer, loss_of(plain, torch.cat([GOOD, GOOD + 1]))).item() for _ in range(2)]
     for answer in run(2, None, is_slow, stage):
         assert answer.value == pytest.approx(losses, rel=1e-6), answer.raised
 
@@ -144,16 +131,14 @@ def refuses_on_all() -> tuple[str, list[list[float]]]:
     step(GOOD)
     kind, _ = told(lambda: step(BAD))
     step(GOOD)
-    return kind, step.state_dict()["modules"]["embedding"]["weight"].tolist()
+    return kind, step.state_dict()["modules"]["model"]["weight"].tolist()
 
 
 def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
     plain = embedding()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(plain, torch.cat([GOOD, GOOD])).backward()
-        optimizer.step()
+        update_by(optimizer, loss_of(plain, torch.cat([GOOD, GOOD])))
     for answer in run(2, None, refuses_on_all):
         kind, weight = answer.value
         assert kind == "OperatorError"

@@ -10,23 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from torch import Tensor
 
-import zerograph as zg
 from tests.faults.survival_table import Tally
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.harness import Predict
+from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
 from tests.pool import Pool
-
-
-class Evaluate(zg.ZeroGraph):
-    """The loss, from the parameters of a training step."""
-
-    def __init__(self, step: TrainStep) -> None:
-        super().__init__()
-        self.model, self.loss_fn = step.model, step.loss_fn
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss_fn(self.model(x), y)
 
 
 @dataclass(frozen=True)
@@ -54,10 +42,11 @@ def usage() -> Usage:
     )
 
 
-def begun() -> tuple[TrainStep, Evaluate]:
+def begun() -> tuple[TrainStep, Predict]:
+    """Return a training step, and the loss from its parameters."""
     model = make("mlp")
     step = TrainStep(model, adamw(model), 2)
-    return step, Evaluate(step)
+    return step, Predict(model, lambda model, x, y: TokenLoss()(model(x), y))
 
 
 def soak(steps: int, moments: int, folder: str) -> list[Usage]:

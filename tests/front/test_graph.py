@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import zerograph as zg
 from tests.harness import LossStep, Predict, mean_of_squares, sliced
-from tests.models import TrainStep, adamw, batches, make, part, train_plainly
+from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly, update_by
 from tests.pool import Pool
 from zerograph.passes.pipeline import PIPELINE
 
@@ -49,11 +49,10 @@ def test_inputs_and_outputs_nest_as_they_like(pool: Pool) -> None:
 
 
 def predict_after_training(stage: int) -> Tensor:
-    model = make("mlp")
-    train = TrainStep(model, adamw(model), stage)
+    train = adam_step("mlp", stage)
     for x, y in batches("mlp", 3):
         train(part(x), part(y))
-    predict = Predict(model)
+    predict = Predict(train.model)
     (x, _), *_ = batches("mlp", 1)
     first = predict(part(x))
     train(part(x), part(batches("mlp", 1)[0][1]))
@@ -182,9 +181,7 @@ def test_frozen_unused_tied_and_tiny_parameters(pool: Pool) -> None:
     data = torch.randn(4, 8, 7)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x in data:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        update_by(optimizer, model(x).square().mean())
     for ranks, stage in ((2, 1), (4, 3)):
         state, sbp = pool.run(ranks, partly, stage)[0]
         assert state.keys() == model.state_dict().keys()
@@ -242,8 +239,7 @@ def test_to_global_and_to_local(pool: Pool) -> None:
 
 
 def looked_at() -> dict[str, Any]:
-    model = make("conv")
-    step = TrainStep(model, adamw(model), 2)
+    step = adam_step("conv", 2)
     before = str(step)
     (x, y), *_ = batches("conv", 1)
     step.compile(part(x), part(y))
@@ -320,19 +316,14 @@ def test_a_returned_buffer_is_not_changed_by_the_next_step() -> None:
     assert first.item() == 2.0
 
 
-class Averaging(zg.ZeroGraph):
-    def __init__(self, mean: Tensor) -> None:
-        super().__init__()
-        self.model = nn.Conv2d(2, 3, 1)
-        self.model.register_buffer("mean", mean)
-        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
-        self.config.backend = "eager"
+def averaging(mean: Tensor) -> LossStep:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        model.mean.lerp_(x.mean(0), 0.5)
+        return model(x - model.mean).square().mean()
 
-    def build(self, x: Tensor) -> Tensor:
-        self.model.mean.lerp_(x.mean(0), 0.5)
-        loss = self.model(x - self.model.mean).square().mean()
-        loss.backward()
-        return loss
+    model = nn.Conv2d(2, 3, 1)
+    model.register_buffer("mean", mean)
+    return LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss_of, backend="eager")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +338,7 @@ class Averaging(zg.ZeroGraph):
 def test_a_buffer_is_written_however_it_lies_in_memory(mean: Callable[[], Tensor], micro_batches: int) -> None:
     buffer, plain = mean(), torch.zeros(2, 3, 4)
     assert not buffer.is_contiguous()
-    graph = Averaging(buffer)
+    graph = averaging(buffer)
     graph.config.gradient_accumulation_steps = micro_batches
     for number in range(3):
         x = torch.full((4, 2, 3, 4), float(number))

@@ -79,8 +79,7 @@ def alone(program: Path) -> str:
     """Return its output without a launcher."""
     dist.destroy_process_group()
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings(action="error"):
         runpy.run_path(str(program), run_name="__main__")
     return printed.getvalue()
 

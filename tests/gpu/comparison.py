@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.gpu.families import FAMILIES, Batch
+from tests.models import LossStep, update_by
 
 # Kernels of one formula that add up in another order, over a few steps of AdamW; bf16 rounds at 2**-8.
 LIMITS = {"fp32": 2e-6, "bf16": 5e-4}
@@ -70,12 +71,9 @@ def plain_losses(model: nn.Module, batches: Sequence[Batch], device: str, precis
     optimizer = fused(model)
     losses = []
     for batch in batches:
-        optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
             loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update_by(optimizer, loss).item())
     return losses
 
 
@@ -113,7 +111,7 @@ def reproduction(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x).square().mean()
 
 
-class BodyStep(zg.ZeroGraph):
+class BodyStep(LossStep):
     """A step on ``body(model, x)``, at stage 3 unless asked otherwise."""
 
     def __init__(
@@ -122,20 +120,9 @@ class BodyStep(zg.ZeroGraph):
         optimizer: torch.optim.Optimizer,
         stage: int = 3,
         body: Callable[[nn.Module, Tensor], Tensor] = reproduction,
-        **options: object,
+        **options: Any,
     ) -> None:
-        super().__init__()
-        self.model, self.body = model, body
-        self.add_optimizer(optimizer)
-        self.set_zero_mode("distributed_split", stage=stage)
-        self.config.backend = "eager"
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.body(self.model, x)
-        loss.backward()
-        return loss
+        super().__init__(model, optimizer, stage, body, **{"backend": "eager", **options})
 
 
 def train(
@@ -148,10 +135,7 @@ def train(
     """Train with plain PyTorch, and return the losses."""
     losses = []
     for x in batches:
-        optimizer.zero_grad()
         with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
             loss = body(model, x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(update_by(optimizer, loss).item())
     return losses

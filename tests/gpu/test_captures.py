@@ -11,22 +11,15 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.capture.test_recurrent import LAYERS, X, loss_of as recurrent_loss
+from tests.models import LossStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor], stage: int) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
-        self.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        self.set_zero_mode("distributed_split", stage=stage)
-        self.config.backend, self.config.seed = "eager", 3
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.loss(self.model, x)
-        loss.backward()
-        return loss
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        super().__init__(model, optimizer, stage, loss, backend="eager", seed=3)
 
 
 def losses(name: str, device: str, stage: int) -> list[Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.integrations.bitsandbytes import Int8Linear, use_plain_linears
 from zerograph.runtime.state import stores_of
@@ -62,9 +63,7 @@ def trained(stage: int) -> tuple[bool, int]:
     x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plain, optimizer = model_and_optimizer()
     for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(plain, x).backward()
-        optimizer.step()
+        update_by(optimizer, loss_of(plain, x))
     model, optimizer = model_and_optimizer()
     step = LossStep(model, optimizer, stage, loss_of, backend="eager")
     for _ in range(3):

@@ -24,11 +24,10 @@ def train(config: dict[str, Any]) -> None:
     import torch
 
     import zerograph as zg
-    from tests.models import TrainStep, adamw, batches, make, part
+    from tests.models import adam_step, batches, part
 
     torch.set_num_threads(1)
-    model = make("mlp", torch.float64)
-    step = TrainStep(model, adamw(model), 3)
+    step = adam_step("mlp", 3, dtype=torch.float64)
     losses = [float(step(part(x), part(y))) for x, y in batches("mlp", STEPS, 8, torch.float64)]
     context = ray.train.get_context()
     assert (zg.rank(), zg.world_size()) == (context.get_world_rank(), context.get_world_size())

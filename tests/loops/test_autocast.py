@@ -11,6 +11,7 @@ from torch import nn
 import zerograph as zg
 from tests.harness import compilations_of
 from tests.loops.test_prepare import X, Y, loop_of
+from tests.models import update_by
 
 
 def train(model: nn.Module, optimizer: Any) -> list[Any]:
@@ -20,9 +21,7 @@ def train(model: nn.Module, optimizer: Any) -> list[Any]:
             out = model(X.float())
             loss = F.cross_entropy(out, Y)
         outside = model(X.float()).square().mean()
-        (loss + outside).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update_by(optimizer, loss + outside)
         seen += [out.dtype, loss.item(), outside.dtype, outside.item()]
     return seen
 

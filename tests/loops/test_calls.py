@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import zerograph as zg
-from tests.harness import sliced
+from tests.harness import LossStep, sliced
 from tests.loops import scripts
 from tests.loops.scripts import Prepare, assert_like_one_process, prepare_at, samples, seeded, unprepared
 from tests.loops.test_habits import update
@@ -94,19 +94,9 @@ def test_masks_of_dropout_are_those_of_one_rank(pool: Pool) -> None:
 
 
 def graph_and_loop() -> tuple[list[str], list[str]]:
-    class Step(zg.ZeroGraph):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-            self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
-
-        def build(self, x: Tensor, y: Tensor) -> Tensor:
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward()
-            return loss
-
-    step = Step(seeded(plain))
-    step.set_zero_mode("distributed_split", stage=2)
+    model = seeded(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = LossStep(model, optimizer, 2, lambda model, x, y: F.cross_entropy(model(x), y))
     rank, ranks = zg.rank(), zg.world_size()
     of_graph = [step(x.chunk(ranks)[rank], y.chunk(ranks)[rank]).item().hex() for x, y in batches(4)]
     model, optimizer, loader = prepared(plain, 2)
@@ -263,8 +253,7 @@ def test_gradients_stay_split_until_they_are_read_and_are_clipped_so(pool: Pool)
 
 def counted() -> tuple[list[float], list[bool], list[str]]:
     model, optimizer, loader = prepared(Growing, 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         losses = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in loader]
     return losses, graphs_of(model), [str(one.message) for one in caught if "operator by operator" in str(one.message)]
 
@@ -459,8 +448,7 @@ def parts_that_are_equal() -> list[str]:
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
     weights = torch.tensor([0.5, 1.0, 2.0, 1.5] * 2, dtype=torch.float64)
     module, optimizer, loader = zg.prepare(module, optimizer, [(x, weights) for x, _ in batches(3)], stage=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for x, one in loader:
             update(optimizer, module(x, one).square().mean())
     return [str(one.message) for one in caught if issubclass(one.category, zg.ZeroGraphWarning)]
@@ -545,8 +533,7 @@ def test_an_update_does_not_depend_on_what_a_module_keeps() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     model.kept = []  # type: ignore[assignment]
     model, optimizer = prepare_at(2)(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as messages:
         for number in range(10):
             model(torch.ones(2, 4)).mean().backward()
             optimizer.step()
@@ -671,8 +658,7 @@ def changed_between_calls(stage: int | None, kind: type[Reading]) -> list[float]
     data: Any = batches(len(CHANGES) + 6)
     model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
     kind.count, seen = 0, []
-    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True, action="always") as shown:
         for number, (x, y) in enumerate(data):
             if number == 2:
                 stack.enter_context(patch.dict(os.environ, SCALE_OF_READING="1.5"))

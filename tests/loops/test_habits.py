@@ -700,8 +700,7 @@ def test_rows_that_a_rank_has_cut_are_its_part_of_the_batch(pool: Pool, loss: st
 
 def halves_of_own_rows() -> tuple[list[str], str]:
     model, x = prepare_at(2)(perceptron()), torch.ones(4, 6)
-    with torch.no_grad(), warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with torch.no_grad(), warnings.catch_warnings(record=True, action="always") as seen:
         model(x).chunk(2)
     with pytest.raises(zg.InputError) as refused:
         F.normalize(model(x)).chunk(2)

@@ -151,8 +151,7 @@ def trained_on_graphs(prepare: Prepare) -> list[float]:
 
 
 def graphs_on_ranks() -> tuple[list[float], list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         losses = trained_on_graphs(functools.partial(zg.prepare, stage=3))
     return losses, [str(one.message) for one in caught if "all rows" in str(one.message)]
 

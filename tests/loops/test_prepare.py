@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zerograph as zg
 from tests.harness import in_turn, sliced
 from tests.loops.scripts import unprepared
+from tests.models import update_by
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of as loop_of_module
 
@@ -104,9 +105,7 @@ def test_a_cell_that_prepares_and_trains_may_run_again() -> None:
         prepared = zg.prepare(zg.prepare(model, optimizer, stage=2)[0], optimizer, stage=3)
         for module, one in ((twin, plain), prepared):
             for _ in range(2):
-                F.cross_entropy(module(X), Y).backward()
-                one.step()
-                one.zero_grad()
+                update_by(one, F.cross_entropy(module(X), Y))
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
     zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(zg.ConfigError, match="prepared again without it"):
@@ -211,9 +210,7 @@ def test_a_forward_without_gradients_beside_one_with_them_counts_too() -> None:
         out = model(X)
         with torch.no_grad():
             target = model(X * scale).softmax(1)
-        F.cross_entropy(out, target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update_by(optimizer, F.cross_entropy(out, target))
     assert model.state_dict()["1.num_batches_tracked"] == 4
 
 
@@ -222,11 +219,7 @@ def losses_of(between: Callable[[nn.Module], object]) -> tuple[list[float], list
     model, optimizer = ready(nn.Dropout(0.5))
     losses, given = [], []
     for _ in range(4):
-        loss = F.cross_entropy(model(X), Y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(update_by(optimizer, F.cross_entropy(model(X), Y)).item())
         given.append(between(model))
     return losses, given
 
@@ -278,14 +271,7 @@ def test_clipping_that_was_imported_by_name_is_part_of_the_step() -> None:
 
 def test_training_goes_on_from_state_dicts() -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            loss = F.cross_entropy(model(X), Y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+        return [update_by(optimizer, F.cross_entropy(model(X), Y)).item() for _ in range(steps)]
 
     model, optimizer = ready()
     train(model, optimizer, 2)
@@ -339,15 +325,10 @@ def test_two_modules_may_share_a_third_and_its_checkpoint_loads(tmp_path: Path) 
     scored = Scored(model)
     model, scored, optimizer = zg.prepare(model, scored, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
     for _ in range(2):
-        loss = scored(X, Y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update_by(optimizer, scored(X, Y))
     twin = torch.optim.SGD(plain.parameters(), lr=0.1)
     for _ in range(2):
-        twin.zero_grad()
-        F.cross_entropy(plain(X), Y).backward()
-        twin.step()
+        update_by(twin, F.cross_entropy(plain(X), Y))
     graph = loop_of(model).graph(optimizer)
     graph.save(tmp_path / "checkpoint")
     with torch.no_grad(), graph.full_parameters():
@@ -398,10 +379,7 @@ def test_a_model_and_a_criterion_compiled_after_it_was_prepared_run_as_they_are(
         called: Any = torch.compile(model, backend="aot_eager") if compiled else model
         criterion: Any = torch.compile(F.cross_entropy, backend="aot_eager") if compiled else F.cross_entropy
         for _ in range(2):
-            loss = criterion(called(X), Y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = update_by(optimizer, criterion(called(X), Y))
         losses.append(loss.item())
     assert losses[0] == losses[1]
 
@@ -425,9 +403,7 @@ def test_a_copy_of_a_prepared_model_is_a_plain_one(in_block: bool) -> None:
     with pytest.raises(zg.ConfigError, match="has not prepared"), zg.full_parameters(copied):
         pass
     before = copied(X)
-    optimizer.zero_grad()
-    F.cross_entropy(model(X), Y).backward()
-    optimizer.step()
+    update_by(optimizer, F.cross_entropy(model(X), Y))
     assert torch.equal(copied(X), before)
     assert not torch.equal(model(X), before)
 
@@ -459,9 +435,7 @@ def test_an_optimizer_whose_state_the_graph_has_is_copied_by_its_state_dict(
     another = torch.optim.SGD(plain.parameters(), lr=0.1)
     another.load_state_dict(copied)
     for network, its_optimizer in ((model, optimizer), (plain, another)):
-        its_optimizer.zero_grad()
-        F.cross_entropy(network(X), Y).backward()
-        its_optimizer.step()
+        update_by(its_optimizer, F.cross_entropy(network(X), Y))
     torch.testing.assert_close(dict(plain.state_dict()), dict(model.state_dict()))
 
 
@@ -470,9 +444,7 @@ def test_before_the_first_step_a_copied_pair_trains_by_itself() -> None:
     plain, another = copy.deepcopy((model, optimizer))
     for _ in range(2):
         for network, its_optimizer in ((plain, another), (model, optimizer)):
-            its_optimizer.zero_grad()
-            F.cross_entropy(network(X), Y).backward()
-            its_optimizer.step()
+            update_by(its_optimizer, F.cross_entropy(network(X), Y))
     assert type(plain) is nn.Sequential
     torch.testing.assert_close(dict(plain.state_dict()), dict(model.state_dict()))
 

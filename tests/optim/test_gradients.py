@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import prepare, sliced
+from tests.harness import each_stage, prepare, set_stage, sliced
 from tests.models import part
 from tests.pool import Pool
 
@@ -228,10 +228,7 @@ def in_graph(names: list[str], stages: list[int], dtype: torch.dtype, options: d
         step = Step(BODIES[name], model, [optimizer_of(model, name)], 0)
         for option, value in options.items():
             setattr(step.config, option, value)
-        initial = step.state_dict()
-        for stage in stages:
-            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-            step.load_state_dict(initial)
+        for stage in each_stage(step, stages):
             returned = [one for x, y in data(dtype) for one in flat(step(part(x), part(y)))]
             results[name, stage] = returned, step.state_dict()["modules"]["model"], step.collectives()
     return results
@@ -291,7 +288,7 @@ def traffic(stages: list[int], p: float, foreach: bool | None = None) -> list[li
         step.config.bucket_size = 64
         (x, y), *_ = data(torch.float32, 1)
         for stage, pair in zip(stages, found, strict=True):
-            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+            set_stage(step, stage)
             prepared = prepare(step, x, y)
             assert len(prepared.context.buckets) > 2
             pair.append(Counter((one.kind, one.tensor_bytes) for one in prepared.collectives()))
@@ -322,7 +319,7 @@ class Gan(zg.ZeroGraph):
         self.generator, self.critic = generator, critic
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
-        self.set_zero_mode("distributed_split" if stage else "off", stage or 1)
+        set_stage(self, stage)
 
     def build(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         return gan_losses(self.generator, self.critic, self._optimizers, x, noise)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep
+from tests.models import update_by
 
 X = torch.ones(3, 4)
 
@@ -59,9 +60,7 @@ def by_loop(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def plainly(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(3):
-        optimizer.zero_grad()
-        net(X, X).backward()
-        optimizer.step()
+        update_by(optimizer, net(X, X))
 
 
 def assigned(patch: pytest.MonkeyPatch, net: nn.Module) -> torch.optim.Optimizer:

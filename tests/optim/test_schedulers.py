@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.models import TokenLoss
+from tests.models import TokenLoss, update_by
 from tests.pool import Pool
 
 STEPS = 8
@@ -83,10 +83,7 @@ def plainly(name: str) -> tuple[list[float], Tensor]:
     rates = []
     for x, y in data():
         rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.zero_grad()
-        loss = TokenLoss()(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = update_by(optimizer, TokenLoss()(model(x), y))
         scheduler.step(*([loss.item()] if name == "plateau" else []))
     return rates, model.weight.detach()
 
@@ -137,9 +134,7 @@ def compiled(name: str, kind: Any, **options: Any) -> tuple[int, Tensor, Tensor]
                 step(x, y)
                 counts += step._latest is not before
                 continue
-            optimizer.zero_grad()
-            TokenLoss()(model(x), y).backward()
-            optimizer.step()
+            update_by(optimizer, TokenLoss()(model(x), y))
             if scheduler is not None:
                 scheduler.step()
         weights.append(model.weight.detach() if step is None else step.state_dict()["modules"]["model"]["weight"])
@@ -180,9 +175,7 @@ def test_a_hyperparameter_that_crosses_a_threshold_compiles_anew() -> None:
         optimizer.param_groups[0]["weight_decay"] = plain.param_groups[0]["weight_decay"] = decay
         step(x, y)
         seen.add(step._latest)
-        plain.zero_grad()
-        TokenLoss()(plain_model(x), y).backward()
-        plain.step()
+        update_by(plain, TokenLoss()(plain_model(x), y))
     torch.testing.assert_close(step.state_dict()["modules"]["model"]["weight"], plain_model.weight.detach())
     # A constant first, then an input, and without the decay's own operators where it is 0.
     assert len(seen) == 3

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import zerograph as zg
 from tests.harness import LossStep, inputs, mean_of_squares, model
-from tests.models import part
+from tests.models import part, update_by
 from tests.pool import Pool
 
 SIZES = [8, 8, 8]
@@ -61,9 +61,7 @@ def clamped(stage: int) -> tuple[list[Any], Any]:
 def test_a_hook_behind_the_update_runs_where_torch_runs_it(pool: Pool, stage: int) -> None:
     plain = Clamped(model())
     for x in inputs(SIZES):
-        plain.optimizer.zero_grad()
-        plain.model(x).square().mean().backward()
-        plain.optimizer.step()
+        update_by(plain.optimizer, plain.model(x).square().mean())
         plain.scheduler.step()
     assert len(plain.seen) == len(SIZES)
     for seen, state in pool.run(2, clamped, stage):

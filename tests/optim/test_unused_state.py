@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import zerograph as zg
-from tests.harness import LossStep, MakeOptimizer, inputs, sliced, sum_of_squares, two_layers, update_plainly
-from tests.models import part
+from tests.harness import LossStep, MakeOptimizer, inputs, sliced, sum_of_squares, two_layers
+from tests.models import part, update_by
 from tests.pool import Pool
 
 
@@ -72,7 +72,7 @@ def check(name: str, states: list[dict[str, Any]]) -> None:
     optimizer = make(plain.parameters())
     for x, options, state in zip(inputs([8] * len(changes)), changes, states, strict=True):
         change(optimizer, options)
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
         torch.testing.assert_close(state["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
         wanted = optimizer.state_dict()["state"]
         found = state["optimizers"][0]["state"]
@@ -159,7 +159,7 @@ def test_a_step_after_a_load_that_needs_other_stores_trains(run: str) -> None:
     x, *_ = inputs([8])
     if run == "call":
         step(x)
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
     else:
         step.compile(x)
     state = step.state_dict()
@@ -171,7 +171,7 @@ def test_a_step_after_a_load_that_needs_other_stores_trains(run: str) -> None:
     optimizer = make(plain.parameters())
     for _ in range(2):
         step(x)
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
     torch.testing.assert_close(step.state_dict()["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
 
 
@@ -190,7 +190,7 @@ def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> Non
         change(step._optimizers[0], {"momentum": momentum})
         change(optimizer, {"momentum": momentum})
         step(x)
-        update_plainly(plain, optimizer, sum_of_squares, x)
+        update_by(optimizer, sum_of_squares(plain, x))
         found = step.state_dict()
         torch.testing.assert_close(found["modules"]["model"], dict(plain.state_dict()), rtol=1e-11, atol=1e-13)
         assert [set(one) for one in found["optimizers"][0]["state"].values()] == [

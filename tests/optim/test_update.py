@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import zerograph as zg
-from tests.harness import compilations_of, sliced
-from tests.models import Batch, TrainStep, part, train_plainly
+from tests.harness import compilations_of, each_stage, sliced
+from tests.models import Batch, TrainStep, part, train_plainly, update_by
 from tests.optimizers import Assigning, Branching, Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
 from zerograph.optim import trace_update
@@ -124,10 +124,8 @@ def over_stages(name: str, stages: list[int]) -> list[tuple[Tensor, dict[str, An
     """One graph for all stages, so that it is captured once."""
     net = model()
     step = Step(net, OPTIMIZERS[name](net), 0)
-    initial, found = step.state_dict(), []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    found = []
+    for _ in each_stage(step, stages):
         losses = torch.stack([step(part(x), part(y)) for x, y in data()])
         found.append((losses, step.state_dict()))
     return found
@@ -308,9 +306,7 @@ def counted(kind: str, prepare: Any) -> tuple[list[Tensor], list[Any]]:
             for state in saved["state"].values():
                 state["step"] = int(state["step"])
             optimizer.load_state_dict(saved)
-        net(part(x)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update_by(optimizer, net(part(x)).square().mean())
     counts = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
     return list(net.state_dict().values()), counts
 
@@ -359,9 +355,7 @@ def countable(kind: str, prepare: Any) -> tuple[list[Tensor], int, Any]:
     for number in range(6):
         if number == 3:
             optimizer.load_state_dict(optimizer.state_dict())
-        net(part(x)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update_by(optimizer, net(part(x)).square().mean())
     return list(net.state_dict().values()), optimizer.steps, optimizer.param_groups[1].get("step")
 
 

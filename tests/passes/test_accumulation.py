@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import LossStep
+from tests.harness import LossStep, set_stage
 from tests.models import Gpt, TrainStep, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -58,7 +58,7 @@ def see() -> dict[tuple[int, int], Seen]:
     x, y = part(drawn[:, :-1]).contiguous(), part(drawn[:, 1:]).contiguous()
     found = {}
     for stage, micro_batches in [(3, 1), *((stage, 2) for stage in STAGES), (3, 8)]:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         step.config.set_gradient_accumulation_steps(micro_batches)
         step(x, y)
         graph = step.graph().graph

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import zerograph as zg
-from tests.harness import prepare, sliced, stores_of
+from tests.harness import prepare, set_stage, sliced, stores_of
 from tests.models import Gpt, TrainStep, part
 from tests.peak_memory import gathered_buckets, most_alive_bytes
 from tests.pool import Pool
@@ -46,7 +46,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def see(step: TrainStep, stage: int, budget: int | None, start: dict[str, Any]) -> Seen:
-    step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+    set_stage(step, stage)
     step.config.memory_budget = budget
     step.load_state_dict(start)
     losses = tuple(step(*tokens()).numpy().tobytes() for _ in range(2))
@@ -56,7 +56,7 @@ def see(step: TrainStep, stage: int, budget: int | None, start: dict[str, Any]) 
 
 def complaint(step: TrainStep, stage: int) -> tuple[str, bool]:
     """The message for a budget that is too small, and whether parameters stay as they were."""
-    step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+    set_stage(step, stage)
     step.config.memory_budget = TOO_SMALL
     before = [store.flat.clone() for store in stores_of(step)]
     with pytest.raises(zg.MemoryBudgetError) as raised:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.harness import Case, Predict, needs_compiler, sliced, stores_of
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes, most_allocated_bytes
 from tests.pool import Pool
 from zerograph.ir.metadata import origin
@@ -87,8 +87,7 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
         grid["input_sbp"] = (zg.sbp.split(0), zg.sbp.split(0))
     found = []
     for plain in (False, True):
-        model = make(name)
-        step = TrainStep(model, adamw(model), stage, **{**SMALL, **grid, **options})
+        step = adam_step(name, stage, **{**SMALL, **grid, **options})
         if plain:
             with without_rooms():
                 found.append((trained(step, name), len(rooms(step))))
@@ -232,8 +231,7 @@ def test_a_forward_graph_gathers_into_the_rooms_of_training(pool: Pool) -> None:
 
 def lie_within(stage: int) -> tuple[list[bool], list[bool], int, int]:
     """Return True if each shard is inside its gather buffer and no buffer has moved since the last step; bytes."""
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), stage, **TINY)
+    step = adam_step("mlp", stage, **TINY)
     (x, y), (x2, y2) = batches("mlp", 2)
     step(part(x), part(y))
     before = {store: store.gather_buffer.data_ptr() for store in rooms(step) if store.gather_buffer is not None}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import stores_of
-from tests.models import part
+from tests.models import part, update_by
 from tests.passes.samples import ints, x
 from tests.passes.test_rules import graph_of
 from tests.pool import Pool
@@ -76,14 +76,11 @@ def batch() -> Tensor:
 
 def plainly() -> list[Tensor]:
     step = Step("gather")
-    optimizer, losses = step._optimizers[0], []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = step.second(squash(batch(), step.first.weight.t())).square().mean()
-        loss.backward()
-        # The graph's guard concerns only its own state.
-        optimizer.step()
-        losses.append(loss.detach())
+    # The graph's guard concerns only its own state.
+    optimizer = step._optimizers[0]
+    losses = [
+        update_by(optimizer, step.second(squash(batch(), step.first.weight.t())).square().mean()) for _ in range(3)
+    ]
     return [*losses, step.first.weight.detach()]
 
 
@@ -94,8 +91,7 @@ def trained(policy: str, folder: str = "", rule: bool = False) -> tuple[list[Ten
         zg.register_rule(squash, "n i!, i! o -> n o")
         zg.register_rule(squash_backward, "n o, n i, i o -> n i, i o")
     step = Step(policy)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         losses = [step(part(batch())) for _ in range(3)]
     values = [*losses, step.state_dict()["modules"]["first"]["weight"]]
     moved = [one.kind for one in step.collectives() if not one.tensors[0].startswith(("first", "second"))]

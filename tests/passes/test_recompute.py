@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph as zg
-from tests.harness import LossStep, needs_compiler, prepare
+from tests.harness import LossStep, needs_compiler, prepare, set_stage
 from tests.models import Block, Gpt, TrainStep, adamw, batches, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -82,7 +82,7 @@ def every_stage() -> dict[tuple[int, str], Seen]:
     start = step.state_dict()
     found: dict[tuple[int, str], Seen] = {}
     for stage, way in (*itertools.product(STAGES, ("none", "blocks")), *OTHERS):
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+        set_stage(step, stage)
         step.config.activation_checkpointing = way if way != "checkpoint" else "none"
         most, least = (found[stage, one].predicted if way == "auto" else 0 for one in ("none", "blocks"))
         step.config.memory_budget = (most + least) // 2 or None

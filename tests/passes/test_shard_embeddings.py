@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import prepare, sliced, update_plainly
-from tests.models import TrainStep, part
+from tests.harness import each_stage, prepare, sliced
+from tests.models import TrainStep, part, update_by
 from tests.passes.test_traffic import sent
 from tests.pool import Pool
 from zerograph import Collective
@@ -64,11 +64,8 @@ def train(
     """Return losses and the final parameters of each stage. One graph, so captured once."""
     step = step_of(make(tied, dtype), 0)
     step.config.amp_dtype = amp
-    initial = step.state_dict()
     found = []
-    for stage in stages:
-        step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-        step.load_state_dict(initial)
+    for _ in each_stage(step, stages):
         losses = torch.stack([step(part(x), part(y)) for x, y in batches(size)])
         found.append({"losses": losses, **step.state_dict()["modules"]["model"]})
     return found
@@ -76,13 +73,8 @@ def train(
 
 def train_plainly(tied: bool, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
     model = make(tied, dtype)
-    update, losses = adam(model), []
-    for x, y in batches(size):
-        update.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        update.step()
-        losses.append(loss.detach())
+    update = adam(model)
+    losses = [update_by(update, nn.functional.cross_entropy(model(x), y)) for x, y in batches(size)]
     return {"losses": torch.stack(losses), **model.state_dict()}
 
 
@@ -140,8 +132,7 @@ def test_unequal_parts_look_rows_up_in_pieces_too(pool: Pool) -> None:
     model = make(dtype=torch.float64)
     update = adam(model)
     expected = [
-        update_plainly(model, update, lambda model, x, y: nn.functional.cross_entropy(model(x), y), *batch)
-        for _, batch in unequal_batches()
+        update_by(update, nn.functional.cross_entropy(model(batch[0]), batch[1])) for _, batch in unequal_batches()
     ]
     for losses, state, symbolic, static in pool.run(2, train_unequal, 2):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import zerograph as zg
 from tests.harness import LossStep, prepare, sum_of_squares
-from tests.models import TrainStep, adamw, batches, make
+from tests.models import TrainStep, adam_step, adamw, batches, make
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh, line
 from zerograph.ir.metadata import Coded, boxing_of, meta
@@ -195,8 +195,7 @@ def test_a_sum_is_coded_with_the_bits_of_its_parts(code: str, dtype: torch.dtype
 
 
 def test_error_feedback_is_one_operator_for_each_bucket() -> None:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, wire={"reduce": wire("int4", feedback=True)})
+    step = adam_step("mlp", 2, wire={"reduce": wire("int4", feedback=True)})
     prepared = step.prepare(line(2, 0, "ranks"), *(tensor.chunk(2)[0] for tensor in batches("mlp", 1)[0]))
     targets = [node.target for node in prepared.graph.graph.nodes]
     assert targets.count(blocks.encode_sum) == len(prepared.context.buckets)

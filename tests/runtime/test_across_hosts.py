@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness import deviation, joined, plain_run, sliced
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import adam_step, batches, part, train_on
 from tests.pool import Pool
 from zerograph.ir import hosts as hosts_of_ranks
 from zerograph.ir.mesh import line
@@ -106,10 +106,8 @@ def trained(hosts: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str,
     results = []
     with on_host(hosts):
         for stage in stages:
-            model = make("mlp", torch.float64)
-            step = TrainStep(model, adamw(model), stage)
-            losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 8, torch.float64)]
-            results.append((losses, step.state_dict()["modules"]["model"]))
+            step = adam_step("mlp", stage, dtype=torch.float64)
+            results.append(train_on(step, batches("mlp", 3, 8, torch.float64)))
     return results
 
 
@@ -125,8 +123,7 @@ def test_four_ranks_on_two_hosts_compute_what_one_device_computes(pool: Pool, st
 def sent_in_a_step(hosts: str, stage: int, wire_format: str) -> tuple[int, int]:
     """Return the bytes that this rank sends to the other host in a step, and those that ``collectives()`` says."""
     with on_host(hosts), patch.object(collectives, "_SMALL", 0), patch.object(hosts_of_ranks, "SMALL_SUM", 0):
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), stage, wire=wire_format)
+        step = adam_step("mlp", stage, wire=wire_format)
         x, y = map(part, batches("mlp", 1)[0])
         step(x, y)
         with patch.object(dist, "isend", wraps=dist.isend) as send:
@@ -143,8 +140,7 @@ def test_collectives_lists_the_bytes_that_go_to_other_hosts(pool: Pool, stage: i
 
 
 def test_a_step_prepared_for_three_hosts_lists_what_leaves_them() -> None:
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), 3)
+    step = adam_step("gpt", 3)
     batch = [tensor.chunk(6)[0] for tensor in batches("gpt", 1, 12)[0]]
     prepared = step.prepare(line(6, 0, "ranks"), *batch, transport="hosts:3")
     moved = [one for one in prepared.collectives() if one.kind in ("all-gather", "reduce-scatter")]
@@ -197,8 +193,7 @@ def test_calibration_measures_both_levels_of_the_network(pool: Pool, hosts: str,
 
 
 def test_where_each_rank_codes_its_own_part_all_codes_are_listed() -> None:
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), 2, wire={"reduce": wire("int8", feedback=True)})
+    step = adam_step("gpt", 2, wire={"reduce": wire("int8", feedback=True)})
     batch = [tensor.chunk(4)[0] for tensor in batches("gpt", 1)[0]]
     listed = step.prepare(line(4, 0, "ranks"), *batch, transport="hosts").collectives()
     moved = [one for one in listed if one.format.endswith("with error feedback")]

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerograph as zg
 from tests.harness import LossStep, sliced, sum_of_squares
-from tests.models import TrainStep, adamw, batches, make
+from tests.models import adam_step, batches
 from zerograph import _torch
 from zerograph.errors import ConfigError
 from zerograph.ir.alias import WAIT, is_view
@@ -126,8 +126,7 @@ def losses(stage: int, in_parts: bool, clip: float | None) -> list[float]:
     if in_parts:
         backends.queue_updates = stretched
         cudagraph.Captures = Again  # type: ignore[misc]
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), stage, clip_grad_norm=clip)
+    step = adam_step("gpt", stage, clip_grad_norm=clip)
     return [float(step(x, y)) for x, y in batches("gpt", 6)]
 
 

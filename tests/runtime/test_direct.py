@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import zerograph as zg
-from tests.harness import sliced
-from tests.models import TrainStep, adamw, batches, make, part, train_plainly
+from tests.harness import each_stage, sliced
+from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.ir.sbp import Split
@@ -158,10 +158,7 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
         # A timeout of its own makes a job of its own.
         timeout = 50.0 + sockets
         step = TrainStep(model, adamw(model), bucket_size=512, timeout=timeout, backend=backend)
-        initial = step.state_dict()
-        for stage in stages:
-            step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
-            step.load_state_dict(initial)
+        for _ in each_stage(step, stages):
             before = bytes_read()
             losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
             read = bytes_read() - before
@@ -222,8 +219,7 @@ def on_hosts(hosts: str) -> list[Any]:
     grid = zg.placement("cpu", ranks=[[0, 1], [2, 3]] if len(hosts) == 4 else [0, 1, 2])
     mine = hosts[zg.rank()].strip()
     with patch.object(peer_memory, "host", lambda: mine):
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, placement=grid, timeout=40.0, backend="eager")
+        step = adam_step("mlp", 2, placement=grid, timeout=40.0, backend="eager")
         losses = [step(part(x), part(y)) for x, y in batches("mlp", 3, 12)]
         job = join(40.0, grid)
     assert not job.channel._mailboxes
@@ -257,11 +253,10 @@ def over_sockets_where(what: str, error: BaseException | None) -> tuple[bool, li
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    model = make("mlp")
     try:
         with patch.object(cross_memory, what, denied):
             timeout = 61.0
-            step = TrainStep(model, adamw(model), 2, backend="eager", timeout=timeout)
+            step = adam_step("mlp", 2, backend="eager", timeout=timeout)
             (data,) = batches("mlp", 1)
             loss = float(step(*map(part, data)))
             return direct.hosts(join(timeout)).groups == (None,), lines, loss
@@ -287,8 +282,7 @@ def test_ranks_that_may_not_read_and_write_use_sockets_and_say_why(
 def without_the_folder() -> tuple[bool, list[float]]:
     """Return whether ranks have no transport of their own, and the losses of some steps."""
     with patch.dict(sys.modules, {"zerograph.runtime.peer_memory": None}):
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, backend="eager", timeout=63.0)
+        step = adam_step("mlp", 2, backend="eager", timeout=63.0)
         losses = [float(step(*map(part, data))) for data in batches("mlp", 3)]
         return direct.hosts(join(63.0)).groups == (None,), losses
 

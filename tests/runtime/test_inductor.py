@@ -15,7 +15,7 @@ from filelock import FileLock
 from torch import Tensor, fx, nn
 
 from tests.harness import Case, needs_compiler, prepare, sliced
-from tests.models import Gpt, TrainStep, adamw, batches, make, part
+from tests.models import Gpt, TrainStep, adam_step, adamw, batches, make, part, update_by
 from tests.passes.test_memory import _Watch
 from tests.peak_memory import gathered_buckets, gradient_buckets, most_alive
 from tests.pool import Pool
@@ -177,14 +177,13 @@ def test_a_scatter_written_as_a_choice_is_a_scatter(value: Tensor | float) -> No
 @every_size
 def steps_by(backend: str, stage: int, dtype: torch.dtype, name: str) -> tuple[list[Tensor], list[Tensor], int]:
     """Losses and parameters after three steps, and the most gathered buckets that were alive at once in the last."""
-    model = make(name, dtype)
-    step = TrainStep(model, adamw(model), stage, backend=backend, **OPTIONS)
+    step = adam_step(name, stage, dtype=dtype, backend=backend, **OPTIONS)
     data = [(part(x), part(y)) for x, y in batches(name, 3, dtype=dtype)]
     losses = [step(x, y) for x, y in data[:2]]
     with _Watch() as watch:
         losses.append(step(*data[2]))
     with step.full_parameters():
-        return losses, [parameter.detach().clone() for parameter in model.parameters()], watch.most
+        return losses, [parameter.detach().clone() for parameter in step.model.parameters()], watch.most
 
 
 # Each kernel is two seconds of the C++ compiler. test_inductor_sizes trains a transformer on two ranks in all runs.
@@ -217,8 +216,7 @@ def _as_it_is(piece: fx.GraphModule, *_: Any) -> Any:
 
 
 def test_equal_layers_are_handed_to_inductor_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("gpt")
-    step = TrainStep(model, adamw(model), 2, backend="eager", **OPTIONS)
+    step = adam_step("gpt", 2, backend="eager", **OPTIONS)
     (x, y), *_ = batches("gpt", 1)
     step.compile(x, y)
     graph = step.graph()
@@ -239,8 +237,7 @@ def test_a_piece_that_does_not_compile_names_its_lines(monkeypatch: pytest.Monke
         raise NotImplementedError("no such loop")
 
     monkeypatch.setattr(_torch, "inductor", refuses)
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2, backend="inductor")
+    step = adam_step("mlp", 2, backend="inductor")
     (x, y), *_ = batches("mlp", 1)
     with pytest.raises(CaptureError, match=r"'inductor' could not compile.*no such loop") as caught:
         step(x, y)
@@ -354,9 +351,7 @@ def test_an_update_whose_rate_is_a_number_of_an_operator_is_in_pieces(
     for lr, (x, y) in zip((0.1, 0.3, 0.2), batches("mlp", 3, dtype=torch.float64), strict=True):
         optimizer.param_groups[0]["lr"] = plain_optimizer.param_groups[0]["lr"] = lr
         step(x, y)
-        plain_optimizer.zero_grad()
-        nn.functional.cross_entropy(plain(x), y).backward()
-        plain_optimizer.step()
+        update_by(plain_optimizer, nn.functional.cross_entropy(plain(x), y))
     with step.full_parameters():
         torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-13, atol=1e-13)
     program = cut(prepare(TrainStep(model, optimizer, 2, backend="eager"), *batches("mlp", 1)[0]).graph.graph)

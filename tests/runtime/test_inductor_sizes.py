@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import sym_or
 
 from tests.compiler.test_any_batch import ROWS, data, own
 from tests.harness import LossStep, compilations_of, needs_compiler, prepare, sliced
-from tests.models import Gpt, TrainStep, adamw, batches, make, train_plainly
+from tests.models import Gpt, TrainStep, adam_step, adamw, batches, make, train_plainly
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.runtime.backends import inductor, pieces
@@ -36,8 +36,7 @@ def trained(name: str, stage: int) -> tuple[list[Tensor], dict[str, Tensor], lis
         compiled.append(arguments)
         return inductor(*arguments)
 
-    model = make(name, torch.float64)
-    step = TrainStep(model, adamw(model), stage, backend="inductor")
+    step = adam_step(name, stage, dtype=torch.float64, backend="inductor")
     losses = []
     with every_size, patch.object(_torch, "inductor", counting), warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*The piece is")
@@ -124,8 +123,7 @@ def test_code_runs_for_sizes_that_it_is_valid_for_and_operators_for_others(monke
         return run(inputs)
 
     assert result(1, 99) == "compiled"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert all(isinstance(output, Tensor) for length in (99, 201) for output in result(0, length))
     with pytest.warns(UserWarning, match=r"for \(.*s1 < 100.*\) does not serve \(s0_rows, s1\) = \(2, 100\)") as caught:
         assert all(isinstance(output, Tensor) for output in result(2, 100))
@@ -152,8 +150,7 @@ def has_log_softmax(graph: fx.GraphModule) -> bool:
 
 
 def losses_of(backend: str) -> list[Tensor]:
-    model = make("gpt_of_one_block", torch.float64)
-    step = TrainStep(model, adamw(model), 0, backend=backend, dynamic_shapes=True)
+    step = adam_step("gpt_of_one_block", 0, dtype=torch.float64, backend=backend, dynamic_shapes=True)
     with every_size:
         return [step(x, y) for _, x, y in data("gpt_of_one_block", ROWS[1][:3], torch.float64)]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import adam_step, batches, part
 from tests.pool import Pool
 from zerograph.compat import colossalai, oneflow
 from zerograph.runtime.job import process_group
@@ -22,8 +22,7 @@ THREADS = Path("/proc/self/task")
 
 
 def train_and_count_threads() -> int:
-    model = make("mlp")
-    step = TrainStep(model, adamw(model), 2)
+    step = adam_step("mlp", 2)
     ((x, y),) = batches("mlp", 1)
     step(part(x), part(y))
     return len(list(THREADS.iterdir()))
@@ -41,8 +40,7 @@ def count_threads_of_placements() -> tuple[int, int]:
     counts = []
     for _ in range(3):
         placement = zg.placement("cpu", ranks=[[0, 1]])
-        model = make("mlp")
-        step = TrainStep(model, adamw(model), 2, placement=placement, backend="eager")
+        step = adam_step("mlp", 2, placement=placement, backend="eager")
         ((x, y),) = batches("mlp", 1)
         step(part(x), part(y))
         counts.append(len(list(THREADS.iterdir())))

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.models import TrainStep, adamw, batches, make
+from tests.models import adam_step, batches, make
 
 RANKS = 8
 
@@ -25,8 +25,7 @@ def process() -> Iterator[ProcessPoolExecutor]:
 def simulated(rank: int, stage: int) -> tuple[int, list[str]]:
     """(bytes at rest, kinds of collectives in order) of a step that has run twice."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
-    model = make("gpt_of_one_block")
-    step = TrainStep(model, adamw(model), stage)
+    step = adam_step("gpt_of_one_block", stage)
     for x, y in batches("gpt_of_one_block", 2):
         step(x, y)
     return step.state_bytes(), [one.kind for one in step.collectives()]

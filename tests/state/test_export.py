@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import zerograph as zg
 from tests.harness import LossStep, sliced
-from tests.models import TokenLoss, TrainStep, adamw, batches, make, part
+from tests.models import TokenLoss, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.__main__ import app
 
@@ -75,8 +75,7 @@ def test_from_pretrained_loads_what_export_wrote(pool: Pool, tmp_path: Path, nam
 
 
 def saved_plainly(path: Path, name: str) -> None:
-    model = make(name)
-    step = TrainStep(model, adamw(model), 3, backend="eager")
+    step = adam_step(name, 3, backend="eager")
     step(*map(part, batches(name, 1)[0]))
     step.save(path)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests import pretrained
 from tests.harness import LossStep, Predict, stores_of
-from tests.models import Gpt, part
+from tests.models import Gpt, part, update_by
 from tests.peak_memory import Live
 from tests.pool import Pool
 from zerograph._torch import pytree
@@ -62,12 +62,7 @@ def trained(folder: Path) -> tuple[float, float]:
             step = LossStep(model, optimizer, 3, lambda model, ids: model(ids, labels=ids).loss, backend="eager")
             values = [step(part(ids)) for _ in range(2)]
         else:
-            values = []
-            for _ in range(2):
-                optimizer.zero_grad()
-                values.append(model(ids, labels=ids).loss)
-                values[-1].backward()
-                optimizer.step()
+            values = [update_by(optimizer, model(ids, labels=ids).loss) for _ in range(2)]
         losses.append(float(values[-1]))
     return losses[0], losses[1]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, covering, mean_of_squares, sliced
+from tests.models import update_by
 from tests.pool import Pool
 
 
@@ -141,11 +142,7 @@ def plainly(edit: Callable[[Any, nn.Module], object], steps: int = 5) -> list[Te
 def train(model: nn.Module, optimizer: Any, edit: Any, enter: Any, steps: int = 5) -> list[Tensor]:
     losses = []
     for number in range(steps):
-        loss = model(part()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+        losses.append(update_by(optimizer, model(part()).square().mean()))
         if number == 2:
             context = enter(model)
             if context is None:

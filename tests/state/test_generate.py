@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests import pretrained
 from tests.harness import LossStep, sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.runtime.parameters import SplitParameter
 
@@ -98,9 +99,7 @@ def between_steps() -> list[bool]:
     same, seen = [], []
     for _ in range(2):
         step(ids.chunk(2)[zg.rank()])
-        optimizer.zero_grad()
-        loss_of(plain, ids).backward()
-        optimizer.step()
+        update_by(optimizer, loss_of(plain, ids))
         for budget in (None, 1):
             # After the step is compiled: a budget that small would not fit.
             step.config.memory_budget = budget

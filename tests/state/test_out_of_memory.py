@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.harness import LossStep, mean_of_squares
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.runtime.job.process_group import join, reporting_failures
 
@@ -45,14 +46,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def plainly(model: nn.Module, update: torch.optim.Optimizer, x: Tensor, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        update.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        update.step()
-        losses.append(loss.item())
-    return losses
+    return [update_by(update, model(x).square().mean()).item() for _ in range(steps)]
 
 
 def trained_within_a_limit(folder: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.models import TokenLoss, TrainStep, adamw, batches, make, part, train_plainly
+from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly
 from tests.peak_memory import most_allocated
 from tests.pool import Pool
 from zerograph.__main__ import app
@@ -35,8 +35,7 @@ State = dict[str, Tensor]
 
 
 def step_of(stage: int, name: str = "mlp", **options: Any) -> TrainStep:
-    model = make(name)
-    return TrainStep(model, adamw(model), stage, backend="eager", **options)
+    return adam_step(name, stage, backend="eager", **options)
 
 
 def lines_run(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -168,25 +167,16 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=0.1)
 
 
-class Scheduled(zg.ZeroGraph):
+class Scheduled(TrainStep):
     def __init__(self, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], **options: Any) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.model, self.loss_fn = Dropout(), TokenLoss()
-        optimizer = make_optimizer(self.model)
-        self.add_optimizer(optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5))
-        self.config.enable_zero(stage=3)
-        self.config.backend = "eager"
+        model = Dropout()
+        optimizer = make_optimizer(model)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
         if options.pop("fp16", False):
-            self.config.enable_amp(dtype=torch.float16)
-            self.config.grad_scaler = zg.GradScaler(init_scale=2.0**30, growth_interval=2)
-        for name, value in options.items():
-            setattr(self.config, name, value)
-
-    def build(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self.loss_fn(self.model(x), y)
-        loss.backward()
-        return loss
+            scaler = zg.GradScaler(init_scale=2.0**30, growth_interval=2)
+            options |= {"amp_dtype": torch.float16, "grad_scaler": scaler}
+        super().__init__(model, optimizer, 3, scheduler=scheduler, backend="eager", **options)
 
 
 CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {

@@ -14,14 +14,13 @@ import pytest
 from torch import Tensor
 
 import zerograph as zg
-from tests.models import TrainStep, adamw, make
+from tests.models import TrainStep, adam_step
 from tests.pool import Pool
 from zerograph.runtime.checkpoint import lock as locks, storage
 
 
 def new_step() -> TrainStep:
-    model = make("mlp")
-    return TrainStep(model, adamw(model), 0, backend="eager")
+    return adam_step("mlp", 0, backend="eager")
 
 
 def saved(step: TrainStep, folder: Path, at: int, keep: int | None = 2) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import zerograph as zg
 from tests import object_store
-from tests.models import TrainStep, adamw, batches, make, part
+from tests.models import TrainStep, adam_step, batches, part
 from tests.pool import Pool
 from tests.scripts import run_apart
 from zerograph.__main__ import app
@@ -39,8 +39,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def new_step(stage: int = 0) -> TrainStep:
-    model = make("mlp")
-    return TrainStep(model, adamw(model), stage, backend="eager")
+    return adam_step("mlp", stage, backend="eager")
 
 
 def saved(step: TrainStep, url: str, at: int, keep: int | None = 2) -> None:

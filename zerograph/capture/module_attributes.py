@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from zerograph import _torch
-from zerograph.base.source import warn_user
 from zerograph.errors import CaptureError
 from zerograph.ir.rewrite import ancestors
 
@@ -186,12 +185,13 @@ def _erase_unused(node: fx.Node) -> None:
                 _erase_unused(source)
 
 
-def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor]) -> None:
+def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor], others: Collection[str] = ()) -> None:
     """Refuse a graph that reads a tensor of an earlier trace, which has no values.
 
     Args:
         graph: the graph.
         stored: tensors that the earlier trace left in attributes, by path.
+        others: names of other places where it left tensors.
 
     Raises:
         CaptureError: the graph reads one.
@@ -200,22 +200,24 @@ def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor]) -> None:
         constant = getattr(graph, str(node.target))
         if isinstance(constant, _torch.FakeTensor):
             path = next((path for path, tensor in stored.items() if tensor is constant), None)
-            raise stored_tensor_read(path, constant)
+            raise stored_tensor_read(path, constant, others)
 
 
-def stored_tensor_read(path: str | None, tensor: Tensor) -> CaptureError:
-    """Return the error for a tensor that one step stores in an attribute and the next one reads."""
-    what = f"a tensor of shape {tuple(tensor.shape)}" if path is None else path
+def stored_tensor_read(path: str | None, tensor: Tensor, others: Collection[str] = ()) -> CaptureError:
+    """Return the error for a tensor that one step stores and the next one reads."""
+    what = f"{path}, which the step before is to leave there"
+    if path is None:
+        where = ", ".join(others) or "Python state"
+        what = f"a tensor of shape {tuple(tensor.shape)} that the step before is to leave in {where}"
     return CaptureError(
-        f"build() reads {what}, which the step before is to leave there: what is computed stays in buffers only\n"
+        f"build() reads {what}: what is computed stays in buffers only\n"
         "Register a buffer in __init__ and write to it with copy_(), or return the tensor and pass it to the next step."
     )
 
 
-def warn_of_lost(stored: Mapping[str, Tensor]) -> None:
-    """Warn that the tensors that ``build()`` stores in attributes are not there after the step."""
-    if stored:
-        warn_user(
-            f"build() stores tensors in {', '.join(stored)}: after the step they are not there\n"
-            "Return from build() what is to be read outside."
-        )
+def lost_tensors(places: Iterable[str]) -> str:
+    """Return the warning that the tensors that ``build()`` stores in some places are not there after the step."""
+    return (
+        f"build() stores tensors in {', '.join(places)}: after the step they are not there\n"
+        "Return from build() what is to be read outside."
+    )

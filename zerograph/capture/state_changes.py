@@ -42,6 +42,7 @@ from torch import Tensor, fx, nn
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.sizes import LARGE
+from zerograph.capture.module_attributes import lost_tensors, refuse_fakes
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
@@ -299,7 +300,7 @@ class StateComparison:
         self._before.restore_random()
         with lines_that_change(lambda: [place.read() for place in new]) as lines:
             second = retrace()
-        _refuse_tensors(second, new)
+        refuse_fakes(second, {}, [place.name for place in new if place.is_length or place.read() == _TENSOR])
         changed = after.changed(Snapshot(self._state))
         same = same_graph(traced, second)
         if not changed and same:
@@ -341,11 +342,7 @@ class StateComparison:
                 self._before.restores.get(id(place.holder()), lambda **_: None)(tensors=True)
         if not with_tensors:
             return ()
-        names = ", ".join(dict.fromkeys(map(_container, with_tensors)))
-        return (
-            f"build() stores tensors in {names}: after the step they are not there\n"
-            "Return from build() what is to be read outside.",
-        )
+        return (lost_tensors(dict.fromkeys(map(_container, with_tensors))),)
 
 
 _TENSOR = ("object", "FakeTensor")
@@ -360,24 +357,6 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (dict, list, deque, tuple)) and depth:
         return any(_holds_tensors(entry, depth - 1) for _, entry in parts(value))
     return isinstance(value, _torch.FakeTensor)
-
-
-def _refuse_tensors(graph: fx.GraphModule, places: Sequence[Place]) -> None:
-    """Refuse a graph that reads a tensor of the trace before it.
-
-    Raises:
-        CaptureError: the graph reads one.
-    """
-    for node in graph.graph.find_nodes(op="get_attr"):
-        constant = getattr(graph, str(node.target))
-        if isinstance(constant, _torch.FakeTensor):
-            names = [place.name for place in places if place.read() == _TENSOR or place.is_length]
-            raise CaptureError(
-                f"build() reads a tensor of shape {tuple(constant.shape)} that the step before is to leave in "
-                f"{', '.join(names) or 'Python state'}: what is computed stays in buffers only\n"
-                "Register a buffer in __init__ and write to it with copy_(), or return the tensor and pass it to the "
-                "next step."
-            )
 
 
 def same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base.recording import followed
+from zerograph.base.source import warn_user
 from zerograph.capture import decompositions, module_attributes, random_operators
 from zerograph.capture.backward import Backward
 from zerograph.capture.captured import Captured
@@ -191,7 +192,8 @@ class Capture:
             module_attributes.refuse_fakes(graph, stored)
             if self.pure:
                 tracer.python_state.check_unchanged(stored)
-            module_attributes.warn_of_lost(stored)
+            if stored:
+                warn_user(module_attributes.lost_tensors(stored))
             state_changes = tracer.python_state.compare(graph, tracer.trial)
             strip_profiling(graph.graph)
             graph = without_mutation(graph)

@@ -194,12 +194,9 @@ def _on_hosts(
             return [command]
         # By ssh in the same folder; the environment is that of a new login there.
         remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-        commands.append(command if name in _own_names() else ["ssh", "-tt", name, remote])
+        is_here = name in ("localhost", "127.0.0.1", socket.gethostname())
+        commands.append(command if is_here else ["ssh", "-tt", name, remote])
     return commands
-
-
-def _own_names() -> tuple[str, ...]:
-    return "localhost", "127.0.0.1", socket.gethostname()
 
 
 def _run(commands: Sequence[Sequence[str]]) -> int:

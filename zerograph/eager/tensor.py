@@ -94,8 +94,7 @@ class GlobalTensor(Tensor):
             try:
                 if func not in _WARN_OF_SIZES:
                     return func(*args, **kwargs)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error", UserWarning)
+                with warnings.catch_warnings(action="error", category=UserWarning):
                     return func(*args, **kwargs)
             except (ZeroGraphError, RuntimeError, ValueError, IndexError, UserWarning) as error:
                 # Rows that ranks have cut differ between them.

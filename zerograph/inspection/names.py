@@ -62,18 +62,14 @@ def is_wait(node: fx.Node) -> bool:
     return node.target is WAIT
 
 
-def is_boxing(node: fx.Node) -> bool:
-    """Return True if the node changes an SBP; before ``box`` such a node has no :class:`Boxing` yet."""
-    return boxing_of(node) is not None or node.target is boxing
-
-
 def kind(node: fx.Node) -> str:
     """Return ``"input"``, ``"output"``, ``"loop"``, ``"boxing"``, ``"wait"``, or ``"compute"``."""
     if node.op in ("placeholder", "output"):
         return "input" if node.op == "placeholder" else "output"
     if loop_of(node) is not None:
         return "loop"
-    if is_boxing(node):
+    # Before ``box`` a node that changes an SBP has no Boxing yet.
+    if boxing_of(node) is not None or node.target is boxing:
         return "boxing"
     return "wait" if is_wait(node) else "compute"
 

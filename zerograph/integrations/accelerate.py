@@ -257,7 +257,7 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return the rows of all ranks in order, each sample once."""
-        if use_gather_object or not _are_tensors(input_data):
+        if use_gather_object or not all(isinstance(one, Tensor) for one in pytree.tree_leaves(input_data)):
             return whole(input_data)
         return super().gather_for_metrics(input_data, use_gather_object)
 
@@ -416,10 +416,6 @@ def _with_models(models: list[Any], hook: Any, _: Any, *rest: Any) -> None:
     with _whole_models(models):
         states = [[model.state_dict() for model in models]] if len(rest) > 1 else []
         hook(models, *states, rest[-1])
-
-
-def _are_tensors(values: Any) -> bool:
-    return all(isinstance(one, Tensor) for one in pytree.tree_leaves(values))
 
 
 def _in_fp32(module: nn.Module, args: Any, output: Any) -> Any:

@@ -216,7 +216,6 @@ def plan_buckets(
     split: bool,
     min_split_numel: int,
     bucket_bytes: int | None,
-    first_number: int = 0,
     block: int = 1,
     in_norm_blocks: bool = False,
 ) -> tuple[Bucket, ...]:
@@ -234,7 +233,6 @@ def plan_buckets(
         bucket_bytes: maximum size of a bucket in bytes (a larger parameter has a bucket to itself); None for
             :func:`default_bytes`, or for whole layers where parameters name theirs. A bucket with owners grows until
             these own about the same, because padding would cost more than latency.
-        first_number: number of the first bucket; names are ``bucket<number>``.
         block: parameters and shards begin at multiples of this power of two, in elements.
         in_norm_blocks: shards begin at multiples of :func:`norm_block`.
     """
@@ -264,7 +262,7 @@ def plan_buckets(
         whole = not split or _numel(members[0]) < min_split_numel
         dims = free_dims(zero_dims, members[0].sbp)
         taken = loads.setdefault(dims, [0] * size_along(mesh, dims))
-        name = f"bucket{first_number + len(buckets)}"
+        name = f"bucket{len(buckets)}"
         buckets.append(_lay(name, members, mesh, dims, whole, taken, block, in_norm_blocks=in_norm_blocks))
     return tuple(buckets)
 

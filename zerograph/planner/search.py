@@ -260,7 +260,8 @@ class _Trials:
         """Return the plan with trade-offs, and True if no recomputation can make it fit."""
         chosen = {**family.options, **more}
         trade_offs = ", ".join(filter(None, (family.offloading, trade_offs)))
-        doing = ", ".join(filter(None, (f"stage {family.stage} on {_grid(family.mesh)}", trade_offs)))
+        ranks = "x".join(map(str, family.mesh))
+        doing = ", ".join(filter(None, (f"stage {family.stage} on {ranks} ranks", trade_offs)))
         tell("candidates", self.settled, self.total, doing)
         plan: Plan | None = None
         verdict, hopeless = "", False
@@ -322,7 +323,3 @@ def _seconds(candidate: Candidate) -> float:
 
 def _bytes(batch: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
-
-
-def _grid(mesh: Sequence[int]) -> str:
-    return "x".join(map(str, mesh)) + " ranks"

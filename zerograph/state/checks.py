@@ -366,8 +366,7 @@ def _refuses(kind: type, group: Mapping[str, Any]) -> bool:
     if isinstance(rate, float) and -_ROUNDING < rate < 0:
         values["lr"] = 0.0
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             kind([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **values)
     except ValueError:
         return True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.compat.colossalai.loops import engine_of, train, train_plainly
 from tests.harness import sliced
-from tests.models import batches, make, part
+from tests.models import batches, make, part, update_by
 from tests.pool import Pool
 from zerograph.compat import colossalai
 
@@ -110,10 +110,7 @@ def test_a_criterions_parameters_are_trained_with_the_model() -> None:
     losses = train(engine, data)
     optimizer = torch.optim.SGD([*twin.parameters(), *other.parameters()], lr=0.1)
     for (x, y), loss in zip(data, losses, strict=True):
-        optimizer.zero_grad()
-        wanted = other(twin(x), y)
-        wanted.backward()
-        optimizer.step()
+        wanted = update_by(optimizer, other(twin(x), y))
         assert loss == pytest.approx(wanted.item(), rel=1e-5)
 
 
@@ -129,10 +126,7 @@ def test_schedulers_are_stepped_by_the_loop() -> None:
         engine.step()
         scheduler.step()
         plain.param_groups[0]["lr"] = 0.5 * 0.5**number
-        plain.zero_grad()
-        wanted = F.cross_entropy(twin(x), y)
-        wanted.backward()
-        plain.step()
+        wanted = update_by(plain, F.cross_entropy(twin(x), y))
         assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     assert scheduler.get_last_lr() == [0.5**5]
 
@@ -190,13 +184,7 @@ def test_model_and_criterion_see_the_whole_batch(pool: Pool) -> None:
     torch.manual_seed(0)
     model = Pairs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    wanted = []
-    for x, _ in batches("mlp", 3):
-        optimizer.zero_grad()
-        loss = diagonal(model(x))
-        loss.backward()
-        optimizer.step()
-        wanted.append(loss.item())
+    wanted = [update_by(optimizer, diagonal(model(x))).item() for x, _ in batches("mlp", 3)]
     for losses, shape in pool.run(2, contrasted):
         assert losses == pytest.approx(wanted, rel=1e-4)
         assert shape == (8, 8)

@@ -54,6 +54,23 @@ class Train(nn.Graph):
         return scores, loss
 
 
+class LossGraph(nn.Graph):
+    """Train a model on ``loss(model, x)``, by default its output."""
+
+    def __init__(self, model: Any, optimizer: Any, stage: int = 0, loss: Any = lambda model, x: model(x)) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+        self.add_optimizer(optimizer)
+        self.config.backend = "eager"
+        if stage:
+            self.config.enable_zero(True, stage=stage, shard_min_size=1)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self._loss(self.model, x)
+        loss.backward()
+        return loss
+
+
 class Predict(nn.Graph):
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -134,8 +134,7 @@ def test_options_that_tune_oneflows_kernels_say_once_that_they_have_no_effect() 
         notices._warned_calls.discard(f"config.{name}()")
         with pytest.warns(UserWarning, match=rf"config.{name}\(\) has no effect"):
             getattr(config, name)(True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             getattr(config, name)(True)
     assert config.key() == before
 

@@ -53,8 +53,7 @@ def saved_and_resumed(folder: str) -> dict[str, Any]:
         for parameter in other.parameters():
             parameter.zero_()
     second = step(other, stage=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         read = flow.load(file, global_src_rank=0)
     second.load_state_dict(read)
     again = trained(second, data[2:])

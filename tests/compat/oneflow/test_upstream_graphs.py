@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zerograph as zg
 import zerograph.compat.oneflow as flow
+from tests.compat.oneflow.samples import LossGraph
 from tests.harness import sliced
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
@@ -129,19 +130,9 @@ class Reuses(nn.Module):
         return self.linear2(self.linear1(x))
 
 
-class Sums(nn.Graph):
-    def __init__(self, model: Any, stage: int = 0) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(flow.optim.SGD(model.parameters(), lr=0.001, momentum=0.9))
-        self.config.backend = "eager"
-        if stage:
-            self.config.enable_zero(True, stage=stage, shard_min_size=1)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.model(x).sum()
-        loss.backward()
-        return loss
+def sums(model: Any) -> LossGraph:
+    optimizer = flow.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return LossGraph(model, optimizer, loss=lambda model, x: model(x).sum())
 
 
 def reused() -> dict[str, Any]:
@@ -149,7 +140,7 @@ def reused() -> dict[str, Any]:
     model: Any = Reuses()
     everywhere = flow.placement.all("cpu")
     model.to_global(placement=everywhere, sbp=B)
-    graph = Sums(model)
+    graph = sums(model)
     graph(flow.ones(2, 2, placement=everywhere, sbp=B))
     return {
         "same": model.linear1.weight is model.linear2.weight,
@@ -251,7 +242,7 @@ def saved(folder: str, everywhere: Any) -> list[Any]:
         model = linear()
         if everywhere:
             model.to_global(placement=flow.placement.all("cpu"), sbp=B)
-        graph = Sums(model)
+        graph = sums(model)
         if load:
             state = flow.load(file, global_src_rank=0)
             graph.load_state_dict(state)
@@ -283,7 +274,7 @@ def saved_through_global_view(folder: str) -> list[Any]:
     x = x.to_global(placement=everywhere, sbp=B).to_global(sbp=S0)
     file, states = Path(folder) / "graph", []
     for load in (False, True):
-        graph = Sums(linear().to_global(placement=everywhere, sbp=B))
+        graph = sums(linear().to_global(placement=everywhere, sbp=B))
         if load:
             state = flow.load(file) if flow.env.get_rank() == 0 else None
             graph.load_state_dict(flow.utils.global_view.to_global(state, placement=first, sbp=lambda state, one: B))
@@ -354,7 +345,7 @@ def test_the_states_of_a_graph_on_a_grid_tell_how_they_rest(pool: Pool) -> None:
 
 
 def test_a_tensor_of_a_graph_gives_itself_for_its_classes_only() -> None:
-    (weight, _) = Sums(linear())._state()
+    (weight, _) = sums(linear())._state()
     assert weight.to(GraphTensor) is weight
     assert isinstance(weight.to(flow.Tensor), nn.Parameter)
     with pytest.raises(zg.ConfigError, match=r"give flow\.Tensor"):

@@ -16,7 +16,9 @@ from torch import Tensor
 import zerograph as zg
 import zerograph.compat.oneflow as flow
 from tests.compat.oneflow import formulas
+from tests.compat.oneflow.samples import LossGraph
 from tests.harness import sliced
+from tests.models import update_by
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
@@ -115,27 +117,12 @@ class Products(nn.Module):
         return torch.stack([(weight * rows[:, number]).sum() for number, weight in enumerate(self.weights)]).sum()
 
 
-class Step(nn.Graph):
-    def __init__(self, model: Any, optimizer: Any, stage: int) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(optimizer)
-        self.config.backend = "eager"
-        if stage:
-            self.config.enable_zero(True, stage=stage, shard_min_size=1)
-
-    def build(self, rows: Tensor) -> Tensor:
-        loss = self.model(rows)
-        loss.backward()
-        return loss
-
-
 def run(name: str, chosen: list[dict[str, Any]], stages: tuple[int, ...] = (0,)) -> list[list[Any]]:
     """For each stage every parameter [count, SIZE] after each step. One graph, so captured once."""
     start, rows = start_and_gradients(len(chosen))
     model: Any = Products(start)
     groups = [{"params": [weight], **case} for weight, case in zip(model.weights, chosen, strict=True)]
-    graph = Step(model, CHECKS[name][0](groups), stages[0])
+    graph = LossGraph(model, CHECKS[name][0](groups), stages[0])
     initial = graph.state_dict()
     found = []
     for stage in stages:
@@ -227,7 +214,7 @@ def test_options_that_change_between_steps_are_those_of_the_next(name: str) -> N
     start, rows = start_and_gradients(1)
     model: Any = Products(start)
     optimizer = CHECKS[name][0]([{"params": list(model.parameters()), **option}])
-    graph = Step(model, optimizer, 0)
+    graph = LossGraph(model, optimizer, 0)
     expected, state = start[0], {}
     for number, (change, row) in enumerate(zip(CHANGED[name], rows, strict=False), 1):
         option |= change
@@ -252,7 +239,7 @@ def test_hooks_of_a_step_run_once_and_fused_updates_stay_torchs() -> None:
     start, rows = start_and_gradients(2)
     models: list[Any] = [Products(start), Products(start)]
     for model, kind in zip(models, (flow.optim.AdamW, torch.optim.AdamW), strict=True):
-        graph = Step(model, kind(model.parameters(), weight_decay=0.1, fused=True), 0)
+        graph = LossGraph(model, kind(model.parameters(), weight_decay=0.1, fused=True), 0)
         for row in rows[:3]:
             graph(torch.from_numpy(row))
         names = [str(node.target) for node in graph.graph().graph.nodes]
@@ -291,9 +278,7 @@ def test_what_torch_computes_alike_stays_torchs_bit_by_bit() -> None:
         optimizers = [kind([weight], **options) for kind, weight in zip((mine, torchs), weights, strict=True)]
         for _ in range(3):
             for weight, optimizer in zip(weights, optimizers, strict=True):
-                optimizer.zero_grad()
-                weight.cos().sum().backward()
-                optimizer.step()
+                update_by(optimizer, weight.cos().sum())
         assert torch.equal(*weights)
 
 
@@ -319,9 +304,9 @@ def test_gradients_are_clipped_outside_a_graph_where_a_group_says_so() -> None:
     assert torch.equal(second.grad, torch.ones_like(second))
 
 
-class Clips(Step):
-    def build(self, rows: Tensor) -> Tensor:
-        loss = super().build(rows)
+class Clips(LossGraph):
+    def build(self, x: Tensor) -> Tensor:
+        loss = super().build(x)
         self._optimizers[0].clip_grad()
         return loss
 
@@ -347,4 +332,4 @@ def test_clipping_inside_build_is_refused() -> None:
 def test_an_option_that_would_be_ignored_is_refused(make: Any, part: str) -> None:
     model: Any = Products(start_and_gradients(1)[0])
     with pytest.raises(zg.ConfigError, match=part):
-        Step(model, make({"params": list(model.parameters())}), 0)
+        LossGraph(model, make({"params": list(model.parameters())}), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import fx
@@ -85,12 +85,8 @@ class Allocation(NamedTuple):
     dies: int
 
 
-def allocations(profile: Profile, graph: fx.Graph, order: Order) -> Sequence[Allocation]:
-    """Return the memory of a step over its order, temporary memory of operators included."""
-    return list(_allocations(profile, graph, order, in_body=False))
-
-
-def _allocations(profile: Profile, graph: fx.Graph, order: Order, *, in_body: bool) -> Iterator[Allocation]:
+def allocations(profile: Profile, graph: fx.Graph, order: Order, *, in_body: bool = False) -> Iterator[Allocation]:
+    """Yield the memory of a step over its order, temporary memory of operators included."""
     spans = order.spans[graph]
     numbers = {node: number for number, node in enumerate(profile.nodes)}
     seen: set[int] = set()
@@ -105,6 +101,6 @@ def _allocations(profile: Profile, graph: fx.Graph, order: Order, *, in_body: bo
         if number in profile.bodies:
             loop = loop_of(profile.nodes[number])
             assert loop is not None
-            yield from _allocations(profile.bodies[number], loop.body.graph, order, in_body=True)
+            yield from allocations(profile.bodies[number], loop.body.graph, order, in_body=True)
         elif temporary:
             yield Allocation(temporary, "temporary", spans[number][1], *spans[number])

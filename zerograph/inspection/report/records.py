@@ -20,7 +20,6 @@ from zerograph.base.source import relative_to_package
 from zerograph.inspection.report.order import Order, OrderedNode
 from zerograph.inspection.text import dtype_name
 from zerograph.ir.alias import WAIT, is_view
-from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, Role, TensorRef, boxing_of, meta, origin, role
 from zerograph.ir.sbp import show
@@ -126,7 +125,8 @@ class Reader:
 
     def __init__(self, nodes: Nodes, context: Context) -> None:
         self._nodes = nodes
-        self._homes = {bucket.name: _home(bucket) for bucket in context.buckets}
+        modules = {bucket.name: bucket.slots[0].name.rpartition(".")[0] for bucket in context.buckets}
+        self._homes = {name: module or NOWHERE for name, module in modules.items()}
         self._cache: dict[fx.Node, tuple[tuple[Any, ...], tuple[Any, ...], int]] = {}
 
     def read(self, order: Order) -> list[int]:
@@ -202,10 +202,6 @@ class Reader:
                 for name in each.inputs:
                     readers.setdefault(name, set()).add(homes[each.name])
         return {name: home for name, home in homes.items() if home is not None}
-
-
-def _home(bucket: Bucket) -> str:
-    return bucket.slots[0].name.rpartition(".")[0] or NOWHERE
 
 
 def _tensor(node: fx.Node) -> str:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from zerograph import _torch
+from zerograph.base.options import is_whole_number
 from zerograph.compat.notices import call_without_effect
 from zerograph.compat.oneflow.names import names_of
 from zerograph.compat.oneflow.optim.base import arguments_of, signature_of
@@ -39,7 +40,7 @@ class LRScheduler(ClosedSchedule):
         ranges: by argument, whether it has a possible value, and the possible ones for messages.
     """
 
-    ranges: Mapping[str, tuple[Callable[[Any], bool], str]] = {}
+    ranges: Mapping[str, _Range] = {}
     __signature__: ClassVar[Signature]
 
     def __init_subclass__(cls) -> None:
@@ -77,21 +78,10 @@ class LRScheduler(ClosedSchedule):
         return [self.rate(float(base_lr), step, **values) for base_lr in base_lrs]
 
 
-def _is_factor(value: Any) -> bool:
-    return bool(0 <= value <= 1)
-
-
-def _is_positive(value: Any) -> bool:
-    return value is not None and value > 0
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1
-
-
-_FACTOR = _is_factor, "a number from 0 to 1"
-_STEPS = _is_positive, "the number of steps, more than 0"
-_WHOLE = _is_whole, "a whole number from 1 up"
+_Range = tuple[Callable[[Any], bool], str]
+_FACTOR: _Range = (lambda value: 0 <= value <= 1), "a number from 0 to 1"
+_STEPS: _Range = (lambda value: value is not None and value > 0), "the number of steps, more than 0"
+_WHOLE: _Range = (lambda value: is_whole_number(value, 1)), "a whole number from 1 up"
 
 
 class ConstantLR(LRScheduler):
