@@ -16,25 +16,25 @@ BUDGET = {
     "zerograph/_torch": 1_205,
     "zerograph/artifact": 1_140,
     "zerograph/base": 575,
-    "zerograph/capture": 3_775,
+    "zerograph/capture": 3_765,
     "zerograph/cli": 1_535,
-    "zerograph/compat": 3_155,
+    "zerograph/compat": 3_150,
     "zerograph/compiler": 4_400,
     "zerograph/eager": 1_055,
-    "zerograph/inspection": 2_500,
-    "zerograph/integrations": 810,
+    "zerograph/inspection": 2_495,
+    "zerograph/integrations": 805,
     "zerograph/ir": 2_990,
     "zerograph/loops": 2_935,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_610,
-    "zerograph/planner": 2_010,
+    "zerograph/planner": 2_005,
     "zerograph/state": 3_405,
     "passes": 8_305,
     "runtime": 6_345,
     "benchmarks": 6_165,
-    "tests": 41_800,
+    "tests": 41_325,
 }
-PACKAGE = 50_010
+PACKAGE = 49_975
 
 
 @pytest.fixture(scope="module")
