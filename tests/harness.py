@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.models import LossStep, TrainStep, adam_step, adamw, batches, make, output_of, train_plainly, update_by
+from zerograph.compiler.batch import Batch
+from zerograph.compiler.step_key import Snapshot
 from zerograph.inspection.step import Prepared
-from zerograph.ir.mesh import line
+from zerograph.ir.mesh import Mesh, line
 from zerograph.runtime.state import Store
 
 needs_compiler = pytest.mark.skipif(
@@ -133,6 +135,35 @@ def compilations_of(step: zg.ZeroGraph) -> int:
 def stores_of(step: zg.ZeroGraph) -> list[Store]:
     """Return this rank's state of each bucket: what it holds of parameters, and of the optimizer's state."""
     return step._stores()
+
+
+def kept_steps(step: zg.ZeroGraph) -> int:
+    """Return how many compiled steps a graph keeps."""
+    return len(step._steps._steps)
+
+
+def forget_steps(step: zg.ZeroGraph) -> None:
+    """Let a graph trace and rewrite its next step anew."""
+    step._steps._steps.clear()
+    step._steps._last_call = step._steps._snapshot = None
+    step._compiler._captures.clear()
+    step._compiler._kept.clear()
+
+
+def snapshot_of(step: zg.ZeroGraph) -> Snapshot:
+    """Return what a graph compares, after equal steps, to know that the next call is like the last one."""
+    assert step._steps._snapshot is not None
+    return step._steps._snapshot
+
+
+def recognised(step: zg.ZeroGraph, *args: Any) -> bool:
+    """Return whether the next call would run the same step without looking up its facts."""
+    return snapshot_of(step).match(step._steps.call_of(step._join(), (args, {}), step._request)) is not None
+
+
+def batch_on(step: zg.ZeroGraph, ranks: Mesh, *args: Any, **kwargs: Any) -> Batch:
+    """Return the batch of a call as it would be on these ranks."""
+    return step._steps.inputs_on(ranks, args, kwargs, "cpu", step._request)[1]
 
 
 def set_stage(step: zg.ZeroGraph, stage: int) -> None:

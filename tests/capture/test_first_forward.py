@@ -12,7 +12,7 @@ from torch.ao import quantization
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerograph as zg
-from tests.harness import inputs
+from tests.harness import forget_steps, inputs
 from tests.models import update_by
 from zerograph.compiler.compiled import CompiledStep
 
@@ -154,9 +154,7 @@ def test_the_notice_of_many_compilations_names_a_first_update_of_its_own() -> No
     empty = step.state_dict()
 
     def compiled_anew() -> None:
-        step._steps._steps.clear()
-        step._steps._last_call = None
-        step._compiler._kept.clear()
+        forget_steps(step)
         step(x)
 
     def in_turn() -> None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, Predict, sliced
+from tests.harness import LossStep, Predict, batch_on, sliced
 from tests.models import part, update_by
 from tests.pool import Pool
 from zerograph.compiler.index_inputs import check_indices
@@ -336,7 +336,7 @@ def test_offsets_of_bags_may_count_within_a_part_or_the_whole(pool: Pool, mode: 
 def test_offsets_within_a_part_of_indices_that_are_computed_are_refused() -> None:
     step = Predict(Bags("sum"), lambda model, indices, offsets: model(indices % 11, offsets))
     line, given = mesh.line(2, 0, "both"), (torch.arange(8), torch.tensor([0, 4]))
-    _, batch, _ = step._steps.inputs_on(line, given, {}, "cpu", step._request)
+    batch = batch_on(step, line, *given)
     with pytest.warns(UserWarning, match="no rule says how aten._embedding_bag"):
         captured = step.prepare(line, *given).captured
     rows = [[Values(number, False, 0, 20), Values(number, False, 0, 4)] for number in range(2)]
@@ -385,7 +385,7 @@ def checked(
     """(warnings, refusal) of two ranks, whose last inputs are positions from 0 to these."""
     step = Predict(nn.Linear(8, 4), loss)
     line = mesh.line(2, 0, "both")
-    _, batch, _ = step._steps.inputs_on(line, given, {}, "cpu", step._request)
+    batch = batch_on(step, line, *given)
     captured = step.prepare(line, *given).captured
     others = [Values(0, False, 0, 0)] * (len(given) - 1)
     ranks = [[*others, Values(number, False, 0, high)] for number, high in enumerate(highest)]

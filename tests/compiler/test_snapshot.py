@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_tree import CHANGES, Layer
+from tests.harness import recognised, snapshot_of
 
 
 class Train(zg.ZeroGraph):
@@ -36,13 +37,6 @@ def repeated() -> tuple[Train, Tensor]:
     return step, x
 
 
-def recognised(step: Train, *args: Any) -> bool:
-    """Return whether the next call would run the same step without looking up its facts."""
-    snapshot = step._steps._snapshot
-    assert snapshot is not None
-    return snapshot.match(step._steps.call_of(step._join(), (args, {}), step._request)) is not None
-
-
 STATE: dict[str, Callable[[Train], object]] = {
     **{name: lambda step, change=change: change(step.model[1], step) for name, change in CHANGES.items()},
     "an attribute of the graph": lambda step: setattr(step, "more_numbers", 2),
@@ -58,7 +52,7 @@ STATE: dict[str, Callable[[Train], object]] = {
     "another configuration": lambda step: setattr(step, "config", zg.Config()),
     "an annotation": lambda step: zg.annotate(step.model[0].linear.weight, sbp=zg.sbp.broadcast),
     "a store": lambda step: delattr(step.model[0].linear.weight, "_zerograph_store"),
-    "the first update": lambda step: setattr(step._steps._snapshot.stores[0], "fresh", True),
+    "the first update": lambda step: setattr(snapshot_of(step).stores[0], "fresh", True),
 }
 
 
@@ -122,8 +116,7 @@ def test_another_default_dtype_traces_again() -> None:
 
 def test_the_snapshot_keeps_no_batch_alive() -> None:
     step, _ = repeated()
-    assert step._steps._snapshot is not None
-    assert step._steps._snapshot._batch.tensors == ()
+    assert snapshot_of(step)._batch.tensors == ()
 
 
 def test_replaced_data_are_refused_after_equal_steps() -> None:

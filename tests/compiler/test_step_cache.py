@@ -26,7 +26,7 @@ from tests.artifact.test_artifacts import damaged
 from tests.compiler.changes_of_a_step import CHANGES, Step, cached_factor
 from tests.equivalence.families import FAMILIES
 from tests.equivalence.training import batches, make, optimizer
-from tests.harness import LossStep, sliced
+from tests.harness import LossStep, forget_steps, sliced
 from tests.models import part
 from tests.pool import Pool
 from zerograph.base import cache
@@ -118,9 +118,7 @@ def lines_of(step: zg.ZeroGraph) -> list[str]:
 
 def fresh_lines(step: zg.ZeroGraph) -> list[str]:
     """Return :func:`lines_of` a step after it is traced and rewritten anew."""
-    step._steps._steps.clear()
-    step._compiler._captures.clear()
-    step._steps._last_call = step._steps._snapshot = None
+    forget_steps(step)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(step_cache.VARIABLE, "0")
         step.compile(X)

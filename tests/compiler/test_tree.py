@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Predict
+from tests.harness import Predict, batch_on
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.members import capture_facts
 
@@ -88,7 +88,7 @@ def test_nested_batches_are_named_and_arranged_as_torch_does() -> None:
     step, x = new_step(), torch.ones(2, 3)
     nested = {"a": [x, (x, 2, None)], "b": "text"}
     for _ in range(2):
-        batch = step._steps.inputs_on(zg.mesh.line(1, 0, "ranks"), (nested,), {"more": x}, "cpu", step._request)[1]
+        batch = batch_on(step, zg.mesh.line(1, 0, "ranks"), nested, more=x)
         assert batch.names == ("args[0]['a'][0]", "args[0]['a'][1][0]", "more")
         args, kwargs = batch.arranged(batch.tensors)
         assert args[0]["a"][1][1:] == (2, None)

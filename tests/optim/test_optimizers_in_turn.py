@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness import sliced
+from tests.harness import kept_steps, sliced
 from tests.models import Batch, TrainStep, batches, make, part, train_plainly
 from tests.pool import Pool
 
@@ -40,7 +40,7 @@ def in_turn(first: str, second: str, stages: tuple[int, int]) -> tuple[list[floa
     losses = [float(steps[turn](part(x), part(y))) for turn, (x, y) in zip(TURNS, data(), strict=True)]
     states = [step.state_dict() for step in steps]
     optimizers = [state["optimizers"][0]["state"] for state in states]
-    return losses, states[0]["modules"]["model"], optimizers, sum(len(step._steps) for step in steps)
+    return losses, states[0]["modules"]["model"], optimizers, sum(map(kept_steps, steps))
 
 
 @sliced(

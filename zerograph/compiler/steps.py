@@ -125,9 +125,6 @@ class Steps:
         self._last_call: LastCall | None = None
         self._last_key: StepKey | None = None
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     @property
     def are_recompiled(self) -> bool:
         """True if inputs of one kind have been compiled for as often as it is worth: constants change in each call."""
