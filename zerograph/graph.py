@@ -39,7 +39,6 @@ from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
 from zerograph.ir.zero import DEFAULT_STAGE, Mode, Stage
-from zerograph.optim import refuse_unsupported
 from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
@@ -154,7 +153,6 @@ class ZeroGraph(Inspected):
             advice = f", the {type(inside).__name__} inside it (.scheduler)" if isinstance(inside, LRScheduler) else ""
             raise ConfigError(f"lr_scheduler={lr_scheduler!r:.60}: pass a scheduler of this optimizer{advice}")
         check_step(optimizer)
-        refuse_unsupported(optimizer)
         self._optimizers.append(optimizer)
         self._schedulers.append(lr_scheduler)
         self._compiler.updates.expect_changes(len(self._optimizers) - 1, lr_scheduler)

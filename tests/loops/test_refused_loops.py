@@ -168,6 +168,28 @@ def test_ranks_that_compute_with_other_numbers_are_an_error(pool: Pool, name: st
 Step = Callable[[nn.Module, Any, Tensor, Tensor], Any]
 
 
+def test_optimizers_that_are_no_graph_are_refused_before_anything_runs() -> None:
+    for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        model = network()
+        with pytest.raises(zg.CaptureError, match=kind.__name__):
+            prepare_at(2)(model, kind(model.parameters()))
+        assert type(model) is nn.Sequential
+
+
+def left_out(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    """Train by an optimizer that is not prepared, and a temperature that is in no module."""
+    scale = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    own = torch.optim.LBFGS([*model.parameters(), scale], lr=0.5, max_iter=3)
+
+    def loss() -> Any:
+        own.zero_grad()
+        value = F.cross_entropy(model(x) * scale, y)
+        value.backward()
+        return value
+
+    return own.step(loss) + scale.item()
+
+
 def no_backward(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Any:
     optimizer.step()
     return model(x).sum()
@@ -293,6 +315,7 @@ def with_extra() -> nn.Module:
 
 HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "no backward": (no_backward, network),
+    "an optimizer that is left out": (left_out, network),
     "detection of anomalies": (anomalies, network),
     "a late penalty": (late_penalty, network),
     "a penalty before batch norm's next call": (penalty_before, normalized),

@@ -66,6 +66,7 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
 
     Raises:
         ConfigError: an object is of another kind, prepared already, or belongs to one that is not prepared.
+        CaptureError: an optimizer's update is no graph: LBFGS, SparseAdam.
     """
     if config is None:
         config, stage = Config(), DEFAULT_STAGE if stage is None else stage
@@ -136,7 +137,8 @@ def _check_known(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module])
         if id(parameter) not in known:
             raise ConfigError(
                 f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no prepared "
-                "module has\nPass the module to the same zg.prepare()."
+                "module has\nPass the module to the same zg.prepare(). If it is in no module, leave the optimizer out: "
+                "every rank then runs it, on whole tensors."
             )
 
 

@@ -4,13 +4,12 @@ The update is traced on a sample (``sampling``), checked to be elementwise and t
 and compared with the updates of other parameters.
 """
 
-from zerograph.optim.program import Programs, programs_of, refuse_unsupported, trace_update
+from zerograph.optim.program import Programs, programs_of, trace_update
 from zerograph.optim.proofs import check_separate
 
 __all__ = [
     "Programs",
     "check_separate",
     "programs_of",
-    "refuse_unsupported",
     "trace_update",
 ]

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import pytree
-from zerograph.errors import CaptureError
 from zerograph.ir.metadata import meta
 from zerograph.ir.rewrite import replace_node
 from zerograph.ir.update_program import Path, StateSpec, UpdateProgram
@@ -67,23 +66,6 @@ def programs_of(optimizer: torch.optim.Optimizer, own: Programs) -> tuple[Hashab
             *(value for one in modules.values() for value in vars(one).values() if callable(value)),
         ), _OF_TORCH
     return id(optimizer), own
-
-
-UNSUPPORTED = {
-    "LBFGS": "it evaluates the loss several times per step, each time depending on values",
-    "SparseAdam": "it needs sparse gradients, which have no placement",
-}
-
-
-def refuse_unsupported(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if torch's optimizer cannot be traced as one graph.
-
-    Raises:
-        CaptureError: with the reason.
-    """
-    name = type(optimizer).__name__
-    if name in UNSUPPORTED:
-        raise CaptureError(f"{name} cannot be part of a step graph: {UNSUPPORTED[name]}\nUse another optimizer.")
 
 
 def trace_update(

@@ -16,14 +16,23 @@ from zerograph.runtime.state import holds_state_of
 # Their wrappers of step() count calls, or belong to frameworks whose integrations replace them.
 _KNOWN = ("torch", "zerograph", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "transformers")
 
+_UNSUPPORTED = {
+    "LBFGS": "it evaluates the loss several times per step, each time depending on values\nUse another optimizer, or "
+    "in a loop leave it out of zg.prepare(): every rank then runs it, on whole parameters.",
+    "SparseAdam": "it needs sparse gradients, which have no placement\nUse another optimizer.",
+}
+
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose ``step()`` was replaced or wrapped: a graph runs the update of the class.
+    """Refuse an optimizer that is no graph, or whose ``step()`` was replaced: a graph runs that of the class.
 
     Raises:
-        ConfigError: it was, by other code than torch's.
+        CaptureError: it cannot be traced to a graph: LBFGS, SparseAdam.
+        ConfigError: its ``step()`` was replaced, by other code than torch's.
     """
     kind = type(optimizer)
+    if (reason := _UNSUPPORTED.get(kind.__name__)) is not None:
+        raise CaptureError(f"{kind.__name__} cannot be part of a step graph: {reason}")
     strange = [one for one in _torch.functions_of_instance_step(optimizer) if not _is_known(one)]
     if (wrapper := _torch.wrapped_with_hooks(kind)) is not None:
         strange.append(wrapper)
