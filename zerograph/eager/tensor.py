@@ -368,10 +368,13 @@ def _with_parts(arguments: Any) -> list[Any]:
             "plain tensors of this rank's rows are beside global ones: with config.virtual_ranks pass the loader to "
             "zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0))"
         )
-    hashes = [int(hash_bits(one.detach())) % 2**62 for one in found]
-    everybody = agree(now.job, "an operator on rows of ranks", len(found), dict, None, hashes)
-    differ = {id(one) for one, *values in zip(found, *everybody, strict=True) if len({*values}) > 1 and id(one) in made}
-    ways = [differ, made] if 0 < len(differ) < len(made) else [made]
+    ways: list[Any] = [made]
+    if len(made) > 1:
+        hashes = [int(hash_bits(one.detach())) % 2**62 for one in found]
+        everybody = agree(now.job, "an operator on rows of ranks", len(found), dict, None, hashes)
+        apart = [id(one) for one, *values in zip(found, *everybody, strict=True) if len({*values}) > 1]
+        differ = made.keys() & apart
+        ways = [differ, made] if 0 < len(differ) < len(made) else ways
     return [pytree.tree_unflatten([made[id(x)] if id(x) in way else x for x in leaves], spec) for way in ways]
 
 
