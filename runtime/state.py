@@ -881,24 +881,29 @@ class StoredState(MutableMapping[Any, Any]):
         """Return the state as the block has left it, by number of the parameter, or None if nothing was changed."""
         if self.whole is None or _hashes(self._numbered()) == self._before:
             return None
+        known = {id(parameter) for parameter in parameters_of(self.optimizer)}
+        strange = [key for key in self.whole if id(key) not in known]
+        if strange:
+            raise SplitParameterError(
+                f"{type(self.optimizer).__name__}.state has an entry for {strange[0]!r:.60}, which is none of its "
+                "parameters: state of the optimizer as a whole cannot be kept in a graph"
+            )
         return self._numbered()
 
     def close(self) -> None:
         """Drop the whole state."""
         self.whole, self._job, self._before = None, None, {}
 
-    def _stores(self) -> list[Store]:
-        return [store for store in stores_of(parameters_of(self.optimizer)) if store.optimizer is self.optimizer]
+    def _stores(self, key: Any = None) -> list[Store]:
+        # The loop may have replaced a parameter of which it asks.
+        parameters = [*parameters_of(self.optimizer), *([key] if isinstance(key, nn.Parameter) else [])]
+        return [store for store in stores_of(parameters) if store.optimizer is self.optimizer]
 
     def _numbered(self) -> dict[int, dict[str, Any]]:
         assert self.whole is not None
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters_of(self.optimizer))}
-        strange = [key for key in self.whole if id(key) not in numbers]
-        if strange:
-            raise SplitParameterError(
-                f"{type(self.optimizer).__name__}.state has an entry for {strange[0]!r:.60}, which is none of its "
-                "parameters: state of the optimizer as a whole cannot be kept in a graph"
-            )
+        # Parameters that the loop has replaced, whose state it has yet to move, come behind the others.
+        keys = dict.fromkeys(map(id, [*parameters_of(self.optimizer), *self.whole]))
+        numbers = {key: number for number, key in enumerate(keys)}
         return {
             # A loop may have set global tensors, of which each rank has a part.
             numbers[id(key)]: {n: getattr(one, "full_tensor", lambda one=one: one)() for n, one in entries.items()}
@@ -906,22 +911,21 @@ class StoredState(MutableMapping[Any, Any]):
             if entries
         }
 
-    def _entries(self, *, reads: bool = False) -> MutableMapping[Any, Any]:
-        stores = self._stores()
-        if not stores:
-            return self.plain
-        if reads and self.whole is None and all(store.fresh for store in stores):
+    def _entries(self, key: Any = None, *, reads: bool = False) -> MutableMapping[Any, Any]:
+        if self.whole is not None:
+            return self.whole
+        stores = self._stores(key)
+        if not stores or (reads and all(store.fresh for store in stores)):
             return self.plain
         if self._job is None and (open_state := getattr(stores[0].parameters[0], "_zerograph_opens", None)) is not None:
             open_state(self)
         if self._job is not None:
-            if self.whole is None:
-                agree(self._job, f"reading {type(self.optimizer).__name__}.state", 0, dict)
-                self.whole = defaultdict(dict, {key: dict(entries) for key, entries in self.plain.items()})
-                for store in stores:
-                    states = zip(store.parameters, plain_states(store), strict=True)
-                    self.whole |= {p: state for p, state in states if state and store_of(p) is store}
-                self._before = _hashes(self._numbered())
+            agree(self._job, f"reading {type(self.optimizer).__name__}.state", 0, dict)
+            self.whole = defaultdict(dict, {key: dict(entries) for key, entries in self.plain.items()})
+            for store in stores:
+                states = zip(store.parameters, plain_states(store), strict=True)
+                self.whole |= {p: state for p, state in states if state and store_of(p) is store}
+            self._before = _hashes(self._numbered())
             return self.whole
         raise SplitParameterError(
             f"{type(self.optimizer).__name__}.state is read or changed, but a graph has the state in shards\n"
@@ -931,7 +935,7 @@ class StoredState(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            return self._entries()[key]
+            return self._entries(key)[key]
         except SplitParameterError:
             # Of the state that it is to replace, torch unflattens a state by the names.
             if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
@@ -945,16 +949,16 @@ class StoredState(MutableMapping[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter, or the default."""
-        return self._entries(reads=True).get(key, default)
+        return self._entries(key, reads=True).get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entries(reads=True)
+        return key in self._entries(key, reads=True)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._entries()[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        del self._entries()[key]
+        del self._entries(key)[key]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._entries(reads=True))

@@ -16,6 +16,10 @@ _ADVICE = {
     READING: "Every rank must read what ranks have parts of: read before 'if rank == 0', and print inside of it.",
     DOING: "Every rank must make the same calls in the same order: steps, reading parameters, full_parameters(), "
     "state_dict(), save() and load() belong under no 'if rank == 0'.",
+    "the batch": "Every rank must read the same whole batches, of which it keeps its part. A loader that is split "
+    "between ranks already stays out of zg.prepare(): its tensors are this rank's rows.",
+    "a gradient that was computed without global tensors": "Pass the loop's loader to zg.prepare(), or this rank's "
+    "rows as zg.global_tensor(part, zg.sbp.split(0)): methods and submodules compute with plain tensors as they are.",
     HYPERPARAMETERS: "Set hyperparameters, and step schedulers, alike on all ranks: by values of the whole batch.",
     "the end of full_parameters()": "No change was kept. Every rank must make the same changes, or one rank: "
     "full_parameters(..., modifier_rank=0).",

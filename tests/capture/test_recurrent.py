@@ -85,6 +85,20 @@ def test_the_form_for_accelerators_computes_the_same(name: str) -> None:
     assert not any(word in text for text in operators for word in ("rnn", "lstm", "gru", "storage"))
 
 
+def with_dropout(kind: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = kind(6, 8, 3, batch_first=True, bidirectional=True, dropout=0.4)
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss=loss_of)
+    return [step(X) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_the_form_for_accelerators_drops_the_same_between_layers(kind: Any) -> None:
+    expected = with_dropout(kind)
+    with patch.object(substitutes, "_is_on_accelerator", lambda input: True):
+        torch.testing.assert_close(with_dropout(kind), expected, rtol=1e-6, atol=0)
+
+
 def train_packed(stages: Sequence[int]) -> list[list[Tensor]]:
     """Return the losses at each stage; each begins with weights in one storage."""
     torch.set_num_threads(1)

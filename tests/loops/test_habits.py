@@ -295,6 +295,16 @@ def added_layers(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, 
     return update(optimizer, F.cross_entropy(model(x), y)).item()
 
 
+def replaced_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    old, group = model[2].weight, optimizer.param_groups[0]  # type: ignore[index]
+    model[2].weight = new = nn.Parameter(old.detach() * 0.5)  # type: ignore[index, operator, union-attr]
+    group["params"] = [new if one is old else one for one in group["params"]]
+    optimizer.state[new] = optimizer.state.pop(old)
+    update(optimizer, F.cross_entropy(model(x), y))
+    return loss.item() + model[2](model[0](x)).square().mean().item()  # type: ignore[index, operator]
+
+
 def returned_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     out, scale = model(x)
     loss = update(optimizer, F.cross_entropy(out * scale, y))
@@ -624,6 +634,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "returned arguments": (returned_arguments, functools.partial(Passing, False)),
     "returned views": (returned_arguments, functools.partial(Passing, True)),
     "added layers": (added_layers, perceptron),
+    "replaced parameters": (replaced_parameters, perceptron),
     "wrapped layers": (wrapped_layers, perceptron),
     "replaced tensors": (replaced_tensors, Weighted),
     "changed arguments": (changed_arguments, Changing),
@@ -687,7 +698,9 @@ def own_rows(stage: int, loss: str) -> list[float]:
         targets = y if loss == "cross_entropy" else F.one_hot(y, 4).double()
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # Torch's of sizes that differ, for instance.
-            printed.append(update(optimizer, getattr(F, loss)(model(x[own]), targets[own])).item())
+            # As many classes as a rank of two has rows.
+            options = {"weight": torch.arange(1.0, 5.0).double()} if loss == "cross_entropy" else {}
+            printed.append(update(optimizer, getattr(F, loss)(model(x[own]), targets[own], **options)).item())
     return printed
 
 
@@ -702,6 +715,8 @@ def halves_of_own_rows() -> tuple[list[str], str]:
     model, x = prepare_at(2)(perceptron()), torch.ones(4, 6)
     with torch.no_grad(), warnings.catch_warnings(record=True, action="always") as seen:
         model(x).chunk(2)
+    with pytest.raises(zg.InputError, match="counts the rows of this rank"):
+        model(x)[torch.arange(4), torch.ones(4).long()]
     with pytest.raises(zg.InputError) as refused:
         F.normalize(model(x)).chunk(2)
     return [str(one.message) for one in seen], str(refused.value)

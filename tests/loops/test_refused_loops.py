@@ -114,6 +114,29 @@ def test_one_rank_that_reads_alone_is_an_error_and_no_hang(pool: Pool, place: st
     pool.run(2, is_refused, place)
 
 
+def scores_alone() -> None:
+    module = network()
+    model, optimizer = prepare_at(2)(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, y = (one.chunk(2)[zg.rank()] for one in (X, Y))
+    for number in range(4):
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if zg.rank() == 0 and number > 1:
+            (out.argmax(1) == y).sum()
+
+
+def is_refused_to_score() -> None:
+    with pytest.raises(zg.errors.RankMismatchError):
+        scores_alone()
+
+
+def test_one_rank_that_computes_with_its_rows_alone_is_an_error_and_no_hang(pool: Pool) -> None:
+    pool.run(2, is_refused_to_score)
+
+
 def test_one_rank_alone_may_read_a_loss_after_its_update(pool: Pool) -> None:
     printed, nothing = pool.run(2, reads_alone, prepare_at(2), "after step")
     assert printed == pytest.approx(reads_alone(unprepared, "after step"), rel=1e-12)

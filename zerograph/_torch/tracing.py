@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
-from torch._decomp import get_decompositions
+from torch._decomp import decompositions as torchs, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import _symbolic_trace
@@ -170,9 +170,31 @@ def python_decompositions() -> Iterator[None]:
     """Run composite operators through torch's decompositions in Python, which keep symbolic sizes.
 
     Those of recurrent layers in C++ read sizes as integers. The dispatcher is private; ``make_fx`` uses it likewise.
+    Torch's decomposition of stacked layers leaves out the dropout between them (``num_layers < i - 1``).
     """
-    with enable_python_dispatcher():
+    with enable_python_dispatcher(), patch.object(torchs, "_rnn_helper", _with_dropout(_RUN_LAYERS)):
         yield
+
+
+_RUN_LAYERS = torchs._rnn_helper
+
+
+def _with_dropout(run_layers: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: Any, hidden: Any, params: Any, has_biases: bool, layers: int, dropout: float, *rest: Any) -> Any:
+        train, *others, layer = rest
+        given: list[Any] = []
+        read: list[Any] = []
+
+        def run_layer(x: Any, *args: Any, **kwargs: Any) -> Any:
+            # Both directions of a layer read the same input.
+            if not given or x is not given[-1]:
+                read.append(torch.dropout(x, dropout, train) if given else x)
+                given.append(x)
+            return layer(read[-1], *args, **kwargs)
+
+        return run_layers(x, hidden, params, has_biases, layers, 0.0, train, *others, run_layer)
+
+    return run
 
 
 def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:

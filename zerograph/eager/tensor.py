@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -20,9 +21,11 @@ from zerograph.eager.world import world
 from zerograph.errors import InputError, PlacementError, RankMismatchError, ZeroGraphError
 from zerograph.ir.mesh import Mesh, global_shape, of_own_slices, slice_counts, with_all_slices
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
+from zerograph.runtime.job.differences import DOING
 from zerograph.runtime.job.exchange import gather_whole
 from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
 from zerograph.runtime.parameters import DATA, SplitParameter
+from zerograph.runtime.tensor_hash import hash_bits
 
 _OF_ALL_RANKS = (
     "a tensor with the rows of all ranks is read as one number: without a prepared loader, what each rank passes to a "
@@ -88,6 +91,8 @@ class GlobalTensor(Tensor):
             return func(value)
         if func is Tensor.backward:
             world().note_loss(args[0])
+        elif func is Tensor.__getitem__ and world().rows_of_ranks:
+            _check_index(*args)
         if kwargs.get("is_grads_batched"):
             raise InputError("is_grads_batched=True of a zg.GlobalTensor: use torch.func.vjp and torch.vmap, or a loop")
         with _torch.without_torch_function():
@@ -97,16 +102,23 @@ class GlobalTensor(Tensor):
                 with warnings.catch_warnings(action="error", category=UserWarning):
                     return func(*args, **kwargs)
             except (ZeroGraphError, RuntimeError, ValueError, IndexError, UserWarning) as error:
-                # Rows that ranks have cut differ between them.
-                differs = isinstance(error, RankMismatchError) and world().rows_of_ranks
+                # Rows that ranks have cut differ between them, at the same operator.
+                differs = (
+                    isinstance(error, RankMismatchError)
+                    and world().rows_of_ranks
+                    and len({one[DOING] for one in error.facts}) == 1
+                )
                 if isinstance(error, ZeroGraphError) and not differs:
                     raise
-                parts = _with_parts((args, kwargs))
-                if parts is None and not isinstance(error, UserWarning):
+                several = _with_parts((args, kwargs))
+                if not several and not isinstance(error, UserWarning):
                     if func is Tensor.item and world().rows_of_ranks and not differs:
                         raise InputError(_OF_ALL_RANKS) from None
                     raise
-            args, kwargs = parts or (args, kwargs)
+            for args, kwargs in several[:-1]:
+                with contextlib.suppress(RuntimeError, ValueError, IndexError):
+                    return func(*args, **kwargs)
+            args, kwargs = several[-1] if several else (args, kwargs)
             return func(*args, **kwargs)
 
     @classmethod
@@ -337,22 +349,44 @@ class _Gathered(torch.autograd.Function):
         return whole.narrow(*ctx.own).clone(), None, None
 
 
-def _with_parts(arguments: Any) -> Any:
-    """Return arguments in which plain tensors of fewer rows than global ones are parts; None if there are none."""
+def _with_parts(arguments: Any) -> list[Any]:
+    """Return arguments in which plain tensors of fewer rows than global ones are parts, in several ways to try.
+
+    At first those are parts that differ between ranks: others may be whole, such as the weights of classes.
+    """
     leaves, spec = pytree.tree_flatten(arguments)
     rows = {len(one) for one in leaves if isinstance(one, GlobalTensor) and one.dim()}
     found = [one for one in leaves if _is_plain(one) and rows and len(one) < max(rows)]
-    # A plain tensor beside them may be whole, such as the weights of classes.
     made = {id(one): x for one in found if len(x := global_tensor(one, split(0))) in rows}
     if not made:
-        return None
-    if world().slices is not None:
+        return []
+    now = world()
+    if now.slices is not None:
         # One rank would take them for whole tensors.
         raise InputError(
             "plain tensors of this rank's rows are beside global ones: with config.virtual_ranks pass the loader to "
             "zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0))"
         )
-    return pytree.tree_unflatten([made.get(id(one), one) for one in leaves], spec)
+    ways: list[Any] = [made]
+    if len(made) > 1:
+        hashes = [int(hash_bits(one.detach())) % 2**62 for one in found]
+        everybody = agree(now.job, "an operator on rows of ranks", len(found), dict, None, hashes)
+        apart = [id(one) for one, *values in zip(found, *everybody, strict=True) if len({*values}) > 1]
+        differ = made.keys() & apart
+        ways = [differ, made] if 0 < len(differ) < len(made) else ways
+    return [pytree.tree_unflatten([made[id(x)] if id(x) in way else x for x in leaves], spec) for way in ways]
+
+
+def _check_index(x: Any, index: Any) -> None:
+    """Refuse an index of whole numbers that counts the rows of this rank."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    count = len(first) if isinstance(first, (list, range)) or (_is_plain(first) and first.dtype != torch.bool) else -1
+    if isinstance(x, GlobalTensor) and Split(0) in x.spec.sbp and count == len(x.local) < len(x):
+        raise InputError(
+            "an index counts the rows of this rank, and the tensor has those of all ranks\n"
+            "Pass the loader to zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0)); for one entry of "
+            "each row, call gather()."
+        )
 
 
 def _is_plain(x: Any) -> bool:

@@ -192,6 +192,8 @@ class Loop:
         """Run a call on global tensors."""
         if isinstance(function, nn.Module):
             # A function may call modules only, as Lightning's training_step. What it reads itself is made whole then.
+            # The module may have parameters that it had not when it was prepared.
+            self.watch(one for one in function.parameters() if getattr(one, "_zerograph_whole", None) is None)
             self._show()
         run = function
         if "_zerograph_prepared" in vars(type(function)):
@@ -220,6 +222,9 @@ class Loop:
         parameters, update = parameters_of(optimizer), self.graph(optimizer)
         gradients, split = stored_gradients(parameters), self.gradients.of(parameters)
         self._end_copies()
+        if gradients and any("_zerograph_loop" not in vars(one) for one in parameters):
+            # The loop has put others into a group.
+            self.adopt(optimizer)
         if gradients or split:
             update.run(gradients, split)
             if update.changed_read:
@@ -297,6 +302,14 @@ class Loop:
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether this parameter has a gradient."""
         return parameter in self.gradients or stored_gradient(parameter) is not None
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the parameters of an optimizer those of the loop, and watch those that are new."""
+        parameters = parameters_of(optimizer)
+        for parameter in parameters:
+            parameter._zerograph_loop = self  # type: ignore[attr-defined]
+            parameter._zerograph_opens = self.open_state  # type: ignore[attr-defined]
+        self.watch(one for one in parameters if not hasattr(one, "_zerograph_whole"))
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""

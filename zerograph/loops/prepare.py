@@ -137,8 +137,9 @@ def _check_known(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module])
         if id(parameter) not in known:
             raise ConfigError(
                 f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no prepared "
-                "module has\nPass the module to the same zg.prepare(). If it is in no module, leave the optimizer out: "
-                "every rank then runs it, on whole tensors."
+                "module has\nPass its module to the same zg.prepare(), take out of the optimizer's groups what was "
+                "replaced, and pass torch.nn.ParameterList([it]) for one that has no module. Or leave out an optimizer "
+                "of such parameters: every rank then runs it, on whole tensors."
             )
 
 
@@ -360,11 +361,11 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
         before = len(optimizer.param_groups)
         plain.add_param_group(optimizer, group)
         try:
-            _adopt(optimizer, loop)
+            _check_known(optimizer, loop.modules.values())
         except BaseException:
             del optimizer.param_groups[before:]
             raise
-        loop.watch(one for one in parameters_of(optimizer) if not hasattr(one, "_zerograph_whole"))
+        loop.adopt(optimizer)
 
     def state_dict() -> dict[str, Any]:
         graph = loop.graph(optimizer)
@@ -397,7 +398,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
     for method in (step, zero_grad, add_param_group, state_dict, load_state_dict):
         vars(optimizer)[method.__name__] = method
     vars(optimizer)["__reduce_ex__"] = reduce_plain
-    _adopt(optimizer, loop)
+    loop.adopt(optimizer)
 
 
 def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
@@ -409,14 +410,6 @@ def _only_creates_state(optimizer: torch.optim.Optimizer, loop: Loop) -> bool:
     if not gradients or len(gradients) < len(parameters) or holds_state_of(optimizer):
         return False
     return not any(bool(gradient.any()) for gradient in gradients)
-
-
-def _adopt(optimizer: Any, loop: Loop) -> None:
-    """Make the parameters of an optimizer those of the loop."""
-    _check_known(optimizer, loop.modules.values())
-    for parameter in parameters_of(optimizer):
-        parameter._zerograph_loop = loop  # type: ignore[attr-defined]
-        parameter._zerograph_opens = loop.open_state  # type: ignore[attr-defined]
 
 
 @functools.cache

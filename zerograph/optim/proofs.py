@@ -92,7 +92,7 @@ def check_separate(
                     f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "
                     f"{node.target} at {line_of(node)}\n"
                     "The graph updates each parameter separately. Move code that needs all gradients (clipping, a "
-                    "global norm) into build(), after backward()."
+                    "global norm) to behind backward(): into build(), or into the loop."
                 )
 
 

@@ -231,14 +231,17 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             load_states(store, states)
         else:
             release(store)
+    own = own_state(optimizer)
+    # A store may have returned the state of a parameter that was replaced.
+    for key in [one for one in own if isinstance(one, nn.Parameter)]:
+        if id(key) not in entries or keeps_none(store_of(key)):
+            del own[key]
     for parameter in parameters:
-        if keeps_none(store_of(parameter)):
-            own_state(optimizer).pop(parameter, None)
-            if entries[id(parameter)]:
-                own_state(optimizer)[parameter] = {
-                    name: value.clone() if isinstance(value, Tensor) else value
-                    for name, value in entries[id(parameter)].items()
-                }
+        if keeps_none(store_of(parameter)) and entries[id(parameter)]:
+            own[parameter] = {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in entries[id(parameter)].items()
+            }
 
 
 def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
