@@ -208,6 +208,23 @@ def test_batches_whose_parts_differ_go_together(pool: Pool) -> None:
     pool.run(2, two_batches)
 
 
+def recurrent_layers() -> None:
+    x = whole().view(8, 4, 4)
+    for kind, batch_first in itertools.product((nn.RNN, nn.LSTM, nn.GRU), (True, False)):
+        layer = seeded(lambda kind=kind, batch_first=batch_first: kind(4, 3, batch_first=batch_first))  # type: ignore[misc]
+        given = zg.global_tensor(part(x, (4, 4)), zg.sbp.split(0))
+        result, state = layer(given if batch_first else given.transpose(0, 1))
+        assert result.sbp == (zg.sbp.split(0 if batch_first else 1),)
+        plain, _ = layer(x if batch_first else x.transpose(0, 1))
+        torch.testing.assert_close(result.full_tensor(), plain)
+        again, _ = layer(given if batch_first else given.transpose(0, 1), state)
+        assert again.sbp == result.sbp
+
+
+def test_rows_of_recurrent_layers_stay_split(pool: Pool) -> None:
+    pool.run(2, recurrent_layers)
+
+
 def numbers_that_change() -> int:
     x = distributed(whole(), (4, 4))
     for number in range(5):

@@ -677,10 +677,11 @@ def check_no_growth(folder: Path, *, is_long: bool) -> None:
             # Others of a generation of as many ranks, after the first, in which everything happens once.
             lines = [line for line in lines[1:] if line[3] == 4]
             assert all(mailboxes <= 3 for *_, mailboxes, _ in lines), lines
-            # What a broken step has held may stay until the next recovery.
+            # What a broken step has held may stay until the next recovery. In some generations all survivors have
+            # fewer: a group connects when it is first needed.
             files = [files for _, files, *_ in lines]
             names = file.with_name(file.name.replace("usage", "files"))
-            assert len(lines) < 4 or min(files[-3:]) <= files[0], (lines, names.read_text())
+            assert len(lines) < 4 or min(files[-3:]) <= max(files[: len(files) // 2]), (lines, names.read_text())
         assert not lines or lines[-1][2] <= lines[0][2], lines
         if is_long and len(lines) > 12:
             # What lives does not grow; the free heap, in pieces, does by some 0.05 MB for each generation.

@@ -34,6 +34,7 @@ _OF_ALL_RANKS = (
 )
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.__float__, Tensor.__complex__}
 
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _WARN_OF_SIZES = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 
 
@@ -93,6 +94,8 @@ class GlobalTensor(Tensor):
             world().note_loss(args[0])
         elif func is Tensor.__getitem__ and world().rows_of_ranks:
             _check_index(*args)
+        elif func in _RECURRENT:
+            args = _with_split_state(*args)
         if kwargs.get("is_grads_batched"):
             raise InputError("is_grads_batched=True of a zg.GlobalTensor: use torch.func.vjp and torch.vmap, or a loop")
         with _torch.without_torch_function():
@@ -375,6 +378,21 @@ def _with_parts(arguments: Any) -> list[Any]:
         differ = made.keys() & apart
         ways = [differ, made] if 0 < len(differ) < len(made) else ways
     return [pytree.tree_unflatten([made[id(x)] if id(x) in way else x for x in leaves], spec) for way in ways]
+
+
+def _with_split_state(x: Any, state: Any, *rest: Any) -> Any:
+    """Return the arguments of a recurrent layer with its plain state split as the rows, which are added to it in place.
+
+    Those of packed sequences, of which each rank has all, stay as they are.
+    """
+    dim = 0 if rest[-1] is True else 1
+    if not isinstance(x, GlobalTensor) or x.dim() != 3 or x.sbp != (Split(dim),) or x.spec.rows is not None:
+        return x, state, *rest
+    parts = [
+        global_tensor(one, broadcast).to_global(split(1)) if _is_plain(one) and one.shape[1] == x.shape[dim] else one
+        for one in ([state] if isinstance(state, Tensor) else state)
+    ]
+    return x, parts[0] if isinstance(state, Tensor) else parts, *rest
 
 
 def _check_index(x: Any, index: Any) -> None:
