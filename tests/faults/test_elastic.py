@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -699,15 +698,9 @@ def test_kills_again_and_again_change_nothing(
     outcome = run(tmp_path, [], options, least=2, restarts=2 * kills + 4, patience=8.0)
     assert outcome.code is not None, f"it hangs\n{outcome.output}"
     check_same(outcome, expected(options))
-    back = []
     for moment, place in outcome.faults:
-        seconds = outcome.seconds_after(moment)
-        tally(f"elastic, again and again: killed in {place}").add(True, seconds=seconds)
-        back += [seconds] if seconds and "stopped" not in place else []
+        tally(f"elastic, again and again: killed in {place}").add(True, seconds=outcome.seconds_after(moment))
     assert len(outcome.faults) >= kills // 2
     check_no_growth(tmp_path, is_long=kills >= 40)
-    # Of halves: a median of few is uneven on a busy machine.
-    first, second = back[: len(back) // 2], back[len(back) // 2 :]
-    assert kills < 40 or statistics.median(second) < 2 * statistics.median(first) + 2, back
     assert not any(runs(int(file.read_text())) for file in tmp_path.glob("process of *"))
     assert not any(temporary.iterdir())
