@@ -908,6 +908,37 @@ def test_a_model_that_joins_rows_may_take_them_apart(pool: Pool) -> None:
     assert pool.run(2, guided) == [pytest.approx(expected)] * 2
 
 
+class Tables(nn.Module):
+    """A model that keeps a table, and makes a longer one for longer rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.table = perceptron(), torch.ones(2, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        if length > len(self.table):
+            self.table = torch.arange(float(length))[:, None].double()
+        out: Tensor = self.body(x * self.table[:length]).square().mean()
+        return out
+
+
+def tables(prepare: Prepare | None) -> list[tuple[float, int]]:
+    torch.manual_seed(0)
+    model = Tables().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches: Any = [torch.ones(4, length, 6).double() for length in (2, 2, 3, 3, 5, 4)]
+    model, optimizer, batches = (prepare or prepare_at(3))(model, optimizer, batches)
+    return [(update(optimizer, model(x)).item(), len(model.table)) for x in batches]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_table_that_a_call_makes_longer_is_there_behind_it(pool: Pool) -> None:
+    expected = tables(unprepared)
+    for found in pool.run(2, tables, None):
+        assert found == [(pytest.approx(loss), length) for loss, length in expected]
+
+
 class Chain(nn.Module):
     """A model with a loop of its own that generates."""
 

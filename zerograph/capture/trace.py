@@ -191,7 +191,8 @@ class Capture:
             _refuse_foreign_parameters(graph)
             module_attributes.refuse_fakes(graph, stored)
             if self.pure:
-                tracer.python_state.check_unchanged(stored)
+                # A table that depends on no input is not kept either.
+                tracer.python_state.check_unchanged(trace.attributes)
             if stored:
                 warn_user(module_attributes.lost_tensors(stored))
             state_changes = tracer.python_state.compare(graph, tracer.trial)
