@@ -106,8 +106,12 @@ class Step(LossStep):
     def __init__(self, read: Any = None) -> None:
         model = Net(3, 3)
         model.read = read
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        super().__init__(model, optimizer, loss=lambda model, x, scale: model(x) * scale)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def build(self, x: Tensor, scale: float) -> Tensor:
+        loss: Tensor = self.model(x) * scale
+        loss.backward()
+        return loss
 
 
 @pytest.mark.parametrize("name", READS)

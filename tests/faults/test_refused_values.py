@@ -54,7 +54,7 @@ def refuses_on_one_rank(ends: bool, stage: int = 3) -> list[tuple[str, str]]:
 def test_a_value_that_an_operator_refuses_on_one_rank_is_the_other_ones_cause() -> None:
     ((other, others_words),), ((mine, words),) = (answer.value for answer in run(2, None, refuses_on_one_rank, True))
     assert (other, mine) == ("CommunicationError", "OperatorError")
-    assert "embedding.default in the forward of embedding failed in step 2 on rank 1" in words
+    assert "embedding.default in the forward of model failed in step 2 on rank 1" in words
     assert "lost rank 1" in others_words
     assert "index out of range in self" in others_words
 
