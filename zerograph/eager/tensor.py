@@ -383,10 +383,12 @@ def _with_parts(arguments: Any) -> list[Any]:
 def _with_split_state(x: Any, state: Any, *rest: Any) -> Any:
     """Return the arguments of a recurrent layer with its plain state split as the rows, which are added to it in place.
 
-    Those of packed sequences, of which each rank has all, stay as they are.
+    Those of packed sequences, of which each rank has all, stay as they are. With ``config.virtual_ranks`` every rank
+    computes all rows, whose bits depend on how many there are.
     """
     dim = 0 if rest[-1] is True else 1
-    if not isinstance(x, GlobalTensor) or x.dim() != 3 or x.sbp != (Split(dim),) or x.spec.rows is not None:
+    is_even = isinstance(x, GlobalTensor) and x.dim() == 3 and x.sbp == (Split(dim),) and x.spec.rows is None
+    if not is_even or world().slices is not None:
         return x, state, *rest
     parts = [
         global_tensor(one, broadcast).to_global(split(1)) if _is_plain(one) and one.shape[1] == x.shape[dim] else one
