@@ -901,7 +901,7 @@ class StoredState(MutableMapping[Any, Any]):
 
     def _numbered(self) -> dict[int, dict[str, Any]]:
         assert self.whole is not None
-        # Parameters that the loop has replaced, whose state it has yet to move, come behind the others.
+        # The loop may have replaced parameters and not moved their state yet: they are numbered last.
         keys = dict.fromkeys(map(id, [*parameters_of(self.optimizer), *self.whole]))
         numbers = {key: number for number, key in enumerate(keys)}
         return {

@@ -14,19 +14,23 @@ aten = torch.ops.aten
 
 
 def _layer_norm(operands: Operands) -> str:
-    norm = " ".join(f"c{i}!" for i in range(len(operands["normalized_shape"])))
+    norm = _norm_dims(len(operands["normalized_shape"]))
     parameters = ", ".join([norm] * (len(operands.inputs) - 1))
     ones = " ".join(["1"] * len(operands["normalized_shape"]))
     return f"... {norm}{', ' if parameters else ''}{parameters} -> ... {norm}, ... {ones}, ... {ones}"
 
 
 def _layer_norm_backward(operands: Operands) -> str:
-    norm = " ".join(f"c{i}!" for i in range(len(operands["normalized_shape"])))
+    norm = _norm_dims(len(operands["normalized_shape"]))
     ones = " ".join(["1"] * len(operands["normalized_shape"]))
     parameters = [norm] * (len(operands.inputs) - 4)
     inputs = [f"... {norm}", f"... {norm}", f"... {ones}", f"... {ones}", *parameters]
     outputs = compress([f"... {norm}", norm, norm], operands["output_mask"])
     return ", ".join(inputs) + " -> " + ", ".join(outputs)
+
+
+def _norm_dims(count: int) -> str:
+    return " ".join(f"c{i}!" for i in range(count))
 
 
 rule(aten.native_layer_norm.default, _layer_norm)

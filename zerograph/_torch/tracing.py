@@ -172,29 +172,27 @@ def python_decompositions() -> Iterator[None]:
     Those of recurrent layers in C++ read sizes as integers. The dispatcher is private; ``make_fx`` uses it likewise.
     Torch's decomposition of stacked layers leaves out the dropout between them (``num_layers < i - 1``).
     """
-    with enable_python_dispatcher(), patch.object(torchs, "_rnn_helper", _with_dropout(_RUN_LAYERS)):
+    with enable_python_dispatcher(), patch.object(torchs, "_rnn_helper", _run_layers):
         yield
 
 
-_RUN_LAYERS = torchs._rnn_helper
+_RUN_LAYERS: Callable[..., Any] = torchs._rnn_helper
 
 
-def _with_dropout(run_layers: Callable[..., Any]) -> Callable[..., Any]:
-    def run(x: Any, hidden: Any, params: Any, has_biases: bool, layers: int, dropout: float, *rest: Any) -> Any:
-        train, *others, layer = rest
-        given: list[Any] = []
-        read: list[Any] = []
+def _run_layers(x: Any, hidden: Any, params: Any, has_biases: bool, count: int, dropout: float, *rest: Any) -> Any:
+    """Run stacked recurrent layers, with dropout between them, as torch's function of these arguments is to."""
+    train, *others, layer = rest
+    given = read = None
 
-        def run_layer(x: Any, *args: Any, **kwargs: Any) -> Any:
-            # Both directions of a layer read the same input.
-            if not given or x is not given[-1]:
-                read.append(torch.dropout(x, dropout, train) if given else x)
-                given.append(x)
-            return layer(read[-1], *args, **kwargs)
+    def run_layer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal given, read
+        # Both directions of a layer read the same input.
+        if x is not given:
+            read = x if given is None else torch.dropout(x, dropout, train)
+            given = x
+        return layer(read, *args, **kwargs)
 
-        return run_layers(x, hidden, params, has_biases, layers, 0.0, train, *others, run_layer)
-
-    return run
+    return _RUN_LAYERS(x, hidden, params, has_biases, count, 0.0, train, *others, run_layer)
 
 
 def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.GraphModule:

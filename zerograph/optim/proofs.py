@@ -91,8 +91,8 @@ def check_separate(
                 raise CaptureError(
                     f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "
                     f"{node.target} at {line_of(node)}\n"
-                    "The graph updates each parameter separately. Move code that needs all gradients (clipping, a "
-                    "global norm) to behind backward(): into build(), or into the loop."
+                    "The graph updates each parameter separately. Call code that needs all gradients (clipping, a "
+                    "global norm) after backward(), in build() or in the loop."
                 )
 
 
