@@ -295,6 +295,22 @@ def added_layers(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, 
     return update(optimizer, F.cross_entropy(model(x), y)).item()
 
 
+def removed_layers(model: Any, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    """The optimizer keeps the parameters of a layer that is there again later, and two of no module."""
+    if not hasattr(model, "scale"):
+        model.__dict__["scale"] = scale = nn.Parameter(torch.ones((), dtype=x.dtype))
+        optimizer.add_param_group({"params": [scale], "weight_decay": 0.0})
+        optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(3, dtype=x.dtype)))
+    losses = [update(optimizer, F.cross_entropy(model(x) * model.scale, y))]
+    optimizer.zero_grad()
+    last = model[2]
+    del model[2]
+    losses.append(update(optimizer, F.cross_entropy(model(x) * model.scale, y)))
+    losses.append(update(optimizer, F.cross_entropy(model(x), y)))
+    model.append(last)
+    return sum(loss.item() for loss in losses)
+
+
 def replaced_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
     old, group = model[2].weight, optimizer.param_groups[0]  # type: ignore[index]
@@ -634,6 +650,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "returned arguments": (returned_arguments, functools.partial(Passing, False)),
     "returned views": (returned_arguments, functools.partial(Passing, True)),
     "added layers": (added_layers, perceptron),
+    "removed layers": (removed_layers, perceptron),
     "replaced parameters": (replaced_parameters, perceptron),
     "wrapped layers": (wrapped_layers, perceptron),
     "replaced tensors": (replaced_tensors, Weighted),

@@ -65,7 +65,12 @@ def test_the_stage_does_not_change_the_callers_configuration() -> None:
 
 MISTAKES: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
     "one of two again": (lambda model, _: (zg.prepare(model, network()), zg.prepare(model)), "prepared already"),
-    "another's parameters": (lambda model, other: zg.prepare(model, other), "no prepared module|that no"),
+    "another loop's parameters": (
+        lambda model, _: zg.prepare(
+            network(), torch.optim.SGD(zg.prepare(model, torch.optim.SGD(model.parameters()))[0].parameters())
+        ),
+        "is prepared already",
+    ),
     "no model": (lambda _, other: zg.prepare(other), "takes a model"),
     "a number": (lambda model, _: zg.prepare(model, 3), "got 3"),
     "a schedule alone": (

@@ -140,7 +140,9 @@ class CompiledStep:
     def differentiated(self) -> tuple[nn.Parameter, ...]:
         """The parameters to whose gradients the graph adds."""
         names = set(self.captured.gradients)
-        return tuple(one for store in self.stores.values() for one, slot in store.slots() if slot.name in names)
+        # A store keeps the names that parameters had when it was created.
+        buckets = ((bucket.slots, self.stores[bucket.name].parameters) for bucket in self.context.buckets)
+        return tuple(one for slots, own in buckets for slot, one in zip(slots, own, strict=True) if slot.name in names)
 
     def returned(self, batch: Batch) -> Sequence[Any]:
         """Return the constants that ``build()`` returned, sizes as those of the batch; ``Tensor`` for a tensor."""

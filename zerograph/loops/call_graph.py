@@ -57,6 +57,7 @@ class Owner(Protocol):
     """The loop whose calls these are."""
 
     modules: dict[str, nn.Module]
+    members: dict[str, nn.Module]
     config: Config
     gradients: SplitGradients
 
@@ -66,6 +67,9 @@ class Owner(Protocol):
 
     def separate(self) -> Sequence[torch.optim.Optimizer]:
         """Return the optimizers that share no parameter with an earlier one."""
+
+    def find_loose(self) -> None:
+        """Make the parameters of optimizers that no module has the loop's own."""
 
     def as_global(self, args: Any, kwargs: Any, doing: str) -> tuple[Any, Any]:
         """Return the arguments of a call, with global tensors in place of this rank's rows."""
@@ -200,7 +204,7 @@ class CallGraph(LoopGraph):
         tensors: Sequence[Tensor],
         autocast: Any,
     ) -> None:
-        super().__init__(owner.modules, optimizers, owner.config)
+        super().__init__(owner.members, optimizers, owner.config)
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
         self._arguments = map_tensors(arguments, lambda one: Place(places[id(one)]))

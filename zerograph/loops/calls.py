@@ -55,6 +55,8 @@ class Calls:
         key: list[Hashable] = []
         tensors: list[Tensor] = []
         with_gradient, tree = torch.is_grad_enabled(), self._trees[id(module)]
+        if not tree.is_unchanged():
+            self._owner.find_loose()
         can_be_graph = tree.is_plain() and _is_plain_here() and _described((args, kwargs), key, tensors)
         if not can_be_graph or (with_gradient and not self._can_accumulate(tree)):
             return self._owner.run_eagerly(module, args, kwargs)
@@ -82,10 +84,14 @@ class Calls:
             kind.draws = None
         return result if kind.is_eager else kind.watched(result, tensors, [*module.buffers()])
 
-    def settle_buffers(self) -> None:
-        """Make buffers whole that a call, or the loop, has replaced by global tensors. A collective."""
-        for tree in self._trees.values():
-            tree.settle_buffers()
+    def settle_buffers(self) -> bool:
+        """Make buffers whole that a call, or the loop, has replaced by global tensors. A collective.
+
+        Returns:
+            Whether a module has other parameters, buffers or submodules than when it was prepared.
+        """
+        changed = [tree.settle_buffers() for tree in self._trees.values()]
+        return any(changed)
 
     def graphs(self) -> list[tuple[str, int, list[int]]]:
         """Return the kinds of calls that are graphs: what they are, the number of results, and those differentiated."""
@@ -147,6 +153,10 @@ class _Tree:
         self.name, self._module, self._tensors = name, module, _tensors_of(module)
         self._look()
 
+    def is_unchanged(self) -> bool:
+        """Return whether the module holds the objects that it held at the last look."""
+        return self._tables.are_same()
+
     def is_plain(self) -> bool:
         """Return whether a graph sees what a call would: no hooks, and the same parameters and buffers."""
         if not self._tables.are_same():
@@ -155,14 +165,15 @@ class _Tree:
             self._look()
         return not self._has_hooks
 
-    def settle_buffers(self) -> None:
-        """Replace buffers that are global tensors by whole ones."""
+    def settle_buffers(self) -> bool:
+        """Replace buffers that are global tensors by whole ones; return whether the module's tables have changed."""
         if self._tables.are_same():
-            return
+            return False
         for module in self._module.modules():
             for name, one in module._buffers.items():
                 if isinstance(one, GlobalTensor) and not one.requires_grad:
                     module._buffers[name] = one.full_tensor()
+        return True
 
     def flags(self) -> tuple[bool, ...]:
         """Return which modules are in training mode."""

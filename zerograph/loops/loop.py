@@ -63,6 +63,7 @@ class Loop:
 
     Attributes:
         modules: the prepared modules, by their name in the graphs.
+        members: these, and the parameters of optimizers that no module has.
         optimizers: the prepared optimizers.
         config: the options of all graphs.
         busy: state dicts are those of the plain modules now.
@@ -96,9 +97,10 @@ class Loop:
                 check_target(config, resolve(config.backend, device)[1], device)
         self._use_slices(config)
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
+        self.members = {**modules, "loose": nn.ParameterList()}
         self.schedulers: list[LRScheduler] = []
         self.busy, self.has_loader, self.splits_rows, self.is_scaled = False, False, False, False
-        self._forward = Update(modules, (), config)
+        self._forward = Update(self.members, (), config)
         self._updates: dict[tuple[int, ...], Update] = {}
         self._edits: dict[Hashable, Edit] = {}
         self.calls, self.gradients, self.is_unsynced = Calls(self), SplitGradients(), False
@@ -273,7 +275,7 @@ class Loop:
             # A limit that differs in each step, for instance.
             return function(parameters, **arguments)
         if key not in self._edits:
-            self._edits[key] = Edit(self.modules, self.separate(), self.config, function, edited, arguments)
+            self._edits[key] = Edit(self.members, self.separate(), self.config, function, edited, arguments)
         with self.hidden():
             return self._edits[key].run({}, split)
 
@@ -310,6 +312,16 @@ class Loop:
             parameter._zerograph_loop = self  # type: ignore[attr-defined]
             parameter._zerograph_opens = self.open_state  # type: ignore[attr-defined]
         self.watch(one for one in parameters if not hasattr(one, "_zerograph_whole"))
+        self.find_loose()
+
+    def find_loose(self) -> None:
+        """Make the parameters of optimizers that no module has, as of a layer that was removed, the loop's own."""
+        known = {id(one) for module in self.modules.values() for one in module.parameters()}
+        trained = {id(one): one for optimizer in self.optimizers for one in parameters_of(optimizer)}
+        loose = [one for key, one in trained.items() if key not in known]
+        if [*map(id, loose)] != [*map(id, self.members["loose"].parameters())]:
+            # Graphs look at the modules anew if one is another object.
+            self.members["loose"] = nn.ParameterList(loose)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
@@ -323,12 +335,13 @@ class Loop:
         """Return the graph that updates these optimizers, or without any the one of the modules."""
         self.hide()
         self._end_states()
-        self.calls.settle_buffers()
+        if self.calls.settle_buffers():
+            self.find_loose()
         if not optimizers:
             return self._forward
         numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
         if numbers not in self._updates:
-            self._updates[numbers] = Update(self.modules, [self.optimizers[n] for n in numbers], self.config)
+            self._updates[numbers] = Update(self.members, [self.optimizers[n] for n in numbers], self.config)
             self._updates[numbers].noted = self.calls
         return self._updates[numbers]
 

@@ -40,7 +40,7 @@ class LoopGraph(ZeroGraph):
     """A graph of a loop's modules and of some of its optimizers.
 
     Args:
-        modules: the modules, by their name in the graph.
+        modules: the modules, by their name in the graph. The loop may change them.
         optimizers: the optimizers.
         config: the options.
 
@@ -51,10 +51,10 @@ class LoopGraph(ZeroGraph):
     gradients: ClassVar[GradientUse]
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
+        self, modules: dict[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
     ) -> None:
         super().__init__()
-        self._modules = dict(modules)
+        self._modules = modules
         vars(self).update(modules)
         for optimizer in optimizers:
             self.add_optimizer(optimizer)
@@ -169,7 +169,7 @@ class Edit(Update):
 
     def __init__(
         self,
-        modules: Mapping[str, nn.Module],
+        modules: dict[str, nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         config: Config,
         function: Callable[..., Any],

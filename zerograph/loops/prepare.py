@@ -123,7 +123,7 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
         check_modules(root)
     for optimizer in optimizers:
         check_step(optimizer)
-        _check_known(optimizer, modules)
+        _check_parameters(optimizer, modules)
     for one in objects:
         owner = getattr(one, "optimizer", None)
         owner = held_optimizer(owner) or owner
@@ -131,16 +131,17 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
             raise ConfigError(f"{type(one).__name__} schedules an optimizer that is not prepared: pass it too")
 
 
-def _check_known(optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
-    known = {id(parameter) for module in modules for parameter in module.parameters()}
+def _check_parameters(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
+    """Raise a ConfigError if the optimizer trains a module of another loop."""
     for parameter in parameters_of(optimizer):
-        if id(parameter) not in known:
-            raise ConfigError(
-                f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} that no prepared "
-                "module has\nPass its module to the same zg.prepare(), take out of the optimizer's groups what was "
-                "replaced, and pass torch.nn.ParameterList([it]) for one that has no module. Or leave out an optimizer "
-                "of such parameters: every rank then runs it, on whole tensors."
-            )
+        loop = getattr(parameter, "_zerograph_loop", None)
+        others = () if loop is None else (one for one in loop.modules.values() if loop_of(one) is loop)
+        for other in others:
+            if not any(other is one for one in modules) and any(parameter is one for one in other.parameters()):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} holds a parameter of a {type(other).__name__} that is prepared "
+                    "already: pass all that belongs together to one zg.prepare()"
+                )
 
 
 def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -358,13 +359,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
 
     def add_param_group(group: dict[str, Any]) -> None:
         loop.graph()
-        before = len(optimizer.param_groups)
         plain.add_param_group(optimizer, group)
-        try:
-            _check_known(optimizer, loop.modules.values())
-        except BaseException:
-            del optimizer.param_groups[before:]
-            raise
         loop.adopt(optimizer)
 
     def state_dict() -> dict[str, Any]:

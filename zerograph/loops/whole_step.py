@@ -32,7 +32,7 @@ class WholeStep(LoopGraph):
         loop = loop_of(module)
         if loop is None:
             raise ConfigError(f"a {type(module).__name__} that zg.prepare() has not prepared has no step")
-        super().__init__(loop.modules, loop.optimizers, loop.config)
+        super().__init__(loop.members, loop.optimizers, loop.config)
         self._name = next(name for name, one in loop.modules.items() if one is module)
 
     def build(self, *args: Any) -> Tensor:
