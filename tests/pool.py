@@ -45,6 +45,9 @@ MORE_THREADS = 16
 # After how many new objects the youngest are looked through, and after how many of these times the older ones.
 COLLECTIONS = (20_000, 20, 20)
 
+# Ranks that compute for a smaller part of the time wait for each other, and that at most so often.
+IDLE, MOST_WAITS = 0.02, 4
+
 
 class Pool:
     """``run(2, function, *args)`` calls ``function(*args)`` as rank 0 and 1 of a fresh process group over gloo.
@@ -52,7 +55,7 @@ class Pool:
     As many workers are started, up to ``size``, as a call needs.
 
     Args:
-        patience: seconds until a rank that does not answer is a failure.
+        patience: seconds until a rank that does not answer is a failure, unless ranks compute: a machine may be slow.
         hash_apart: rank 1 hashes strings otherwise than the others, which costs a start of its own.
         backend: of the process group; what registers it is imported by the module of the function that runs.
         forks: workers are forked; no process that has looked for a GPU may be.
@@ -123,10 +126,17 @@ class Pool:
 
     def _answer(self, rank: int, function: Callable[..., Any]) -> tuple[bool, Any]:
         connection = self._workers[rank][1]
-        if not connection.poll(self._patience):
+        before, waits = self._seconds(), 1
+        while not (answered := connection.poll(self._patience)) and waits < MOST_WAITS:
+            now, waits = self._seconds(), waits + 1
+            if now - before < IDLE * self._patience:
+                break
+            before = now
+        if not answered:
             where = self._where()
             self.close()
-            raise RanksError(f"rank {rank} did not answer within {self._patience} s in {function.__name__}\n{where}")
+            late = f"rank {rank} did not answer within {waits * self._patience} s in {function.__name__}"
+            raise RanksError(f"{late}\n{where}")
         try:
             answer: tuple[bool, Any] = connection.recv()
         except EOFError:
@@ -140,6 +150,14 @@ class Pool:
             os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self._traces().glob("worker *")))
+
+    def _seconds(self) -> float:
+        """Return how long all workers have computed."""
+        # Their fields 14 and 15, behind a name that may have spaces.
+        texts = [
+            Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split() for process, _ in self._workers
+        ]
+        return sum(int(fields[11]) + int(fields[12]) for fields in texts) / os.sysconf("SC_CLK_TCK")
 
     def _traces(self) -> Path:
         return Path(self._folder.name)

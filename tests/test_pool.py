@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.pool import MORE_THREADS, Pool
+from tests import pool as of_pool
+from tests.pool import MORE_THREADS, Pool, RanksError
 
 KEPT: list[Any] = []
 
@@ -27,3 +29,19 @@ def leave_a_group() -> int:
 def test_process_groups_that_calls_leave_in_cycles_are_freed(pool: Pool) -> None:
     threads = [pool.run(1, leave_a_group)[0] for _ in range(12)]
     assert max(threads) - threads[0] < 2 * MORE_THREADS
+
+
+def compute(seconds: float) -> None:
+    while time.process_time() < seconds:
+        pass
+
+
+def test_ranks_that_compute_may_take_long_and_ranks_that_wait_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_pool, "MOST_WAITS", 1_000)
+    workers = Pool(1, patience=1.0)
+    try:
+        workers.run(1, compute, workers._seconds() + 3.0)
+        with pytest.raises(RanksError, match=r"rank 0 did not answer within .* s in sleep"):
+            workers.run(1, time.sleep, 600.0)
+    finally:
+        workers.close()

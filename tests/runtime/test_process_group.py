@@ -140,7 +140,7 @@ def meets_after_a_failure(file: str) -> int:
         if rank:
             with pytest.raises(RuntimeError):
                 enter(dist.PrefixStore("alone", store), 0, 2)  # type: ignore[attr-defined]
-        patch.setattr(process_group, "_CONNECT_LIMIT", 20.0)
+        patch.setattr(process_group, "_CONNECT_LIMIT", 200.0)
         enter(dist.PrefixStore("together", store), rank, 2)  # type: ignore[attr-defined]
     return dist.get_world_size()
 
