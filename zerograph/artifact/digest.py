@@ -2,9 +2,12 @@
 
 A function counts by its code, its default arguments and the values in its closure; a class by its entries; an object by
 its class and by the state that pickle would save. What a digest cannot tell of a value is a doubt: an object of a
-library in C, for instance, counts by its type only. Nothing is followed from a function to the globals that it names:
-those of the functions that a trace runs are values by themselves, see :mod:`zerograph.artifact.code`. Functions that no
-trace is seen to run are digested with their globals by :meth:`Digest.everything_of`.
+library in C, for instance, counts by its type only. Code counts as it is in the process, not by its file, which may
+have been edited since it was imported.
+
+Nothing is followed from a function to the globals that it names: those of the functions that a trace runs are values by
+themselves, see :mod:`zerograph.artifact.code`. Functions that no trace is seen to run are digested with their globals
+by :meth:`Digest.everything_of`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import OpOverload, compiled_original, is_inherited, operator_functions, untagged
+from zerograph._torch import compiled_original, is_inherited, operator_functions, untagged
 from zerograph.artifact.allowed import REFLECTION, is_bindings, refused_in_c, refused_in_python
 from zerograph.base import source
 from zerograph.base.names import named_values, names_in, with_inner
@@ -48,7 +51,7 @@ _OF_DYNAMO = "_torchdynamo_"
 # What containers have besides their entries.
 _FURTHER = ((collections.deque, "maxlen"), (collections.defaultdict, "default_factory"))
 # Objects whose text tells all that counts of them.
-_TEXTS = (PurePath, itertools.count, OpOverload, type(torch.ops.aten), type(torch.ops.aten.add))
+_TEXTS = (PurePath, itertools.count)
 # Objects without a value that a trace could read.
 _WITHOUT_VALUE = ("_thread.lock", "_thread.RLock", "warnings.", "typing.", "abc.", "_collections._tuplegetter")
 # Entries that transformers adds to classes of torch when it first needs them; where a trace runs them, they count.

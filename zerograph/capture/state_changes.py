@@ -417,7 +417,7 @@ def _holds_tensors(value: Any, depth: int = 4) -> bool:
     return next(_fakes(value, depth), None) is not None
 
 
-def _fakes(value: Any, depth: int = 8) -> Iterator[_torch.FakeTensor]:
+def _fakes(value: Any, depth: int = 16) -> Iterator[_torch.FakeTensor]:
     """Yield the tensors of traces in a value, through containers that are not nested deeper."""
     if isinstance(value, _torch.FakeTensor):
         yield value
