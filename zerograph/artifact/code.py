@@ -8,7 +8,6 @@ too.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import os
 import sys
@@ -18,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from zerograph.artifact.allowed import REFLECTION, refused_in_c, refused_in_python
-from zerograph.artifact.digest import Digest, counts
+from zerograph.artifact.digest import Digest, counts, short
 from zerograph.base import recording, source
 from zerograph.base.names import BY_TEXT, named_values, names_in, texts_of, value_at
 from zerograph.base.recording import Recording
@@ -114,7 +113,7 @@ def _digest_of(name: str, digest: Digest) -> str:
     if name.startswith(_VARIABLE):
         value = os.environ.get(name.removeprefix(_VARIABLE))
         # Not the value itself: some are secrets.
-        return "not set" if value is None else hashlib.sha256(value.encode()).hexdigest()[:16]
+        return "not set" if value is None else short(value)
     module_name, _, path = name.partition(":")
     if (module := _module(module_name)) is None:
         return ""

@@ -2,9 +2,12 @@
 
 A function counts by its code, its default arguments and the values in its closure; a class by its entries; an object by
 its class and by the state that pickle would save. What a digest cannot tell of a value is a doubt: an object of a
-library in C, for instance, counts by its type only. Nothing is followed from a function to the globals that it names:
-those of the functions that a trace runs are values by themselves, see :mod:`zerograph.artifact.code`. Functions that no
-trace is seen to run are digested with their globals by :meth:`Digest.everything_of`.
+library in C, for instance, counts by its type only. Code counts as it is in the process, not by its file, which may
+have been edited since it was imported.
+
+Nothing is followed from a function to the globals that it names: those of the functions that a trace runs are values by
+themselves, see :mod:`zerograph.artifact.code`. Functions that no trace is seen to run are digested with their globals
+by :meth:`Digest.everything_of`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import OpOverload, compiled_original, is_inherited, operator_functions, untagged
+from zerograph._torch import compiled_original, is_inherited, operator_functions, untagged
 from zerograph.artifact.allowed import REFLECTION, is_bindings, refused_in_c, refused_in_python
 from zerograph.base import source
 from zerograph.base.names import named_values, names_in, with_inner
@@ -48,7 +51,7 @@ _OF_DYNAMO = "_torchdynamo_"
 # What containers have besides their entries.
 _FURTHER = ((collections.deque, "maxlen"), (collections.defaultdict, "default_factory"))
 # Objects whose text tells all that counts of them.
-_TEXTS = (PurePath, itertools.count, OpOverload, type(torch.ops.aten), type(torch.ops.aten.add))
+_TEXTS = (PurePath, itertools.count)
 # Objects without a value that a trace could read.
 _WITHOUT_VALUE = ("_thread.lock", "_thread.RLock", "warnings.", "typing.", "abc.", "_collections._tuplegetter")
 # Entries that transformers adds to classes of torch when it first needs them; where a trace runs them, they count.
@@ -84,12 +87,16 @@ def counts(filename: str) -> bool:
     return source.is_users(filename) or filename.startswith(_NN)
 
 
+def short(text: str) -> str:
+    """Return a digest of text, with which digests and messages stay short."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class Digest:
     """Digests values, each object once.
 
     Args:
         own: names of the graph, its modules and their tensors, by ``id``, which are compared by themselves.
-        everything: digest functions with the globals that they name.
 
     Attributes:
         doubts: values that a digest does not tell whole, as text.
@@ -99,15 +106,17 @@ class Digest:
         silent: what code of torch calls is compared, or changes no graph, so it is no doubt.
     """
 
-    def __init__(self, own: Mapping[int, str] | None = None, *, everything: bool = False) -> None:
+    def __init__(self, own: Mapping[int, str] | None = None) -> None:
         self.doubts: dict[str, None] = {}
         self.codes: set[types.CodeType] = set()
         self.cells: dict[types.CodeType, list[list[Any]]] = {}
         self.memos: list[tuple[types.FunctionType, int]] = []
         self.silent = False
-        self._own, self._follows_globals = own or {}, everything
-        # Digests by ``id``, and the objects, which keep these.
-        self._seen: dict[int, str] = {}
+        self._own = own or {}
+        # Functions are digested with the globals that they name.
+        self._follows_globals = False
+        # Digests by ``id`` and with globals or without, and the objects, which keep these.
+        self._seen: dict[tuple[int, bool], str] = {}
         self._kept: list[Any] = []
         self._depth = 0
 
@@ -117,7 +126,7 @@ class Digest:
             return f"{type(value).__name__} {value!r}"
         # Also where it was seen before: torch's own functions may have named it.
         self._note_call(value)
-        key = id(value)
+        key = id(value), self._follows_globals
         if key not in self._seen:
             self._seen[key] = f"itself {self._depth}"
             self._kept.append(value)
@@ -129,26 +138,17 @@ class Digest:
                 text = self._unknown(value, f"{type(error).__name__} when it is read")
             finally:
                 self._depth -= 1
-            self._seen[key] = hashlib.sha256(text.encode()).hexdigest()[:16]
+            self._seen[key] = short(text)
         return self._seen[key]
 
     def everything_of(self, value: Any) -> str:
         """Return the digest of a value with the globals of all functions that it leads to, whether they ran or not."""
-        digest = self._of_everything
-        depth, digest._depth = digest._depth, 0
+        before = self._depth, self._follows_globals, self.silent
+        self._depth, self._follows_globals, self.silent = 0, True, self.silent and self._follows_globals
         try:
-            return digest.of(value)
+            return self.of(value)
         finally:
-            digest._depth = depth
-
-    @functools.cached_property
-    def _of_everything(self) -> Digest:
-        """Digests each object once for all calls: what functions lead to leads back to most of it."""
-        if self._follows_globals:
-            return self
-        digest = Digest(self._own, everything=True)
-        digest.doubts, digest.codes, digest.cells, digest.memos = self.doubts, self.codes, self.cells, self.memos
-        return digest
+            self._depth, self._follows_globals, self.silent = before
 
     def _unknown(self, value: Any, why: str = "its value cannot be compared") -> str:
         kind = type(value)
@@ -283,10 +283,10 @@ class Digest:
             if (counts(file) or file.startswith(_OPTIM)) and _OURS.isdisjoint(vars(kind)):
                 texts.append(f"{kind.__module__}.{kind.__qualname__}:")
                 # No trace follows the code of a function of autograd.
-                digest = self._of_everything if issubclass(kind, torch.autograd.Function) else self
+                digested = self.everything_of if issubclass(kind, torch.autograd.Function) else self.of
                 for name, entry in sorted(vars(kind).items()):
                     if name not in _OF_CLASSES and not is_inherited(kind, entry):
-                        texts.append(f"{name}={digest.of(untagged(entry))}")
+                        texts.append(f"{name}={digested(untagged(entry))}")
         return " ".join(texts)
 
     def _module(self, module: nn.Module) -> str:

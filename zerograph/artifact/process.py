@@ -17,7 +17,7 @@ import torch
 
 import zerograph
 from zerograph import _torch
-from zerograph.artifact.digest import ADDED, Digest
+from zerograph.artifact.digest import ADDED, Digest, short
 from zerograph.base import source
 from zerograph.base.names import values_of
 
@@ -46,8 +46,8 @@ def process_texts() -> dict[str, str]:
         "the functions of torch that were replaced": ", ".join(_replaced(Digest())) or "none",
         "the functions of torch.optim": _of_updates(),
         "the settings of Python's modules": _ambient(),
-        "the functions of torch by name": _short("\n".join(_by_name())),
-        "the kernels of torch's operators": _short("\n".join(_torch.python_kernels())),
+        "the functions of torch by name": short("\n".join(_by_name())),
+        "the kernels of torch's operators": short("\n".join(_torch.python_kernels())),
     }
 
 
@@ -59,10 +59,6 @@ def _own_digest() -> str:
         for path in sorted(folder.resolve().rglob("*.py")):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def _short(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _environment() -> str:
@@ -121,7 +117,7 @@ def _place(path: str, function: types.FunctionType, digest: Digest) -> str:
     code = function.__code__
     if path.startswith("torch.") and not source.is_installed(code.co_filename):
         return f"{path} ({digest.everything_of(function)})"
-    return f"{path} ({_short(f'{code.co_code!r} {code.co_consts!r}'.partition(' at 0x')[0])})"
+    return f"{path} ({short(f'{code.co_code!r} {code.co_consts!r}'.partition(' at 0x')[0])})"
 
 
 def _by_name() -> list[str]:

@@ -1,15 +1,12 @@
-"""Attributes of modules while ``build()`` is traced: no tensor of a trace stays in one, and none is lost silently.
+"""Tensors that ``build()`` assigns to attributes while it is traced: they are fake, and none is lost silently.
 
-A trace runs ``build()`` on fake tensors. The tensors that it assigns to attributes are fake, so modules get their
-former attributes back. A buffer that another tensor is assigned to gets the values of that tensor, as in plain PyTorch.
+Modules get their former attributes back (:mod:`zerograph.capture.state_changes`). A buffer that another tensor is
+assigned to gets the values of that tensor, as in plain PyTorch.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,93 +14,6 @@ from torch import Tensor, fx, nn
 from zerograph import _torch
 from zerograph.errors import CaptureError
 from zerograph.ir.rewrite import ancestors
-
-_CONTAINERS = (dict, list, set, deque)
-
-
-class Attributes:
-    """The attributes of a graph and its modules, as they were when this was created.
-
-    Args:
-        graph: the object whose ``build()`` is traced; None for no object.
-        root: holds its modules.
-        mode: the fake mode of the trace's tensors.
-    """
-
-    def __init__(self, graph: object, root: nn.Module, mode: _torch.FakeTensorMode) -> None:
-        self._mode = mode
-        self._modules = {name: vars(module) for name, module in root.named_modules()}
-        self._graph = {} if graph is None else vars(graph)
-        # Pairs of an attribute dict and its copy; containers in attributes and their copies, by id.
-        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        for attributes in (self._graph, *self._modules.values()):
-            self._before.append((attributes, dict(attributes)))
-            for value in attributes.values():
-                self._copy_contents(value)
-
-    def _copy_contents(self, value: Any) -> None:
-        if isinstance(value, _CONTAINERS) and id(value) not in self._contents:
-            self._contents[id(value)] = value, value.copy()
-            for entry in value.values() if isinstance(value, dict) else value:
-                self._copy_contents(entry)
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """At the end remove tensors of the trace from attributes."""
-        try:
-            yield
-        finally:
-            self.restore()
-
-    def restore(self, keep: Sequence[Tensor] = ()) -> None:
-        """Restore all attributes of modules that hold tensors of the trace, and those attributes of the graph.
-
-        A module gets all its attributes back because they belong together, as a table and its length do. Attributes of
-        other modules stay as ``build()`` left them, a count of its calls for instance.
-
-        Args:
-            keep: attributes that hold one of these tensors stay.
-        """
-        kept = set(map(id, keep))
-        with_fakes = {
-            id(attributes) for attributes, _ in self._before if next(self._fakes(attributes), None) is not None
-        }
-        for container, copy in self._contents.values():
-            fakes = set(map(id, self._fakes(container)))
-            if fakes and kept.isdisjoint(fakes):
-                container.clear()
-                container.extend(copy) if isinstance(container, (list, deque)) else container.update(copy)
-        for attributes, before in self._before:
-            if id(attributes) in with_fakes:
-                self._restore(attributes, before, kept, all_names=attributes is not self._graph)
-
-    def _restore(self, attributes: dict[str, Any], before: dict[str, Any], kept: set[int], *, all_names: bool) -> None:
-        for name in {**attributes, **before}:
-            fakes = set(map(id, self._fakes(attributes.get(name))))
-            if kept.isdisjoint(fakes) and (all_names or fakes):
-                if name in before:
-                    attributes[name] = before[name]
-                else:
-                    attributes.pop(name, None)
-
-    def traced_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the trace that attributes hold now, by path."""
-        tensors: dict[str, Tensor] = {}
-        for path, attributes in (("", self._graph), *self._modules.items()):
-            for name, value in attributes.items():
-                if name not in ("_parameters", "_modules"):
-                    for tensor in self._fakes(value):
-                        tensors.setdefault(".".join(filter(None, (path, name))), tensor)
-        return tensors
-
-    def _fakes(self, value: Any) -> Iterator[Tensor]:
-        """Yield the tensors of the trace in a value, through lists, tuples, sets and dicts."""
-        if isinstance(value, _torch.FakeTensor) and value.fake_mode is self._mode:
-            yield value
-        elif isinstance(value, (*_CONTAINERS, tuple)):
-            for entry in value.values() if isinstance(value, dict) else value:
-                yield from self._fakes(entry)
 
 
 def keep_assigned(

@@ -544,6 +544,10 @@ class PythonState:
         """Yield the modules that the functions reach."""
         yield from (owner for owner, _ in self._owners if isinstance(owner, nn.Module))
 
+    def attributes(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the attributes of the graph and its own modules, with their titles."""
+        return [(title, vars(owner)) for owner, title in self._owners[: self._guarded]]
+
     def tables(self) -> Iterator[dict[Any, Any]]:
         """Yield the dicts that hold the attributes of the graph and its modules, and their hooks."""
         for owner, _ in self._owners:

@@ -27,6 +27,7 @@ from collections.abc import (
     Hashable,
     Iterable,
     Iterator,
+    Mapping,
     MutableMapping,
     MutableSequence,
     MutableSet,
@@ -49,8 +50,8 @@ from zerograph.capture.places import (
     MISSING,
     Place,
     PythonState,
+    build_guards,
     object_attributes,
-    parts,
     token,
     walk,
 )
@@ -97,19 +98,27 @@ class Snapshot:
     Attributes:
         values: every place with its token, by key.
         restores: functions that restore a container or an object, by ``id``, or a value in a root, by its key.
+        contents: containers in attributes of the graph and its own modules.
         random: every generator, by its name in messages.
         iterators: names of iterators and files, whose state cannot be compared or restored.
     """
 
     def __init__(self, state: PythonState) -> None:
         # A flag that hooks are installed is restored together with the hooks.
-        self.restores: dict[Hashable, Callable[..., None]] = {id(table): _restorer(table) for table in state.tables()}
+        names = ("_parameters", "_buffers")
+        tables = (table.get(name) for _, table in state.attributes() for name in names)
+        self.contents: list[Any] = [table for table in tables if isinstance(table, dict)]
+        self.restores: dict[Hashable, Callable[..., None]] = {
+            id(table): _restorer(table) for table in (*state.tables(), *self.contents)
+        }
         self.values: dict[Hashable, tuple[Place, Hashable]] = {}
         self.random: dict[str, Generator] = {}
         self.iterators: list[str] = []
         places = [*state.places()]
         self.restores |= {place.key: functools.partial(place.assign, value) for place, value in places}
         for place, value, is_entered in walk(places):
+            if place.own and isinstance(value, (*CONTAINERS, set)):
+                self.contents.append(value)
             if (generator := _generator(value)) is not None:
                 self.random.setdefault(place.name, generator)
             elif not is_entered:
@@ -174,26 +183,77 @@ def _cleared(cache: Any, misses: int) -> None:
 
 
 class StateComparison:
-    """A comparison of Python state before and after a trace.
+    """A comparison of Python state before and after a trace, on fake tensors, of which none may stay.
 
     Args:
-        state: the state that ``build()`` can reach.
+        build, root, groups: those of :class:`zerograph.capture.places.PythonState`.
         guarded: places that are guards already.
-        read_guards: returns the guards of modules and attributes (:mod:`zerograph.capture.places`).
+        mode: the fake mode of the trace's tensors.
     """
 
-    def __init__(self, state: PythonState, guarded: Iterable[Place], read_guards: Callable[[], object]) -> None:
-        self._state, self._guarded, self._read_guards = state, {place.key for place in guarded}, read_guards
-        self._before, self._guards_before = Snapshot(state), read_guards()
+    def __init__(
+        self,
+        build: Callable[..., Any],
+        root: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        guarded: Iterable[Place],
+        mode: _torch.FakeTensorMode,
+    ) -> None:
+        self._build, self._root, self._mode = build, root, mode
+        self._state, self._guarded = PythonState(build, root, groups), {place.key for place in guarded}
+        self._attributes = self._state.attributes()
+        self._before, self._guards_before = Snapshot(self._state), build_guards(build, root)
 
     @contextlib.contextmanager
-    def restored_on_error(self) -> Iterator[None]:
-        """Put all state back if an error is raised inside."""
+    def restored(self) -> Iterator[None]:
+        """At the end remove tensors of the trace from attributes. Put all state back if an error is raised inside."""
         try:
             yield
         except BaseException:
             self._before.restore()
             raise
+        finally:
+            self.remove_traced()
+
+    def remove_traced(self, keep: Sequence[Tensor] = ()) -> None:
+        """Restore all attributes of modules that hold tensors of the trace, and those attributes of the graph.
+
+        A module gets all its attributes back because they belong together, as a table and its length do. Attributes of
+        other modules stay as ``build()`` left them, a count of its calls for instance.
+
+        Args:
+            keep: attributes that hold one of these tensors stay.
+        """
+        kept, restores = set(map(id, keep)), self._before.restores
+        graph = getattr(getattr(self._build, "__self__", None), "__dict__", None)
+        tables = [table for _, table in self._attributes if self._traced(table)]
+        for container in self._before.contents:
+            if (traced := self._traced(container)) and kept.isdisjoint(traced):
+                restores[id(container)]()
+        for table in tables:
+            restores[id(table)](functools.partial(self._is_lost, kept, table is not graph))
+
+    def _is_lost(self, kept: set[int], is_modules: bool, value: Any) -> bool:
+        traced = self._traced(value)
+        return kept.isdisjoint(traced) and (is_modules or bool(traced))
+
+    def _traced(self, value: Any) -> dict[int, Tensor]:
+        """Return the tensors of the trace in a value, through containers, by ``id``."""
+        return {id(tensor): tensor for tensor in _fakes(value) if tensor.fake_mode is self._mode}
+
+    def traced_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the trace that attributes hold now, by path."""
+        tensors: dict[str, Tensor] = {}
+        for title, attributes in self._attributes:
+            for name, value in attributes.items():
+                if name not in ("_parameters", "_modules"):
+                    for tensor in self._traced(value).values():
+                        tensors.setdefault(f"{title}.{name}" if title else name, tensor)
+        return tensors
+
+    def _read_guards(self) -> object:
+        self.remove_traced()
+        return build_guards(self._build, self._root)
 
     def check_restorable(self) -> None:
         """Raise if the trace may change Python state that cannot be restored.
@@ -339,7 +399,7 @@ class StateComparison:
             if place.is_in_root:
                 self._before.restores.get(place.key, lambda: None)()
             else:
-                self._before.restores.get(id(place.holder()), lambda **_: None)(tensors=True)
+                self._before.restores.get(id(place.holder()), lambda _: None)(_holds_tensors)
         if not with_tensors:
             return ()
         return (lost_tensors(dict.fromkeys(map(_container, with_tensors))),)
@@ -354,9 +414,16 @@ def _container(place: Place) -> str:
 
 
 def _holds_tensors(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, (dict, list, deque, tuple)) and depth:
-        return any(_holds_tensors(entry, depth - 1) for _, entry in parts(value))
-    return isinstance(value, _torch.FakeTensor)
+    return next(_fakes(value, depth), None) is not None
+
+
+def _fakes(value: Any, depth: int = 16) -> Iterator[_torch.FakeTensor]:
+    """Yield the tensors of traces in a value, through containers that are not nested deeper."""
+    if isinstance(value, _torch.FakeTensor):
+        yield value
+    elif isinstance(value, (*CONTAINERS, tuple, set)) and depth:
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _fakes(entry, depth - 1)
 
 
 def same_graph(first: fx.GraphModule, second: fx.GraphModule) -> bool:
@@ -441,19 +508,18 @@ def _extreme(state: Any, *, low: bool) -> Any:
 def _restorer(value: Any) -> Callable[..., None]:
     """Return a function that restores the present entries of a container, or the attributes of an object.
 
-    With ``tensors`` it restores those that hold tensors of a trace now; of a list, all.
+    With ``is_lost`` it restores those whose value now is lost; of a list, all.
     """
     is_list = isinstance(value, (list, deque))
     before = _entries(value)
     keys, objects = [*before], [*before.values()]
 
-    def restore(*, tensors: bool = False) -> None:
+    def restore(is_lost: Callable[[Any], bool] = lambda _: True) -> None:
         now = _entries(value)
         if [*now] == keys and all(map(operator.is_, now.values(), objects)):
             return
         changed = [key for key in {**now, **before} if now.get(key, MISSING) is not before.get(key, MISSING)]
-        if tensors:
-            changed = [key for key in changed if _holds_tensors(now.get(key))]
+        changed = [key for key in changed if is_lost(now.get(key))]
         if is_list and changed:
             value.clear()
             value.extend(objects)
@@ -472,7 +538,7 @@ def _restorer(value: Any) -> Callable[..., None]:
     return restore
 
 
-def _put_back(value: Any, before: Any, *, tensors: bool = False) -> None:
+def _put_back(value: Any, before: Any, _: object = None) -> None:
     """Restore the entries of a set, or the numbers of an array."""
     if not isinstance(value, set):
         if value.flags.writeable:

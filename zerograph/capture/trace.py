@@ -24,7 +24,7 @@ from zerograph.capture.captured import Captured
 from zerograph.capture.cleanup import clean, strip_profiling
 from zerograph.capture.local import Capturing, inside
 from zerograph.capture.modes import FunctionMode, Recorder, check_shapes, explained, module_paths, reads_uncaught
-from zerograph.capture.places import Place, PythonState, build_guards
+from zerograph.capture.places import Place
 from zerograph.capture.refused_calls import refused_calls, refused_output
 from zerograph.capture.state_changes import StateComparison
 from zerograph.capture.substitutes import substituted
@@ -225,12 +225,12 @@ class Capture:
             )
         if self.scaled and trace.backward_calls > 1:
             # The first trace unscaled the gradients after the first backward() of several.
-            tracer.attributes.restore()
+            tracer.python_state.remove_traced()
             graph, trace = tracer.trace()
         stored = module_attributes.take_computed(graph, trace.attributes)
         if stored:
             # A trace of the next step shows whether build() reads them before it writes them.
-            tracer.attributes.restore(keep=list(stored.values()))
+            tracer.python_state.remove_traced(keep=list(stored.values()))
             try:
                 graph, trace = tracer.trace()
             except Exception as error:
@@ -290,8 +290,7 @@ class _Tracer:
 
     Attributes:
         state: the fake parameters and buffers, by name.
-        attributes: what attributes of the graph and its modules held before.
-        python_state: the rest of the Python state that ``build()`` can reach, as it was before.
+        python_state: the Python state that ``build()`` can reach, as it was before.
     """
 
     def __init__(self, capture: Capture, hints: Mapping[str, int]) -> None:
@@ -324,25 +323,14 @@ class _Tracer:
         # A local region computes on one rank's part: there batch norm has one group.
         self._region_table = decompositions.table() | random_operators.table(self._draws)
         self._backward_calls = 1
-        self.attributes = module_attributes.Attributes(
-            getattr(capture.build, "__self__", None), capture.root, self._mode
-        )
-        self.python_state = StateComparison(
-            PythonState(capture.build, capture.root, [group for group, _ in capture.groups]),
-            capture.guarded,
-            self._read_guards,
-        )
-
-    def _read_guards(self) -> object:
-        self.attributes.restore()
-        return build_guards(self._capture.build, self._capture.root)
+        groups = [group for group, _ in capture.groups]
+        self.python_state = StateComparison(capture.build, capture.root, groups, capture.guarded, self._mode)
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
         """Set up everything that traces need; at the end put back the Python state that must not stay."""
         with (
-            self.python_state.restored_on_error(),
-            self.attributes.restored(),
+            self.python_state.restored(),
             self._mode,
             # With oneDNN a recurrent layer is one opaque kernel; without, the operators that rules know.
             _torch.without_onednn(),
@@ -363,7 +351,7 @@ class _Tracer:
 
     def trial(self) -> fx.GraphModule:
         """Trace ``build()`` from the present Python state, to compare the graph with another one."""
-        self.attributes.restore()
+        self.python_state.remove_traced()
         graph, trace = self._trace()
         module_attributes.take_computed(graph, trace.attributes)
         return graph
@@ -398,7 +386,7 @@ class _Tracer:
         check_shapes(capture.buffers, state)
         # Recurrent layers list their parameters in an attribute.
         own = set(map(id, tensors))
-        trace.attributes = {path: x for path, x in self.attributes.traced_tensors().items() if id(x) not in own}
+        trace.attributes = {path: x for path, x in self.python_state.traced_tensors().items() if id(x) not in own}
         trace.backward_calls = backward.calls
         trace.returned = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         gradients = {name: tensor.grad for name, tensor in parameters.items() if tensor.grad is not None}

@@ -7,7 +7,6 @@ the updates serve any rank of any layout; the graph after the passes serves ever
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from torch import fx, nn
 
 from zerograph.artifact.code import described, digests
+from zerograph.artifact.digest import short
 from zerograph.artifact.file import file_content, parse_file, read_file
 from zerograph.artifact.graphs import GraphReader, GraphWriter
 from zerograph.artifact.process import process_texts
@@ -200,7 +200,7 @@ def _bucket_text(bucket: Bucket) -> str:
 def _update_text(update: BucketUpdate) -> str:
     layouts = {name: _bucket_text(layout) for name, layout in update.layouts.items()}
     unused = {name: _bucket_text(layout) for name, layout in update.unused.items()}
-    programs = [hashlib.sha256(program.key.encode()).hexdigest()[:16] for program in update.programs]
+    programs = [short(program.key) for program in update.programs]
     return f"{update.first} {update.numbers} {layouts} {unused} {update.unused_counts} {update.optimizer} {programs}"
 
 

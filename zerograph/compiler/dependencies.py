@@ -56,7 +56,7 @@ class Dependencies:
             now: read the facts anew: a trace may have changed modules.
         """
         facts = self.read_facts() if now else self.facts
-        return {**facts, **self._digests(self._digest(), self.attributes, None)}
+        return {**facts, **self._digests(self._digest(), None)}
 
     def code(self, trace: Recording) -> dict[str, str]:
         """Return digests of what a trace ran and read, by name."""
@@ -71,11 +71,7 @@ class Dependencies:
         of_code, digest = Digest(), self._digest()
         digests(names_of(trace), of_code)
         # What no code names is not read: schedulers and tokenizers may be in attributes.
-        names = read_names(trace)
-        attributes = {
-            name: value for name, value in self.attributes.items() if names is None or name in names or name == OF_LOOP
-        }
-        self._digests(digest, attributes, names)
+        self._digests(digest, read_names(trace))
         doubts = [*trace.doubts, *of_code.doubts, *digest.doubts]
         doubts += [*unseen(trace, [of_code, digest]), *self.foreseen_doubts()]
         if self._is_of_loop:
@@ -111,17 +107,16 @@ class Dependencies:
         named = [*root.named_modules(), *root.named_parameters(), *root.named_buffers()]
         return Digest({**{id(one): name for name, one in named}, id(self.graph): "graph", id(root): "graph"})
 
-    def _digests(self, digest: Digest, attributes: Mapping[str, Any], names: Collection[str] | None) -> dict[str, str]:
+    def _digests(self, digest: Digest, names: Collection[str] | None) -> dict[str, str]:
         """Return digests of what a graph, its modules and optimizers hold besides tensors, of their classes, and more.
 
         Args:
             digest: collects doubts.
-            attributes: those of the graph.
             names: digest attributes of these names only; None for all.
         """
         texts: dict[str, str] = {}
         modules = {name: module for name, module in self.members.root.named_modules() if name}
-        own = {name: value for name, value in attributes.items() if name != OF_LOOP}
+        own = {name: value for name, value in self.attributes.items() if name != OF_LOOP}
         for path, values in {"self": own, **{name: vars(module) for name, module in modules.items()}}.items():
             for name, value, guard in attributes_of(values, private=path != "self"):
                 # Guards by value, and the members, are compared as they are.
@@ -136,7 +131,7 @@ class Dependencies:
         for cls in dict.fromkeys(map(type, [self.graph, *modules.values()])):
             texts[f"the class {cls.__module__}.{cls.__qualname__}"] = digest.of(cls)
         if self._is_of_loop:
-            texts[OF_LOOP] = digest.of(attributes[OF_LOOP])
+            texts[OF_LOOP] = digest.of(self.attributes[OF_LOOP])
         tensors = {**self.members.parameters, **self.members.buffers}
         for name, tensor in tensors.items():
             noted = {key: entry for key, entry in vars(tensor).items() if not key.startswith("_zerograph")}

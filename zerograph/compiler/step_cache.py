@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from zerograph.artifact.code import digests
+from zerograph.artifact.code import digests, names_of
 from zerograph.artifact.file import write_file
 from zerograph.base.cache import folder, opened, setting
 from zerograph.base.contexts import collection_paused
@@ -284,11 +284,9 @@ class StepSource:
 
     def code(self, step: PreparedStep | None) -> dict[str, str]:
         """Return digests of what the trace of a step ran, by name, for messages about ranks that differ."""
-        if self.artifact is not None:
-            names: Mapping[str, str] = self.artifact.document["code"]
-            return {f"the code of {name}": text for name, text in digests(names).items()}
         trace = None if step is None else step.captured.recording
-        return {f"the code of {name}": text for name, text in self.dependencies.code(trace).items()} if trace else {}
+        names = self.artifact.document["code"] if self.artifact is not None else names_of(trace) if trace else ()
+        return {f"the code of {name}": text for name, text in digests(names).items()}
 
 
 def _exchange(job: Job, data: bytes, length: int) -> bytes:
