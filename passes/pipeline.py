@@ -26,7 +26,7 @@ from zerograph.passes.buckets.merge_updates import merge_updates
 from zerograph.passes.buckets.skip_overflowed_update import skip_overflowed_update
 from zerograph.passes.communication.assign_wire_formats import assign_wire_formats
 from zerograph.passes.communication.coalesce import coalesce
-from zerograph.passes.communication.fuse_feedback import fuse_feedback
+from zerograph.passes.communication.error_feedback import fuse_feedback
 from zerograph.passes.communication.merge_exchanges import merge_exchanges
 from zerograph.passes.communication.pause_before_backward import pause_before_backward
 from zerograph.passes.communication.release import release

@@ -17,8 +17,7 @@ from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket
 from zerograph.ir.wire import Kind, format_of
 from zerograph.ops.blocks import Codec
-from zerograph.passes.communication.error_feedback import feed_back
-from zerograph.passes.communication.received_weights import receive
+from zerograph.passes.communication.error_feedback import feed_back, receive
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
 

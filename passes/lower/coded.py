@@ -18,7 +18,7 @@ from zerograph.ir.rank_numbers import along
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.ops import blocks
 from zerograph.ops.rows import exchange_rows
-from zerograph.passes.communication.received_weights import received_input
+from zerograph.passes.communication.error_feedback import received_input
 from zerograph.passes.lower.lowering import Lowering, c10d, split_dim
 
 aten = torch.ops.aten

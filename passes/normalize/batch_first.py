@@ -33,6 +33,7 @@ from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD
 from zerograph.ops.flex_attention import flex_attention, flex_attention_backward
 from zerograph.passes import rules
 from zerograph.passes.context import Context
+from zerograph.passes.rules.batch_dims import signature_along
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -268,13 +269,13 @@ class _Walk:
         if len(orders) > 1:
             self._restore_inputs(node)
             inputs, orders = rules.tensor_arguments(node), {}
-        signatures = [self._signature(node, inputs, number) for number in range(len(self.indices))]
+        signatures = self._signatures(node, inputs)
         if orders:
             (order,) = orders.values()
             if not _all_alike(signatures, [start is not None for start in order.starts]):
                 self._restore_inputs(node)
                 inputs, orders = rules.tensor_arguments(node), {}
-                signatures = [self._signature(node, inputs, number) for number in range(len(self.indices))]
+                signatures = self._signatures(node, inputs)
         if node.target in _ATTENTION and self.dims.get(rules.arguments(node)["query"]) is not None:
             self._attend(node)
             return
@@ -315,25 +316,16 @@ class _Walk:
         dims = [self.dims.get(source) for source in sources]
         _store(self.dims, node, [*dims, *[None] * (len(rules.output_values(node)) - len(dims))])
 
-    def _signature(self, node: fx.Node, inputs: Sequence[fx.Node], number: int) -> Signature | None:
-        """Return the first signature in which every input with a split dimension is split along it.
+    def _signatures(self, node: fx.Node, inputs: Sequence[fx.Node]) -> list[Signature | None]:
+        """Return, for each index, the signature that splits the inputs along it.
 
         Along a sequence some may be whole if there is none: attention to gathered keys.
         """
-        index = self.indices[number]
-        wanted = [None if (dims := self.dims.get(tensor)) is None else dims[number] for tensor in inputs]
-        if not any(dim is not None for dim in wanted):
-            return None
-        most, best = 0, None
-        for signature in rules.signatures_of(node, index.ranks) or ():
-            split = [sbp.dim if isinstance(sbp, Split) else None for sbp in signature.inputs]
-            pairs = [(dim, at) for dim, at in zip(wanted, split, strict=True) if dim is not None]
-            matched = sum(dim == at for dim, at in pairs)
-            if matched == len(pairs):
-                return signature
-            if matched > most and index.is_sequence and all(at in (dim, None) for dim, at in pairs):
-                most, best = matched, signature
-        return best
+        each = [self.dims.get(tensor) or (None,) * len(self.indices) for tensor in inputs]
+        return [
+            signature_along(node, dims, index.ranks, partly=index.is_sequence)
+            for index, dims in zip(self.indices, zip(*each, strict=True), strict=True)
+        ]
 
     def _permute_input(self, node: fx.Node, source: fx.Node, order: _Order) -> None:
         """Let the node read a tensor in the program's order in this order."""

@@ -10,13 +10,32 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.sbp import Split
+from zerograph.ir.sbp import Signature, Split
 from zerograph.passes.rules.registry import output_of, output_values, signatures_of, tensor_arguments
 
 aten = torch.ops.aten
 
 # The node, the number of its output, and the dimension.
 TensorDim = tuple[fx.Node, int, int]
+
+
+def signature_along(node: fx.Node, dims: Sequence[int | None], ranks: int, *, partly: bool = False) -> Signature | None:
+    """Return the first signature that splits each tensor argument along its dimension, or None.
+
+    Args:
+        node: a node of an operator.
+        dims: the dimension of each tensor argument; None: any.
+        ranks: number of parts.
+        partly: if there is none, return the one that splits most of the arguments so, and leaves others whole.
+    """
+    wanted = [(number, Split(dim)) for number, dim in enumerate(dims) if dim is not None]
+    best, most = None, 0 if partly else len(wanted) - 1
+    for signature in (wanted and signatures_of(node, ranks)) or ():
+        pairs = [(signature.inputs[number], split) for number, split in wanted]
+        matched = sum(sbp == split for sbp, split in pairs)
+        if matched > most and all(sbp == split or not isinstance(sbp, Split) for sbp, split in pairs):
+            best, most = signature, matched
+    return best
 
 
 def batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[TensorDim]:

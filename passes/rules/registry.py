@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from zerograph._torch import OpOverload, schema_arguments
+from zerograph._torch import OpOverload, functional_overload, schema_arguments
 from zerograph.errors import CaptureError
 from zerograph.ir.metadata import origin
 from zerograph.ir.region import local, region_of
@@ -165,11 +165,11 @@ def user_rules() -> list[tuple[OpOverload, Rule]]:
 
 
 def rule_of(target: Any) -> Rule | None:
-    """Return the operator's own rule, else that of its family, else None."""
+    """Return the operator's own rule; else that of its out-of-place form, or of its family; else None."""
     if target in _RULES:
         return _RULES[target]
     if isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags:
-        return Rule(pointwise)
+        return _RULES.get(functional_overload(target) or target, Rule(pointwise))
     return None
 
 

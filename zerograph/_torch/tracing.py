@@ -149,6 +149,11 @@ def node_of(tensor: Tensor) -> fx.Node | None:
     return node
 
 
+def constant_of(node: fx.Node) -> Any:
+    """Return what a node ``get_attr`` of the running trace reads: only the tracer has it until the trace ends."""
+    return getattr(get_proxy_mode().tracer.root, str(node.target))  # type: ignore[union-attr]
+
+
 def forget_sources() -> None:
     """Drop the sources of generated functions that are gone: torch keeps those of all for tracebacks."""
     sources = torch.fx.graph_module._loader.eval_cache

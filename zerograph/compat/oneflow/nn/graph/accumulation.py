@@ -2,73 +2,34 @@
 
 A graph computes with the whole batch. If the loss is a mean over the batch, its gradient is the mean of the k
 micro-batches' gradients. If it is a sum over the batch, OneFlow's gradient is 1/k of the gradient of the sum, so
-``backward()`` starts from 1/k. To tell the two apart, each tensor in ``build()`` gets a power of the batch size: 1 for
-a sum over the batch and for the batch size itself, 0 for a mean.
+``backward()`` starts from 1/k. To tell the two apart, each tensor of the trace gets a power of the number of rows: 1
+for a sum over the batch and for that number itself, 0 for a mean. The rules tell which operators sum over the batch:
+those whose signature splits inputs along it and has a partial result. They also tell which are linear, so that their
+results grow as their inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph._torch import pytree
-from zerograph.base.source import running_line
+from zerograph._torch import OpOverload, pytree
 from zerograph.errors import CaptureError
+from zerograph.ir.rewrite import ancestors
+from zerograph.ir.sbp import Split, partial_sum
+from zerograph.ir.sizes import SYMBOLIC, hints
+from zerograph.passes import rules
+from zerograph.passes.rules.batch_dims import signature_along
 
-
-@dataclass(frozen=True)
-class _Growth:
-    """How a tensor depends on the batch.
-
-    Attributes:
-        rows: one of its dimensions is the batch's.
-        power: the power of the batch size with which its elements grow.
-        where: the line of the sum, for messages.
-        mixed: the line that adds a sum over the batch to another value, if there is one; else empty.
-    """
-
-    rows: bool = False
-    power: int = 0
-    where: str = ""
-    mixed: str = ""
-
-
-_CONSTANT = _Growth()
-_REDUCTIONS = ("mean", "sum", "none", "batchmean")
-_LOSSES = {
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-    "cosine_embedding_loss",
-    "cross_entropy",
-    "ctc_loss",
-    "gaussian_nll_loss",
-    "hinge_embedding_loss",
-    "huber_loss",
-    "kl_div",
-    "l1_loss",
-    "margin_ranking_loss",
-    "mse_loss",
-    "nll_loss",
-    "poisson_nll_loss",
-    "smooth_l1_loss",
-    "soft_margin_loss",
-    "triplet_margin_loss",
-}
-_SUMS, _MEANS = {"sum", "nansum", "dot", "vdot", "inner"}, {"mean", "nanmean"}
-_TIMES, _OVER = {"mul", "multiply"}, {"div", "divide", "true_divide"}
-_TERMS = {"add", "sub", "subtract", "stack", "cat", "concat", "where", "lerp"}
-_SAME = {
-    "abs", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "double", "expand", "flatten", "float", "half",
-    "neg", "permute", "relu", "reshape", "select", "squeeze", "to", "transpose", "type", "type_as", "unsqueeze", "view",
-}  # fmt: skip
-_NUMBERS = {"tensor", "as_tensor", "scalar_tensor", "full"}
+aten = torch.ops.aten
 
 
 @contextlib.contextmanager
@@ -79,147 +40,162 @@ def of_micro_batches(count: int, inputs: Any) -> Iterator[None]:
         count: number of micro-batches.
         inputs: arguments of ``build()``.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-    if count == 1 or not tensors:
-        yield
-        return
-    watch = _Watch(tensors)
+    tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim())
+    nodes = [node for tensor in tensors if (node := _torch.node_of(tensor)) is not None]
 
     def run(original: Callable[..., None], roots: Any, *args: Any, **kwargs: Any) -> None:
         if _torch.backward_sequence_number() is None:
             single = isinstance(roots, Tensor)
-            divided = [_divided(root, watch.of(root), count) for root in ([roots] if single else roots)]
+            divided = [_divided(root, nodes, count) for root in ([roots] if single else roots)]
             roots = divided[0] if single else divided
         original(roots, *args, **kwargs)
 
-    with _torch.replaced_backward(run), watch:
+    with _torch.replaced_backward(run) if count > 1 and nodes else contextlib.nullcontext():
         yield
 
 
-def _divided(root: Tensor, growth: _Growth, count: int) -> Tensor:
-    if growth.mixed:
+def _divided(root: Tensor, inputs: Sequence[fx.Node], count: int) -> Tensor:
+    node = _torch.node_of(root)
+    growth = _CONSTANT if node is None else _growth_of(node, inputs)
+    if growth.mixed is not None:
+        # The trace has not restored origins yet.
+        mixed, summed = (one.meta["custom"]["origin"] for one in (growth.mixed, growth.summed or growth.mixed))
         raise CaptureError(
-            f"build() adds a sum over the batch to a value that is no sum\n  {growth.mixed}\n"
-            f"The sum is computed at {growth.where or 'a line unknown'}. With set_gradient_accumulation_steps() "
-            "OneFlow's gradient is the mean of the micro-batches' gradients: 1/k of that of a sum, but all of that "
-            "of a mean. Call backward() for each term, or divide the sum by the batch size."
+            f"build() adds a sum over the batch to a value that is no sum\n  {mixed.source}   {mixed.code}\n"
+            f"The sum is computed at {summed.source}. With set_gradient_accumulation_steps() OneFlow's gradient is the "
+            "mean of the micro-batches' gradients: 1/k of that of a sum, but all of that of a mean. Call backward() "
+            "for each term, or divide the sum by the batch size."
         )
     return root / count if growth.power == 1 else root
 
 
-class _Watch(TorchFunctionMode):
-    """Follow how each tensor grows with the batch."""
+@dataclass(frozen=True)
+class _Growth:
+    """How a tensor depends on the batch.
 
-    def __init__(self, inputs: list[Tensor]) -> None:
-        super().__init__()
-        # Symbolic sizes count by the value that the step is traced with, which is a multiple of a prime of their own.
-        self._sizes = {_torch.size_hint(tensor.shape[0]) for tensor in inputs} - {0, 1}
-        # The tensors are stored too, so that their ids are not reused.
-        self._known: dict[int, tuple[Tensor, _Growth]] = {id(tensor): (tensor, _Growth(rows=True)) for tensor in inputs}
+    Attributes:
+        dim: the dimension that runs over the batch; None if there is none.
+        power: the power of the number of rows with which its elements grow.
+        summed: the sum over the batch, if there is one.
+        mixed: the operator that adds a sum over the batch to another value, if there is one.
+    """
 
-    def of(self, value: Any) -> _Growth:
-        """Return the growth of a tensor or number."""
-        if isinstance(value, Tensor):
-            entry = self._known.get(id(value))
-            # The result of a user's autograd function is assumed to have a batch dimension.
-            return entry[1] if entry else _Growth(rows=value.requires_grad and not value.is_leaf and value.dim() > 0)
-        return _Growth(power=1) if self._counts(value) else _CONSTANT
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").strip("_")
-        # Computed before the call, because an in-place operator changes the growth of its argument.
-        growth = None if name in ("get", "set", "backward") else self._after(name, args, kwargs)
-        earlier = next(
-            (other for leaf in pytree.tree_leaves((args, kwargs)) if (other := self.of(leaf)).mixed),
-            None,
-        )
-        if growth is not None and earlier is not None:
-            growth = replace(growth, where=earlier.where, mixed=earlier.mixed)
-        result = func(*args, **kwargs)
-        if growth is not None:
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._known[id(leaf)] = leaf, replace(growth, rows=growth.rows and leaf.dim() > 0)
-        return result
-
-    def _after(self, name: str, args: Any, kwargs: Any) -> _Growth:
-        name = {"truediv": "div", "rtruediv": "rdiv", "rsub": "sub"}.get(name, name)
-        plain = name.removeprefix("i") if name in ("iadd", "isub", "imul", "idiv", "itruediv") else name
-        plain = {"truediv": "div", "radd": "add", "rmul": "mul"}.get(plain, plain)
-        growths = [self.of(one) for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        rows = any(one.rows for one in growths)
-        if plain in _LOSSES:
-            return self._loss(args, kwargs, rows)
-        if plain in _NUMBERS and args and self._counts(args[-1]):
-            return _Growth(power=1)
-        if not growths:
-            return _CONSTANT
-        first = growths[0]
-        if plain in _SUMS | _MEANS:
-            whole = rows and self._reduces_batch(args, kwargs)
-            grows = whole and plain in _SUMS
-            line = running_line()[0] if grows else first.where
-            return _Growth(rows and not whole, first.power + grows, line)
-        if plain in _TIMES and len(args) == 2:
-            first_growth, power = self.of(args[0]), self._factor(args[1])
-            return _Growth(rows, first_growth.power + power, first_growth.where)
-        if plain in (*_OVER, "rdiv") and len(args) == 2:
-            over, under = (args[1], args[0]) if plain == "rdiv" else args
-            return self._quotient(over, under, rows)
-        if plain in _TERMS:
-            return self._terms(args, kwargs, rows)
-        return _Growth(rows, first.power if plain in _SAME else 0, first.where)
-
-    def _loss(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
-        reductions = [one for one in (*args, *kwargs.values()) if isinstance(one, str) and one in _REDUCTIONS]
-        reduction = reductions[0] if reductions else "mean"
-        if not rows or reduction == "none":
-            return _Growth(rows)
-        return _Growth(power=1, where=running_line()[0]) if reduction == "sum" else _CONSTANT
-
-    def _quotient(self, over: Any, under: Any, rows: bool) -> _Growth:
-        growth = self.of(over)
-        if isinstance(under, Tensor):
-            return _Growth(rows, growth.power - self.of(under).power, growth.where)
-        # A mean over 16 rows that is divided by 16 is not divided by the batch size: only rows and sums are.
-        counted = self._counts(under) and (rows or growth.power > 0)
-        return _Growth(rows, growth.power - counted, growth.where)
-
-    def _factor(self, value: Any) -> int:
-        if isinstance(value, Tensor):
-            return self.of(value).power
-        value = _number(value)
-        return -1 if isinstance(value, float) and value and self._counts(1 / value) else 0
-
-    def _terms(self, args: Any, kwargs: Any, rows: bool) -> _Growth:
-        terms = [self.of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        powers = {term.power for term in terms}
-        if len(powers) > 1 and not rows and 1 in powers:
-            line, code = running_line()
-            grows = next(term.where for term in terms if term.power == 1)
-            return _Growth(power=1, where=grows, mixed=f"{line}   {code}")
-        return _Growth(rows, max(powers, key=abs, default=0), next((term.where for term in terms if term.where), ""))
-
-    def _reduces_batch(self, args: Any, kwargs: Any) -> bool:
-        dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if dims is None or isinstance(dims, (Tensor, torch.dtype)):
-            return True
-        x: Tensor = args[0]
-        chosen = [dim % x.dim() for dim in ([dims] if isinstance(dims, int) else dims)]
-        # The first dimension that is as long as the batch is taken as the batch dimension; else dimension 0.
-        batch = next((n for n, size in enumerate(x.shape) if _torch.size_hint(size) in self._sizes), 0)
-        return batch in chosen or not chosen
-
-    def _counts(self, value: Any) -> bool:
-        """Return whether a number is a multiple of the batch size."""
-        value = _number(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < 2**62:
-            return False
-        whole = round(value)
-        return abs(value - whole) < 1e-6 * value and any(whole % size == 0 for size in self._sizes)
+    dim: int | None = None
+    power: int = 0
+    summed: fx.Node | None = None
+    mixed: fx.Node | None = None
 
 
-def _number(value: Any) -> Any:
-    """Return the value that a symbolic number is traced with, and anything else itself."""
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat)) else value
+_CONSTANT = _Growth()
+# Operators whose result grows as their operands, although they are linear in none, or in a number too.
+_AS_OPERANDS = {aten.abs, aten.add, aten.clamp, aten.clamp_min, aten.maximum, aten.relu, aten.rsub, aten.sub}
+_FILLED = {aten.full, aten.scalar_tensor}
+
+
+def _growth_of(tensor: fx.Node, inputs: Sequence[fx.Node]) -> _Growth:
+    """Return how a tensor of the running trace grows with the rows of the inputs."""
+    growths = {(node, 0): _Growth(dim=0) for node in inputs}
+    rows = {hints(node.meta["val"].shape)[0] for node in inputs} - {0, 1}
+    nodes = ancestors([tensor]) | {tensor}
+    for node in tensor.graph.nodes:
+        if node in nodes and node not in inputs and node.target is not operator.getitem:
+            growths |= {(node, number): growth for number, growth in enumerate(_growths(node, growths, rows))}
+    return growths[rules.output_of(tensor)]
+
+
+def _growths(node: fx.Node, growths: Mapping[tuple[fx.Node, int], _Growth], rows: Collection[int]) -> list[_Growth]:
+    """Return the growth of each result of a node."""
+    outputs = rules.output_values(node)
+    if node.op != "call_function":
+        return [_Growth(power=int(node.op == "get_attr" and _counts(_constant(node), rows)))]
+    if not outputs:
+        # A number.
+        return []
+    operands = [growths[rules.output_of(tensor)] for tensor in rules.tensor_arguments(node)]
+    signatures = rules.signatures_of(node, 1) or ()
+    along = signature_along(node, [operand.dim for operand in operands], 1, partly=True)
+    if not operands:
+        # A constant with one element for each row.
+        shape = hints(outputs[0].shape)
+        split = ((one, one.outputs[0]) for one in signatures)
+        along = next((one for one, sbp in split if isinstance(sbp, Split) and _counts(shape[sbp.dim], rows)), None)
+    sums = along is not None and partial_sum in along.outputs
+    linear = [one for one in signatures if not any(isinstance(sbp, Split) for sbp in one.inputs)]
+    groups = [{number for number, sbp in enumerate(one.inputs) if sbp == partial_sum} for one in linear]
+    # An operand that is added to zeros is linear alone.
+    groups = [group for group in groups if group and not any(other and other < group for other in groups)]
+    mixes = all(operand.dim is None for operand in operands) and any(
+        1 in (powers := {operands[number].power for number in group}) and len(powers) > 1 for group in groups
+    )
+    contracts = any(partial_sum in one.outputs for one in signatures if one not in linear)
+    if len(groups) > 1 and contracts and not sums:
+        # A product with weights.
+        groups = []
+    power = _power(node, operands, groups, rows) + sums
+    summed = node if sums else next((operand.summed for operand in operands if operand.summed is not None), None)
+    mixed = next((operand.mixed for operand in operands if operand.mixed is not None), node if mixes else None)
+    if along is not None:
+        dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in along.outputs]
+    else:
+        # It mixes rows, as a concatenation does: the result has rows too.
+        row_dims = [operand.dim for operand in operands if operand.dim is not None]
+        dims = [min(row_dims[0], output.dim() - 1) if row_dims and output.dim() else None for output in outputs]
+    return [_Growth(dim, power, summed, mixed) for dim in dims]
+
+
+def _power(node: fx.Node, operands: Sequence[_Growth], groups: Sequence[set[int]], rows: Collection[int]) -> int:
+    """Return the power of the number of rows, without that of the node's own sum over the batch.
+
+    Args:
+        groups: numbers of the operands in which the operator is linear; together, if there are several in a group.
+    """
+    target = node.target
+    packet = (_torch.functional_overload(target) or target).overloadpacket if isinstance(target, OpOverload) else None
+    powers = [operand.power for operand in operands]
+    number: Any = next((value for value in map(_number, node.args) if value is not None), 0)
+    if packet in _FILLED:
+        return int(_counts(number, rows))
+    if packet in _AS_OPERANDS:
+        return max(powers, key=abs)
+    if packet is aten.reciprocal:
+        return -powers[0]
+    if packet is aten.div and len(powers) == 2:
+        return powers[0] - powers[1]
+    if packet is aten.div and _terms(node.args[0]) in (number, number + 1):
+        # A mean, or a variance.
+        return powers[0] - (operands[0].summed is node.args[0])
+    if packet is aten.div:
+        # Only rows and sums are divided by the number of rows: a mean over 16 rows may be divided by another 16.
+        return powers[0] - (_counts(number, rows) and (operands[0].dim is not None or powers[0] > 0))
+    if any(len(group) > 1 for group in groups):
+        return max((powers[operand] for group in groups for operand in group), key=abs)
+    times = packet is aten.mul and isinstance(number, float) and number != 0 and _counts(1 / number, rows)
+    return sum(powers[operand] for group in groups for operand in group) - times
+
+
+def _terms(node: Any) -> int:
+    """Return the number of elements that a sum adds up for each of its results; 0 for another operator."""
+    if getattr(node.target, "overloadpacket", None) is not aten.sum:
+        return 0
+    before, after = (math.prod(hints(one.meta["val"].shape)) for one in (node.args[0], node))
+    return before // max(after, 1)
+
+
+def _constant(node: fx.Node) -> float:
+    """Return the value of a constant without dimensions; 0 for another one."""
+    constant = _torch.constant_of(node)
+    with _torch.plain_tensors(), _torch.no_modes():
+        return 0 if constant.dim() else constant.item()
+
+
+def _number(argument: Any) -> int | float | None:
+    """Return the value that a number among the arguments of a node is traced with; None for anything else."""
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+    value = value.node.hint if isinstance(value, SYMBOLIC) else value
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _counts(number: float, rows: Collection[int]) -> bool:
+    """Return whether a number is a multiple of the number of rows."""
+    near = 1 < number < 2**62 and abs(number - round(number)) < 1e-6 * number
+    return near and any(round(number) % size == 0 for size in rows)
