@@ -73,6 +73,7 @@ if TYPE_CHECKING:  # "as" offers a name to users
     from zerograph.ir.grad_scaler import GradScaler as GradScaler, StaticGradScaler as StaticGradScaler
     from zerograph.ir.marks import mark_dynamic as mark_dynamic
     from zerograph.ir.memory import Memory as Memory
+    from zerograph.ir.offload import Offload as Offload, OffloadTo as OffloadTo
     from zerograph.ir.pass_edits import PassEdit as PassEdit
     from zerograph.ir.wire import WireFormat as WireFormat, wire as wire
     from zerograph.loops.elastic import elastic as elastic
@@ -120,6 +121,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "ir.grad_scaler": ("GradScaler", "StaticGradScaler"),
     "graph": ("ZeroGraph",),
     "inspection": ("Collective",),
+    "ir.offload": ("Offload", "OffloadTo"),
     "ir.pass_edits": ("PassEdit",),
     "ir.wire": ("WireFormat", "wire"),
     "capture.local": ("local",),
