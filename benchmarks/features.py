@@ -63,19 +63,18 @@ Feature = Callable[[zg.Config, str], None]
 
 
 def _in_files(config: zg.Config, folder: str) -> None:
-    config.offload_optimizer("nvme", nvme_path=folder)
+    config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
 
 
 def _all_in_files(config: zg.Config, folder: str) -> None:
-    config.offload_optimizer("nvme", nvme_path=folder)
-    if config.stage == 3:
-        config.offload_parameters("nvme", nvme_path=folder, max_in_cpu=0)
+    files = zg.OffloadTo("nvme", folder)
+    config.memory.offload = zg.Offload(optimizer=files, parameters=files if config.zero.stage == 3 else None)
 
 
 def _everything(config: zg.Config, folder: str) -> None:
     config.enable_amp(dtype=torch.bfloat16)
     config.set_gradient_accumulation_steps(4)
-    config.activation_checkpointing = "blocks"
+    config.memory.activation_checkpointing = "blocks"
     _all_in_files(config, folder)
 
 
@@ -84,7 +83,7 @@ FEATURES: Mapping[str, Feature] = {
     "bf16": lambda config, folder: config.enable_amp(dtype=torch.bfloat16),
     "fp16": lambda config, folder: config.enable_amp(dtype=torch.float16),
     "accumulation": lambda config, folder: config.set_gradient_accumulation_steps(4),
-    "recompute": lambda config, folder: setattr(config, "activation_checkpointing", "blocks"),
+    "recompute": lambda config, folder: config.set(activation_checkpointing="blocks"),
     "state in files": _in_files,
     "all in files": _all_in_files,
     "everything": _everything,

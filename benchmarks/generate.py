@@ -91,7 +91,7 @@ def measured(rounds: int) -> list[float]:
     ids = torch.arange(16).view(1, 16) + zg.rank()
 
     def generate(budget: int | None, **options: Any) -> Any:
-        step.config.memory_budget = budget
+        step.config.memory.memory_budget = budget
         return step.generate(model, ids, **options)
 
     def for_each_token(**options: Any) -> Any:

@@ -56,8 +56,9 @@ class Step(zg.ZeroGraph):
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
         self.config.enable_zero(True, stage=1)
-        self.config.bucket_size = 4 * WIDTH**2
-        self.config.offload_optimizer(None if folder is None else "nvme", nvme_path=folder)
+        self.config.zero.bucket_size = 4 * WIDTH**2
+        if folder is not None:
+            self.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
 
     def build(self, x: Tensor) -> Tensor:
         loss = self.model(x).square().mean()

@@ -24,8 +24,7 @@ def eager_step(task: Task, stage: int = 0, **options: Any) -> TrainStep:
     step = TrainStep(task, task.model())
     step.config.enable_zero(stage > 0, stage=stage or 1)
     step.config.backend = "eager"
-    for name, value in options.items():
-        setattr(step.config, name, value)
+    step.config.set(**options)
     return step
 
 

@@ -133,8 +133,7 @@ def train(size: str, steps: int, lr: float, options: dict[str, Any]) -> tuple[fl
     for parameter in model.parameters():
         parameter.data *= 1 + options.get("perturbation", 0.0)
     step, evaluate = Train(model, lr), Evaluate(model)
-    for name in options.keys() - {"perturbation"}:
-        setattr(step.config, name, options[name])
+    step.config.set(**{name: value for name, value in options.items() if name != "perturbation"})
     text, held_out = corpus()
     generator = torch.Generator().manual_seed(1)
     numel = sum(parameter.numel() for parameter in model.parameters())

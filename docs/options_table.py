@@ -1,4 +1,4 @@
-"""Write the tables of docs/options.md from zerograph/config.py: each option's values, default and purpose.
+"""Write the tables of docs/options.md from zerograph/config.py: each option's place, values, default and purpose.
 
 python docs/options_table.py
 """
@@ -6,11 +6,11 @@ python docs/options_table.py
 from __future__ import annotations
 
 import re
-from dataclasses import Field, fields
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from zerograph.config import Config
+from zerograph.config import OPTIONS, place
 
 PAGE = Path(__file__).with_name("options.md")
 BEGIN, END = "<!-- written by docs/options_table.py -->\n", "<!-- end of what it writes -->\n"
@@ -32,9 +32,7 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
         "[does it fit](mixed-precision-and-offload.md#does-it-fit), "
         "[recompute](mixed-precision-and-offload.md#recompute), [offload](mixed-precision-and-offload.md#offload), "
         "[state in eight bits](optimizers.md#state-in-eight-bits)",
-        "memory_budget activation_checkpointing optimizer_offload parameter_offload offload_activations "
-        "optimizer_state "
-        "keep_freed_memory",
+        "memory_budget activation_checkpointing offload optimizer_state keep_freed_memory",
     ),
     (
         "Numbers",
@@ -59,10 +57,9 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
 
 def tables() -> str:
     """Return the tables as Markdown."""
-    by_name = {each.name: each for each in fields(Config)}
     parts = []
     for title, pages, names in GROUPS:
-        rows = "".join(_row(by_name[name]) for name in names.split())
+        rows = "".join(_row(OPTIONS[name]) for name in names.split())
         parts.append(f"## {title}\n\nSee {pages}.\n\n| option | values | default | |\n|---|---|---|---|\n{rows}")
     return "\n".join(parts)
 
@@ -76,7 +73,7 @@ def _row(option: Field[Any]) -> str:
     # "auto" and the like as code; the bar of a type would end the cell.
     values = re.sub(r"'[\w.]+'", lambda name: _code(name[0].replace("'", '"')), values).replace("|", "\\|")
     default = repr(option.default).replace("'", '"')
-    return f"| `{option.name}` | {values} | {_code(default)} | {_purpose(option.metadata['documentation'])} |\n"
+    return f"| `{place(option.name)}` | {values} | {_code(default)} | {_purpose(option.metadata['documentation'])} |\n"
 
 
 def _purpose(documentation: str) -> str:

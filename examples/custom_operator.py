@@ -49,7 +49,7 @@ class Step(zg.ZeroGraph):
         self.norm = nn.LayerNorm(16, bias=False)
         self.add_optimizer(torch.optim.AdamW([*self.model.parameters(), *self.norm.parameters()], lr=3e-3))
         self.set_zero_mode("distributed_split", stage=2)
-        self.config.on_missing_rule = "error"
+        self.config.checks.on_missing_rule = "error"
 
     def build(self, x: Tensor) -> Tensor:
         loss = (rms_norm(self.model(x), self.norm.weight) - 1).square().mean()

@@ -66,8 +66,8 @@ class BatchLayout:
         cut: whether each input is cut into micro-batches.
         packed: outputs have one entry per micro-batch.
         early_outputs: number of outputs, the first ones, that a loop reads before backward.
-        attention: the form of attention where ranks split the sequence; see ``config.context_parallel_method``.
-        expert_capacity: capacity of an exchange of tokens for experts; see ``config.expert_capacity``.
+        attention: the form of attention where ranks split the sequence; see ``config.mesh.context_parallel_method``.
+        expert_capacity: capacity of an exchange of tokens for experts; see ``config.mesh.expert_capacity``.
         slices: ``config.virtual_ranks``: number of micro-batches of all ranks, over which sums are added in one tree.
         outputs: the SBP in which each output is returned, None for the one in which it is computed. None for all: as
             a user of graphs receives them, never partial, and split only along what splits the batch.
@@ -92,7 +92,7 @@ class Numerics:
         reduce_dtype: dtype in which gradients are reduced; None: the dtype that their parameters are computed with.
         scaler: scales the loss; None: no scaling.
         checked: skip the update of a step whose loss or gradients are not finite.
-        wire: ``config.wire``, which :func:`zerograph.ir.wire.format_of` reads.
+        wire: ``config.precision.wire``, which :func:`zerograph.ir.wire.format_of` reads.
     """
 
     reduce_dtype: torch.dtype | None = None
@@ -107,7 +107,7 @@ class MemoryOptions:
 
     Attributes:
         budget: maximum bytes of a rank during a step; None: no limit.
-        recompute: ``config.activation_checkpointing``.
+        recompute: ``config.memory.activation_checkpointing``.
         blocks: module paths of the blocks that the model repeats.
         min_recompute_bytes: with ``activation_checkpointing="auto"``, recompute at least this many bytes of activations
             per rank instead of saving them for backward.
@@ -143,7 +143,7 @@ class MissingRules:
     """How to handle operators without a rule.
 
     Attributes:
-        action: ``config.on_missing_rule``.
+        action: ``config.checks.on_missing_rule``.
         warn: is called with messages about operators whose inputs are gathered, once per operator.
         discovered: signatures found by running such operators, by node and mesh dimension.
     """

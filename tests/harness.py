@@ -213,8 +213,7 @@ class Predict(zg.ZeroGraph):
     def __init__(self, model: nn.Module, call: Callable[..., Any] = output_of, **options: object) -> None:
         super().__init__()
         self.model, self.call = model, call
-        for name, value in options.items():
-            setattr(self.config, name, value)
+        self.config.set(**options)
 
     def build(self, *batch: Tensor) -> Any:
         return self.call(self.model, *batch)
@@ -226,8 +225,7 @@ class Function(zg.ZeroGraph):
     def __init__(self, function: Callable[..., Any], **options: object) -> None:
         super().__init__()
         self._function = function
-        for name, value in options.items():
-            setattr(self.config, name, value)
+        self.config.set(**options)
 
     def build(self, *inputs: Tensor) -> Any:
         return self._function(*inputs)

@@ -152,8 +152,7 @@ class LossStep(zg.ZeroGraph):
         self.add_optimizer(optimizer, scheduler)
         if stage:
             self.set_zero_mode("distributed_split", stage=stage)
-        for name, value in options.items():
-            setattr(self.config, name, value)
+        self.config.set(**options)
 
     def build(self, *batch: Tensor) -> Tensor:
         loss = self.loss(self.model, *batch)

@@ -49,12 +49,12 @@ class batches:  # noqa: N801
 
         Args:
             loader: yields this rank's batches: a ``DataLoader``, or any other iterable.
-            timeout: seconds until a rank that does not come with a batch is an error. None: as ``config.timeout`` is by
-                default.
+            timeout: seconds until a rank that does not come with a batch is an error. None: as
+                ``config.checks.timeout`` is by default.
         """
         self.epoch = 0
         self._loader = loader
-        self._timeout = Config().timeout if timeout is None else timeout
+        self._timeout = Config().checks.timeout if timeout is None else timeout
         self._taken = 0
         self._ran_out = False
         self._last: Any = None
@@ -302,7 +302,8 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
 
     Args:
         outputs: tensors and constants in any nesting.
-        timeout: seconds until a rank that does not answer is an error. None: as ``config.timeout`` is by default.
+        timeout: seconds until a rank that does not answer is an error. None: as ``config.checks.timeout`` is by
+            default.
 
     Returns:
         The same nesting; tensors [rows of all ranks, ...] on their device. DTensors become plain, whole tensors.
@@ -311,7 +312,7 @@ def gather(outputs: Any, *, timeout: float | None = None) -> Any:
         RankMismatchError: ranks differ in the number of outputs, a dtype or a number of dimensions.
         InputError: on all ranks, if parts with rows differ in another dimension than that of the rows.
     """
-    job = join(Config().timeout if timeout is None else timeout)
+    job = join(Config().checks.timeout if timeout is None else timeout)
     leaves: list[Any] = []
     _mapped(outputs, leaves.append)
     whole = {

@@ -33,7 +33,7 @@ class CaptureError(ZeroGraphError):
 
 
 class MemoryBudgetError(ZeroGraphError):
-    """A step needs more memory than ``config.memory_budget`` allows, however its collectives are scheduled.
+    """A step needs more memory than ``config.memory.memory_budget`` allows, however its collectives are scheduled.
 
     Attributes:
         missing: bytes by which the peak exceeds the budget.
@@ -85,7 +85,7 @@ class OperatorError(ZeroGraphError):
 
 
 class NonFiniteError(ZeroGraphError):
-    """A loss or gradient is infinite or not a number, and ``config.on_nonfinite`` is ``"raise"``."""
+    """A loss or gradient is infinite or not a number, and ``config.checks.on_nonfinite`` is ``"raise"``."""
 
 
 class CommunicationError(ZeroGraphError):

@@ -69,7 +69,7 @@ class ZeroGraph(Inspected):
         steps_done: number of updates so far. An update that all optimizers skipped does not count. A graph without
             optimizer has 0.
         steps_skipped: number of updates that this process skipped because a loss or gradient was not finite, see
-            ``config.on_nonfinite``. Overflows that loss scaling handles do not count.
+            ``config.checks.on_nonfinite``. Overflows that loss scaling handles do not count.
     """
 
     steps_done: int
@@ -164,12 +164,12 @@ class ZeroGraph(Inspected):
         """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 or 3.
 
         ``set_zero_mode("distributed_split", stage="auto")`` chooses the fastest stage that fits
-        ``config.memory_budget``. The same as ``config.enable_zero``; see :attr:`zerograph.config.Config.mode`.
+        ``config.memory.memory_budget``. The same as ``config.enable_zero``; see :class:`zerograph.config.ZeroOptions`.
 
         Raises:
             ConfigError: no such mode or stage.
         """
-        self.config.enable_zero(mode, stage=stage, shard_min_size=self.config.shard_min_size)
+        self.config.enable_zero(mode, stage=stage, shard_min_size=self.config.zero.shard_min_size)
 
     @interruptible("a step")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,10 +186,11 @@ class ZeroGraph(Inspected):
 
         Raises:
             ZeroGraphError: on every rank, before any state changes, if any rank has a problem.
-            ReplicaError: likewise, if replicas differ between ranks, see ``config.check_replicas``.
-            NonFiniteError: likewise, if a loss or gradient is not finite and ``config.on_nonfinite`` is ``"raise"``.
+            ReplicaError: likewise, if replicas differ between ranks, see ``config.checks.check_replicas``.
+            NonFiniteError: likewise, if a loss or gradient is not finite and ``config.checks.on_nonfinite`` is
+                ``"raise"``.
             OperatorError: an operator refused its values on this rank, for instance an embedding index out of range.
-            CommunicationError: another rank does not answer within ``config.timeout`` seconds.
+            CommunicationError: another rank does not answer within ``config.checks.timeout`` seconds.
             InputError: another thread uses a graph, in a job of several ranks. In a job of one rank the call waits.
         """
         with one_thread("a call of the graph"):
@@ -220,7 +221,7 @@ class ZeroGraph(Inspected):
         flags = {name: bool(values.pop()) for name in reversed(step.flags)}
         if flags.get(finite_check.NOT_FINITE.name):
             # Also where clip_grad_norm_(error_if_nonfinite=True) checks its norm.
-            if self.config.on_nonfinite != "skip":
+            if self.config.checks.on_nonfinite != "skip":
                 raise nonfinite_error(step, batch.names, *inputs)
             self._count_skipped()
         skips = {name: skip for name, skip in flags.items() if name.startswith(FOUND_INF)}
@@ -367,7 +368,7 @@ class ZeroGraph(Inspected):
         self._refuse_where_nothing_runs()
         job = self._join()
         job.check_alive()
-        if self.config.stage == "auto":
+        if self.config.zero.stage == "auto":
             # Imported here because few programs need the planner.
             from zerograph.planner.choose import choose
 
@@ -418,8 +419,8 @@ class ZeroGraph(Inspected):
         return {"steps done": str(self.steps_done), "forward passes and skipped steps": str(self._passes_done)}
 
     def _check_replicas(self) -> None:
-        """Compare what ranks hold as replicas, every ``config.check_replicas`` calls."""
-        interval = self.config.check_replicas
+        """Compare what ranks hold as replicas, every ``config.checks.check_replicas`` calls."""
+        interval = self.config.checks.check_replicas
         if not interval or (self.steps_done + self._passes_done) % interval:
             return
         job, scaler = self._join(), self.config.scaler
@@ -443,7 +444,7 @@ class ZeroGraph(Inspected):
             warn_user(
                 f"{self._doing()} was skipped: its loss or a gradient is not finite, and nothing was changed\n"
                 "step.steps_skipped counts such steps from here on, without a further warning. "
-                "config.on_nonfinite = 'raise' names the operator that computes the first such number."
+                "config.checks.on_nonfinite = 'raise' names the operator that computes the first such number."
             )
 
     def _finish_step(self, step: CompiledStep, values: Sequence[Tensor], skipped: Set[str]) -> None:

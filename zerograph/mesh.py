@@ -1,4 +1,4 @@
-"""Meshes of ranks, for ``prepare()`` and ``Config.placement``. Implemented in :mod:`zerograph.ir.mesh`."""
+"""Meshes of ranks, for ``prepare()`` and ``config.mesh.placement``. Implemented in :mod:`zerograph.ir.mesh`."""
 
 from zerograph.ir.mesh import Mesh, line
 

@@ -31,8 +31,8 @@ def columns(ranks: int) -> list[list[int]]:
 
 def step_of(task: Task, stage: str, backend: str, wire: str = "exact", grid: bool = False) -> TrainStep:
     step = TrainStep(task, task.model())
-    step.config.wire = wire
-    step.config.shard_dims = (0, 1) if grid else None
+    step.config.precision.wire = wire
+    step.config.zero.shard_dims = (0, 1) if grid else None
     step.config.enable_zero(stage != "off", stage=1 if stage == "off" else int(stage))
     step.config.backend = backend
     # As all the others do: each rank normalises its part of the batch.
@@ -43,6 +43,6 @@ def step_of(task: Task, stage: str, backend: str, wire: str = "exact", grid: boo
 def build(task: Task, grid: bool = False, **options: Any) -> Trainer:
     step = step_of(task, grid=grid, **options)
     if grid:
-        step.config.placement = zg.placement("cpu", ranks=columns(zg.world_size()))
+        step.config.mesh.placement = zg.placement("cpu", ranks=columns(zg.world_size()))
     listed = lambda: sum(one.between for one in step.collectives())  # noqa: E731
     return Trainer(step, read_bytes=bytes_read, listed_bytes=listed)

@@ -23,7 +23,7 @@ and with more than one rank the numbers that are trained on are not those of a r
 Zerograph and plain PyTorch: fp32 parameters, `torch.autocast` in bf16 around forward and loss. FSDP2: fp32 parameters,
 `MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)`, loss in fp32; its gathers move bf16. All: fused
 AdamW. FSDP2 and plain PyTorch are compiled block by block. **offloaded**:
-`config.offload_optimizer("cpu")`, a bound for which is the longest of compute, link and update.
+`zg.Offload(optimizer="cpu")`, a bound for which is the longest of compute, link and update.
 
 **step**: median of 10 steps in a row, by CUDA events, with nothing else on the card; **host**: the host's
 milliseconds of a step, which it runs ahead by where nothing waits for the card. **planned**: the time in which the

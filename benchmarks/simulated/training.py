@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import zerograph as zg
 from benchmarks.contenders import zerograph
 from benchmarks.contenders.tasks import Task, blocks
 from benchmarks.contenders.training import Step, adamw, loop
@@ -46,7 +47,7 @@ def _ours(contender: Contender, task: Task, model: nn.Module, device: str) -> St
     step.config.enable_zero(True, stage=contender.stage)
     step.config.backend = contender.backend
     if contender.offload:
-        step.config.offload_optimizer("cpu")
+        step.config.memory.offload = zg.Offload(optimizer="cpu")
     return step
 
 

@@ -3,8 +3,8 @@
 Each optimizer skips its update if its own gradients overflow, as with ``torch.amp.GradScaler.step``, or if gradients
 overflow that its own were edited with. After an overflow of scaled gradients the loss scale falls, by the formulas of
 ``torch._amp_update_scale_`` with the hysteresis of Megatron-LM's ``DynamicGradScaler`` and a minimum scale; the
-defaults, 1 and 0, give torch's formulas. A step that is not finite for other reasons (``config.on_nonfinite``) keeps
-the scale and the buffers as well.
+defaults, 1 and 0, give torch's formulas. A step that is not finite for other reasons (``config.checks.on_nonfinite``)
+keeps the scale and the buffers as well.
 """
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ def _check_dims(context: Context) -> None:
         missing = [dim for dim in formats if dim >= dims] if isinstance(formats, Mapping) else []
         if missing:
             raise PlacementError(
-                f"config.wire: {kind!r} names the mesh dimension {missing[0]}, but the mesh {context.mesh.shape} has "
-                f"{dims}, numbered from 0\nName one of them, or set config.placement to a grid of ranks."
+                f"config.precision.wire: {kind!r} names the mesh dimension {missing[0]}, but the mesh "
+                f"{context.mesh.shape} has {dims}, numbered from 0\nName one of them, or set config.mesh.placement to "
+                "a grid of ranks."
             )
 
 
@@ -90,9 +91,9 @@ def _warn_of_exact_gradients(graph: fx.Graph, context: Context) -> None:
         if any(is_reduced) and not all(is_reduced):
             parameter = slots[is_reduced.index(False)].name
             context.missing_rules.warn(
-                f"config.wire: gradients of {name} are reduced one by one and not coded, because that of {parameter} "
-                f"is the same on all ranks\nFreeze {parameter} if it needs no gradient, or give it an optimizer of its "
-                "own."
+                f"config.precision.wire: gradients of {name} are reduced one by one and not coded, because that of "
+                f"{parameter} is the same on all ranks\nFreeze {parameter} if it needs no gradient, or give it an "
+                "optimizer of its own."
             )
 
 
@@ -126,9 +127,9 @@ def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Cont
         other = "reduce" if use == "gather" else "gather"
         convert = "Convert these parameters to torch.float32, or set" if dtype.is_floating_point else "Set"
         raise PlacementError(
-            f"config.wire: {change.tensor} ({names[0] if names else 'no parameter'}, ...) is {dtype}, which "
+            f"config.precision.wire: {change.tensor} ({names[0] if names else 'no parameter'}, ...) is {dtype}, which "
             f"{codec.code} cannot code\n{convert} a format for the other kind only: "
-            f"config.wire = {{{other!r}: {codec.code!r}}}."
+            f"config.precision.wire = {{{other!r}: {codec.code!r}}}."
         )
     if codec.code == "bf16" and (dtype is torch.float16 or (dtype is torch.bfloat16 and use == "gather")):
         # Two bytes already. A sum of bf16 is coded all the same, to be computed in fp32.
@@ -137,7 +138,8 @@ def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Cont
     bucket = next(bucket for bucket in context.buckets if bucket.name == change.tensor.name)
     if bucket.block % codec.block:
         raise PlacementError(
-            f"config.wire: {change.tensor} was laid out by a graph without blocks of {codec.block} elements\n"
-            f"Set the same config.wire in both graphs before their first calls, or config.wire = 'exact' here."
+            f"config.precision.wire: {change.tensor} was laid out by a graph without blocks of {codec.block} elements\n"
+            f"Set the same config.precision.wire in both graphs before their first calls, or config.precision.wire = "
+            "'exact' here."
         )
     return Coded(codec, codec.coded_bytes(numel))

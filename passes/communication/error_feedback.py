@@ -118,21 +118,21 @@ def receive(node: fx.Node, change: Boxing, context: Context) -> None:
     """
     if context.policy.reshard_after_forward:
         raise PlacementError(
-            "config.wire: gathers with feedback=True send differences from the last gathered weights, which stage 3 "
-            f"frees ({change.tensor})\nChoose stage 1 or 2, or a format without feedback for 'gather'."
+            "config.precision.wire: gathers with feedback=True send differences from the last gathered weights, which "
+            f"stage 3 frees ({change.tensor})\nChoose stage 1 or 2, or a format without feedback for 'gather'."
         )
     bucket = next(bucket for bucket in context.buckets if bucket.name == change.tensor.name)
     if len(bucket.zero_dims) > 1:
         raise PlacementError(
-            "config.wire: gathers with feedback=True send differences from what all ranks have received. With "
-            f"config.shard_dims = {bucket.zero_dims} no single gather reaches all ranks\n"
+            "config.precision.wire: gathers with feedback=True send differences from what all ranks have received. "
+            f"With config.zero.shard_dims = {bucket.zero_dims} no single gather reaches all ranks\n"
             "Name one mesh dimension there, or choose a format without feedback for 'gather'."
         )
     graph, received = node.graph, Role("received", f"{change.tensor.name}.received")
     if any(role(other) == received for other in placeholders(graph, "received")):
         raise PlacementError(
-            f"config.wire: {change.tensor} is gathered twice in a step, which a format with feedback=True does not "
-            "allow\nChoose a format without feedback for 'gather'."
+            f"config.precision.wire: {change.tensor} is gathered twice in a step, which a format with feedback=True "
+            "does not allow\nChoose a format without feedback for 'gather'."
         )
     value = node.meta["val"]
     _add_input(graph, f"{change.tensor.name}_received", received, value, value.dtype, change.target)

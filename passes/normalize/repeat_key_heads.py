@@ -18,7 +18,7 @@ from zerograph.passes.context import Context
 
 
 def repeat_key_heads(module: fx.GraphModule, context: Context) -> fx.GraphModule:
-    """Repeat heads of keys and values where ``config.context_parallel_method = "ulysses"`` finds too few of them.
+    """Repeat heads of keys and values where ``config.mesh.context_parallel_method = "ulysses"`` finds too few of them.
 
     Queries of several heads share one of keys. The ranks divide the heads of queries, and so the repeated ones of keys.
     """

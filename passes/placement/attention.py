@@ -70,7 +70,7 @@ def report_unused_form(problem: PlacementProblem, context: Context) -> None:
     ):
         return
     context.missing_rules.warn(
-        f"config.context_parallel_method = {form!r} has no effect: no attention of this step is one operator\n"
+        f"config.mesh.context_parallel_method = {form!r} has no effect: no attention of this step is one operator\n"
         "Torch computes F.scaled_dot_product_attention as products if it has dropout, a mask of three dimensions, or a "
         "mask with a gradient. Ranks that split the sequence then gather keys and values, as 'gather' does."
     )
@@ -141,6 +141,6 @@ def _not_possible(node: fx.Node, query: fx.Node, form: str, ranks: int) -> str:
     else:
         problem = f"the attention has {positions} queries, which {ranks} ranks do not divide"
     return (
-        f"config.context_parallel_method = {form!r}: {problem}\n  {where.source}   {where.code}\n"
+        f"config.mesh.context_parallel_method = {form!r}: {problem}\n  {where.source}   {where.code}\n"
         "Set it to 'auto', which uses another form here, or split the sequence over fewer ranks."
     )

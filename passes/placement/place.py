@@ -337,7 +337,8 @@ def _report_missing_rule(node: fx.Node, problem: PlacementProblem, context: Cont
     if context.missing_rules.action == "error":
         raise CaptureError(
             f"no rule says how {node.target} may be split: to gather its inputs is {sent:,.0f} bytes per step\n"
-            f"{where}\nGive it one with zg.register_rule, or set config.on_missing_rule to 'gather' or 'discover'."
+            f"{where}\nGive it one with zg.register_rule, or set config.checks.on_missing_rule to 'gather' or "
+            "'discover'."
         )
     tried = ", and it could not be tried on random data" if context.missing_rules.action == "discover" else ""
     context.missing_rules.warn(

@@ -122,8 +122,8 @@ def _rows(all_ranks: torch.Tensor, row: int) -> torch.Tensor:
         return all_ranks
     if len(all_ranks) % row:
         raise PlacementError(
-            f"config.context_parallel or config.expert_parallel is {row}, which does not divide the {len(all_ranks)} "
-            "ranks of the job\nStart a multiple of it, or choose a number that divides them."
+            f"config.mesh.context_parallel or config.mesh.expert_parallel is {row}, which does not divide the "
+            f"{len(all_ranks)} ranks of the job\nStart a multiple of it, or choose a number that divides them."
         )
     return all_ranks.view(-1, row)
 
@@ -580,10 +580,12 @@ def _lost_message(liveness: Liveness, doing: str, timeout: float, error: BaseExc
             "'if rank == 0', and before the end of the script on every rank."
         )
     elif lost:
-        advice = f"Look at the output of {name_ranks(lost)} for the cause (config.timeout is {timeout:g} seconds)."
+        advice = (
+            f"Look at the output of {name_ranks(lost)} for the cause (config.checks.timeout is {timeout:g} seconds)."
+        )
     else:
         advice = (
-            "Another rank has died, stalls, or runs something else, or the network to it is cut (config.timeout is "
-            f"{timeout:g} seconds). Look at the other ranks' output; the first to fail is the cause."
+            "Another rank has died, stalls, or runs something else, or the network to it is cut (config.checks.timeout "
+            f"is {timeout:g} seconds). Look at the other ranks' output; the first to fail is the cause."
         )
     return "\n".join([*lines, advice])

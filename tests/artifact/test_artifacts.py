@@ -148,7 +148,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Step]] = {
     "the functions of torch that were replaced": other_function_of_torch,
     "the attribute self.options": other_attribute,
     "the version of torch": other_version,
-    "config.stage: 2 in the file, 3 here": lambda _: Step(stage=3),
+    "config.zero.stage: 2 in the file, 3 here": lambda _: Step(stage=3),
     "parameters: model.weight: (torch.Size([8, 4])": lambda _: Step(width=9),
 }
 

@@ -77,7 +77,7 @@ def test_losses_scaled_twice_find_no_tensor_of_the_first_trace() -> None:
             return loss
 
     step = Twice(model(), table)
-    step.config.grad_scaler = zg.GradScaler(init_scale=2.0)
+    step.config.precision.grad_scaler = zg.GradScaler(init_scale=2.0)
     assert step(*inputs([4])).item() == table(model(), *inputs([4])).item()
 
 

@@ -159,9 +159,9 @@ def on_a_grid() -> tuple[list[Tensor], dict[str, Tensor], Tensor]:
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 3, placement=grid)
     losses = [step(part(x)) for x in data()]
     noise = Forward(lambda x: zg.local(lambda x: F.dropout(x, 0.5))(x))
-    noise.config.seed, noise.config.placement = 3, grid
+    noise.config.seed, noise.config.mesh.placement = 3, grid
     same_rows = Forward(lambda x: zg.local(torch.relu)(x))
-    same_rows.config.placement, same_rows.config.input_sbp = grid, (zg.sbp.split(0), zg.sbp.broadcast)
+    same_rows.config.mesh.placement, same_rows.config.mesh.input_sbp = grid, (zg.sbp.split(0), zg.sbp.broadcast)
     with pytest.raises(zg.PlacementError, match="along a dimension of the placement ranks have the same rows"):
         same_rows(torch.ones(4, 6))
     return losses, step.state_dict()["modules"]["model"], noise(part(torch.ones(8, 6)))

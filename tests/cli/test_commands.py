@@ -191,7 +191,7 @@ def test_a_budget_that_does_not_suffice_ends_with_1(tmp_path: Path) -> None:
         "from tests.inspection.models import example as wide\n"
         "def example():\n"
         "    step, inputs = wide()\n"
-        "    step.config.memory_budget = 1000\n"
+        "    step.config.memory.memory_budget = 1000\n"
         "    return step, inputs\n"
     )
     for command in ("inspect", "plan"):

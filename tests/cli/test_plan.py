@@ -266,7 +266,10 @@ def test_a_search_that_finds_nothing_says_why(script: str) -> None:
     arguments = [f"{script}:planned", "--world-size", "2", "--stage", "auto", "--fit", "1KiB", "--recompute", "blocks"]
     found = CliRunner().invoke(app, ["plan", *arguments])
     assert found.exit_code == 2
-    assert "can be compiled: cannot be compiled: config.activation_checkpointing = 'blocks', but the" in found.stderr
+    assert (
+        "can be compiled: cannot be compiled: config.memory.activation_checkpointing = 'blocks', but the"
+        in found.stderr
+    )
 
 
 def test_a_bug_is_no_answer(script: str, monkeypatch: pytest.MonkeyPatch) -> None:

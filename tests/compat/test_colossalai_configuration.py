@@ -58,7 +58,7 @@ def test_offload_keeps_its_options(tmp_path: Path) -> None:
     found = options(
         offload_optimizer_config={**files, "fast_init": True}, offload_param_config={**files, "max_in_cpu": 5}
     )
-    state, parameters = found["optimizer_offload"], found["parameter_offload"]
+    state, parameters = found["offload"].optimizer, found["offload"].parameters
     assert (state.device, state.nvme_path, state.pin_memory, state.fast_init) == ("nvme", str(tmp_path), False, True)
     assert (parameters.device, parameters.max_in_cpu) == ("nvme", 5)
 
@@ -67,7 +67,7 @@ def test_the_published_slip_is_taken_for_max_in_cpu_and_said_so() -> None:
     cpu = {"device": "cpu", "pin_memory": True}
     with pytest.warns(UserWarning, match="published examples write it for max_in_cpu"):
         found = options(offload_optimizer_config=cpu, offload_param_config={**cpu, "fast_init": 12345})
-    assert found["parameter_offload"].max_in_cpu == 12345
+    assert found["offload"].parameters.max_in_cpu == 12345
 
 
 def test_the_optimizer_is_made_with_its_arguments() -> None:

@@ -56,7 +56,7 @@ def trained(config: dict[str, Any], stages: list[int]) -> list[tuple[list[float]
         settings = zg.from_deepspeed({**config, "zero_optimization": {"stage": stage, "overlap_comm": True}})
         step = Step(make("mlp"), settings)
         losses = [float(step(part(x), part(y))) for x, y in batches("mlp", UPDATES)]
-        scaler = step.config.grad_scaler
+        scaler = step.config.precision.grad_scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         found.append((losses, step.state_dict()["modules"]["model"], scale))
     return found
@@ -190,7 +190,7 @@ def test_each_graph_gets_a_loss_scale_of_its_own() -> None:
     first, second = zg.Config(), zg.Config()
     settings.configure(first)
     settings.configure(second)
-    assert first.grad_scaler is not second.grad_scaler
+    assert first.precision.grad_scaler is not second.precision.grad_scaler
 
 
 def test_adam_decouples_weight_decay_unless_told_not_to_as_deepspeeds_kernel_does() -> None:
@@ -207,8 +207,8 @@ def test_files_go_where_the_configuration_says(tmp_path: Path) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True}
     zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 1000}}
     options = zg.from_deepspeed({"zero_optimization": zero}).options
-    assert options["optimizer_offload"].nvme_path == str(tmp_path)
-    assert options["parameter_offload"].max_in_cpu == 4000  # elements there, bytes here
+    assert options["offload"].optimizer.nvme_path == str(tmp_path)
+    assert options["offload"].parameters.max_in_cpu == 4000  # elements there, bytes here
 
 
 def test_codes_of_zero_plus_plus_are_wire_formats() -> None:
@@ -236,7 +236,7 @@ def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
     settings.configure(config)
     # A rank that is done at once would close connections of the grid that another has not seen open yet.
     torch.distributed.barrier()
-    return None if config.placement is None else (config.placement.mesh.tolist(), config.shard_dims)
+    return None if config.mesh.placement is None else (config.mesh.placement.mesh.tolist(), config.zero.shard_dims)
 
 
 @pytest.mark.parametrize(

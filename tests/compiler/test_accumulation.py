@@ -44,8 +44,7 @@ class Step(zg.ZeroGraph):
         self.model = nn.Linear(3, 4)
         if train:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        for name, value in {"gradient_accumulation_steps": 2, **options}.items():
-            setattr(self.config, name, value)
+        self.config.set(**{"gradient_accumulation_steps": 2, **options})
 
     def build(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.model(x)

@@ -366,8 +366,8 @@ def rows_graph() -> Function:
 
 def on_a_grid(ranks: list[list[int]]) -> None:
     rows = rows_graph()
-    rows.config.placement = zg.placement("cpu", ranks)
-    rows.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+    rows.config.mesh.placement = zg.placement("cpu", ranks)
+    rows.config.mesh.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     x = torch.arange(8.0).view(4, 2)
     place = next(at for at, row in enumerate(ranks) if zg.rank() in row)
     doubled, total = zg.gather(rows(x.chunk(2)[place]))

@@ -48,7 +48,7 @@ def within_maximum(budgets: Sequence[int | None]) -> list[tuple[zg.Memory, list[
     """
     step, results = step_of(activation_checkpointing="auto"), []
     for budget in budgets:
-        before, step.config.memory_budget = compilations_of(step), budget
+        before, step.config.memory.memory_budget = compilations_of(step), budget
         step(*marked(1 + zg.rank(), 3))
         step(*part(2, 5))
         memory = step.memory
@@ -108,7 +108,7 @@ def test_a_larger_batch_keeps_the_budget_by_a_further_compilation_or_is_refused(
         assert max(alive) <= 1.01 * budget
         # (4, 6) fits, (4, 14) does not without recomputation. (14, 4) fits then, although (14, 14) would not.
         assert compilations == [1, 2, 2, 3, 3, 3, 3]
-        (warning,) = (text for text in shown if "config.memory_budget" in text)
+        (warning,) = (text for text in shown if "config.memory.memory_budget" in text)
         assert "is compiled again: with inputs of these sizes" in warning
         assert "bytes are missing" in refused
         assert f"for s0 <= {64 * ranks} (seen)" in refused

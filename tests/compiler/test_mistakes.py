@@ -39,7 +39,7 @@ def done() -> Step:
 
 
 def option(name: str, value: Any) -> Callable[[], None]:
-    return lambda: setattr(zg.Config(), name, value)
+    return lambda: zg.Config(**{name: value})
 
 
 def weight() -> nn.Parameter:
@@ -51,12 +51,13 @@ def here() -> Any:
 
 
 OPTIONS: list[tuple[Callable[[], Any], str]] = [
-    (option("bucketsize", 3), "'bucketsize'; did you mean 'bucket_size'"),
+    (lambda: setattr(zg.Config(), "bucketsize", 3), "'bucketsize'; did you mean 'bucket_size'"),
     (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean 'bucket_size'"),  # type: ignore[attr-defined]
-    (lambda: delattr(zg.Config(), "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
-    (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean 'bucket_size'"),  # type: ignore[call-arg]
+    (lambda: delattr(zg.Config().zero, "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
+    (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean 'bucket_size'"),
     (lambda: setattr(Step(), "config", {"stage": 1}), r"config = {'stage': 1}: assign a zerograph.Config"),
-    (lambda: zg.Config(3), "mode = 3: unknown ZeRO mode; choose one of"),  # type: ignore[arg-type]
+    (lambda: setattr(zg.Config(), "zero", 3), "config.zero is a group of options: set those"),
+    (lambda: setattr(zg.Config().zero, "memory_budget", 3), "'memory_budget' here: it is config.memory.memory_budget"),
     (option("mode", ["off"]), r"mode = \['off'\]: unknown ZeRO mode"),
     (option("stage", "2"), "stage = '2': unknown ZeRO stage; choose 1, 2 or 3"),
     (option("stage", 2.0), "stage = 2.0: .* choose 1, 2 or 3"),
@@ -88,8 +89,9 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (option("backend", X), "unknown backend; choose 'auto'"),
     (option("batch_norm", "sync"), "batch_norm = 'sync': .* choose 'global' or 'local'"),
     (option("on_missing_rule", "warn"), "on_missing_rule = 'warn': choose 'gather', 'error' or 'discover'"),
-    (option("offload_activations", "yes"), "offload_activations = 'yes': choose True or False"),
-    (option("optimizer_offload", "cpu"), r"optimizer_offload = 'cpu': set it by config.offload_optimizer"),
+    (option("offload", "cpu"), "offload = 'cpu': give a zg.Offload"),
+    (lambda: zg.Offload(activations="yes"), r"Offload\(activations='yes'\): choose True or False"),  # type: ignore[arg-type]
+    (lambda: zg.Offload(optimizer=3), r"Offload\(optimizer=3\): give 'cpu', a zg.OffloadTo"),  # type: ignore[arg-type]
     (option("gradient_accumulation_steps", 0), "gradient_accumulation_steps = 0: .* 1 or more"),
     (option("gradient_accumulation_steps", 2.0), "gradient_accumulation_steps = 2.0: give a whole number"),
     (option("on_nonfinite", "warn"), "on_nonfinite = 'warn': .*choose 'ignore', 'skip' or 'raise'"),
@@ -100,12 +102,12 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.Config().enable_zero(stage=0), "stage = 0: .* choose 1, 2 or 3"),
     (lambda: zg.Config().enable_amp(torch.bfloat16), r"enable_amp\(torch.bfloat16\): .* the dtype as dtype="),  # type: ignore[arg-type]
     (lambda: zg.Config().enable_amp(dtype="bf16"), "amp_dtype = 'bf16': give torch.bfloat16"),  # type: ignore[arg-type]
-    (lambda: zg.Config().offload_optimizer("disk"), "'disk'.* choose 'cpu', 'nvme', or None"),
-    (lambda: zg.Config().offload_optimizer("nvme"), "give nvme_path, a directory"),
-    (lambda: zg.Config().offload_optimizer("nvme", nvme_path=3), "nvme_path = 3: give a directory"),  # type: ignore[arg-type]
-    (lambda: zg.Config().offload_optimizer("cpu", nvme_path="/x"), "nvme_path is for the device 'nvme'"),
-    (lambda: zg.Config().offload_optimizer("cpu", pin_memory="no"), "pin_memory: choose True or False"),  # type: ignore[arg-type]
-    (lambda: zg.Config().offload_parameters("nvme", max_in_cpu=-1, nvme_path="/x"), "max_in_cpu: .* 0 or more"),
+    (lambda: zg.Offload(optimizer="disk"), "'disk'.* choose 'cpu', 'nvme', or None"),  # type: ignore[arg-type]
+    (lambda: zg.Offload(optimizer="nvme"), "give nvme_path, a directory"),
+    (lambda: zg.OffloadTo("nvme", nvme_path=3), "nvme_path = 3: give a directory"),  # type: ignore[arg-type]
+    (lambda: zg.OffloadTo("cpu", nvme_path="/x"), "nvme_path is for the device 'nvme'"),
+    (lambda: zg.OffloadTo("cpu", pin_memory="no"), "pin_memory: choose True or False"),  # type: ignore[arg-type]
+    (lambda: zg.OffloadTo("nvme", max_in_cpu=-1, nvme_path="/x"), "max_in_cpu: .* 0 or more"),
     (lambda: zg.GradScaler("a"), "init_scale = 'a': give a number"),  # type: ignore[arg-type]
     (lambda: zg.GradScaler(-1), "init_scale = -1: give a finite number above 0"),
     (lambda: zg.GradScaler(2.0**128), "init_scale = 3.4.*: give a finite number above 0, which fp32 has"),

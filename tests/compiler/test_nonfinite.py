@@ -1,4 +1,5 @@
-"""``config.on_nonfinite``: a step whose loss or gradients are not finite changes nothing, and says what made it so."""
+"""``config.checks.on_nonfinite``: a step whose loss or gradients are not finite changes nothing, and says what made it
+so."""
 
 from __future__ import annotations
 
@@ -99,13 +100,12 @@ def made(optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int, **
     parts = options.pop("parts", False)
     step = (InParts if parts else Step)(model, optimizer(model))
     if zg.world_size() == 4:
-        step.config.placement, step.config.input_sbp = zg.placement("cpu", ranks=GRID), (zg.sbp.split(0),) * 2
+        step.config.mesh.placement, step.config.mesh.input_sbp = zg.placement("cpu", ranks=GRID), (zg.sbp.split(0),) * 2
     step.set_zero_mode(options.pop("mode", "distributed_split") if stage else "off", stage=stage or 1)
     if (folder := options.pop("files", None)) is not None:
-        step.config.offload_parameters("nvme", nvme_path=folder)
-        step.config.offload_optimizer("nvme", nvme_path=folder)
-    for name, value in options.items():
-        setattr(step.config, name, value)
+        files = zg.OffloadTo("nvme", folder)
+        step.config.memory.offload = zg.Offload(optimizer=files, parameters=files)
+    step.config.set(**options)
     return step
 
 
@@ -245,7 +245,7 @@ def test_nothing_is_looked_at_unless_asked_for() -> None:
     roles = step.graph().graph.output_node().meta["roles"]
     assert {one.kind for one in roles} == {"output"}
     plain = len(step.graph().graph.nodes)
-    step.config.on_nonfinite = "skip"
+    step.config.checks.on_nonfinite = "skip"
     step.compile(*batch(0))
     assert len(step.graph().graph.nodes) > plain
 
@@ -260,8 +260,8 @@ def test_an_overflow_that_the_scaler_deals_with_is_no_error() -> None:
     before = step.model.norm.running_mean.clone()
     step(*(20 * one for one in batch(0)))
     assert (step.steps_done, step.steps_skipped) == (0, 0)
-    assert step.config.grad_scaler is not None
-    assert step.config.grad_scaler.get_scale() == 2.0**63
+    assert step.config.precision.grad_scaler is not None
+    assert step.config.precision.grad_scaler.get_scale() == 2.0**63
     # As under torch's GradScaler.
     assert not torch.equal(step.model.norm.running_mean, before)
     step(*batch(1))
@@ -304,7 +304,7 @@ class Attend(LossStep):
 
 def test_infinities_of_a_mask_are_not_what_is_blamed() -> None:
     step = Attend()
-    step.config.on_nonfinite = "raise"
+    step.config.checks.on_nonfinite = "raise"
     x, open_ = torch.randn(2, 4, 4), torch.ones(2)
     step(x, open_)
     with pytest.raises(zg.NonFiniteError, match=r"softmax.* computed 16 NaN of 32 elements on rank 0, from infinities"):

@@ -97,7 +97,7 @@ def test_an_error_of_build_is_raised_on_every_rank_as_it_is_on_rank_0(pool: Pool
 
 
 def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
-    """Run a step that rank 0 takes longer to trace than ``config.timeout``; return the error and a loss."""
+    """Run a step that rank 0 takes longer to trace than ``config.checks.timeout``; return the error and a loss."""
     run = Capture.run
 
     def slow(capture: Capture) -> object:
@@ -109,7 +109,7 @@ def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Capture, "run", slow)
         step = TwoRanks()
-        step.config.timeout = 60.0 if interrupted else 1.5
+        step.config.checks.timeout = 60.0 if interrupted else 1.5
         # Ignored signals, as of a job in a shell's background, would stay ignored.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         if interrupted and zg.rank():

@@ -310,8 +310,8 @@ def bags_of_parts(mode: str, arranged: str) -> tuple[list[float], list[float], l
     def losses(offsets: Tensor) -> list[float]:
         torch.manual_seed(0)
         step = step_of(Bags(mode), of_bags)
-        step.config.placement = zg.placement("cpu", ranks=grid)
-        step.config.input_sbp = input_sbp
+        step.config.mesh.placement = zg.placement("cpu", ranks=grid)
+        step.config.mesh.input_sbp = input_sbp
         given = indices.chunk(parts)[at], offsets.chunk(parts)[at], y.chunk(parts)[at]
         return [step(*given).item() for _ in range(2)]
 

@@ -90,7 +90,7 @@ def everything(cases: Sequence[tuple[int, int]], grid: bool = False) -> list[Res
     model = Everything().double()
     step, ranks = Outputs(model, adamw(model), seed=3), zg.world_size()
     if grid:
-        step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+        step.config.mesh.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
     initial, found = step.state_dict(), []
     for stage, micro_batches in cases:
         step.config.enable_zero(stage > 0, stage=stage or 1)
@@ -138,8 +138,8 @@ def pairs() -> tuple[list[Tensor], str]:
     zg.annotate(model.blocks[0].up.weight, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
     zg.annotate(model.blocks[0].up.bias, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))
     step = TrainStep(model, adamw(model), 2, gradient_accumulation_steps=2, dynamic_shapes=True)
-    step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
-    step.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+    step.config.mesh.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+    step.config.mesh.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     place = zg.rank() // 2
     batches = data("gpt_of_one_block", PAIRS, torch.float64)
     losses = [step(x.split(list(rows))[place], y.split(list(rows))[place]) for rows, x, y in batches]
@@ -171,7 +171,7 @@ def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     step = LossStep(model, optimizer, 2, masked, gradient_accumulation_steps=micro_batches)
     if grid:
-        step.config.placement = zg.placement("cpu", ranks=[[0, 1]])
+        step.config.mesh.placement = zg.placement("cpu", ranks=[[0, 1]])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     differences = []
     for rows in [(3, 3), (2, 5), (0, 4), (1, 1)]:

@@ -36,7 +36,7 @@ class Branch(Step):
 
 
 def set_stage() -> None:
-    Step().config.stage = 4
+    Step().config.zero.stage = 4
 
 
 def read_option() -> None:
@@ -65,7 +65,7 @@ def place_on_two() -> None:
 
 def offload_to_missing() -> None:
     step = Step()
-    step.config.offload_optimizer("nvme", nvme_path="/missing")
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", "/missing"))
     step(torch.randn(16, 8))
 
 

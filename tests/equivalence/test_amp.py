@@ -139,14 +139,16 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 def skip(kind: str, stages: list[int], dtype: torch.dtype | None) -> list[Any]:
     model, optimizer, scheduler = made(kind)
     step = LossStep(model, optimizer, 0, scaled, scheduler)
-    step.config.amp_dtype = dtype
-    step.config.grad_scaler = zg.GradScaler(**OPTIONS)
+    step.config.precision.amp_dtype = dtype
+    step.config.precision.grad_scaler = zg.GradScaler(**OPTIONS)
     results = []
     for _ in each_stage(step, stages):
         seen = []
         for x, factor in scripted():
             step(part(x), part(factor))
-            seen.append((step.config.grad_scaler.get_scale(), optimizer.param_groups[0]["lr"], step.steps_done))
+            seen.append(
+                (step.config.precision.grad_scaler.get_scale(), optimizer.param_groups[0]["lr"], step.steps_done)
+            )
         results.append((seen, step.state_dict()))
     return results
 
@@ -216,14 +218,14 @@ def in_turn() -> list[list[Tensor]]:
 
 def paired(second: str, stages: list[int], together: bool = False) -> list[Any]:
     step = Pair(second, together)
-    step.config.grad_scaler = zg.GradScaler(**OPTIONS)
+    step.config.precision.grad_scaler = zg.GradScaler(**OPTIONS)
     results = []
     for _ in each_stage(step, stages):
         seen = []
         for tensors in in_turn():
             step(*map(part, tensors))
             rates = [optimizer.param_groups[0]["lr"] for _, optimizer, _ in step.modules]
-            seen.append((step.config.grad_scaler.get_scale(), rates, step.steps_done))
+            seen.append((step.config.precision.grad_scaler.get_scale(), rates, step.steps_done))
         results.append((seen, step.state_dict()))
     return results
 
@@ -271,11 +273,11 @@ def test_optimizers_whose_gradients_are_clipped_together_skip_together() -> None
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
 def test_overflows_of_one_optimizer_are_none_of_the_checks_business(on_nonfinite: str) -> None:
     step = Pair("momentum")
-    step.config.grad_scaler, step.config.on_nonfinite = zg.GradScaler(2.0**16), on_nonfinite
+    step.config.precision.grad_scaler, step.config.checks.on_nonfinite = zg.GradScaler(2.0**16), on_nonfinite
     x = torch.ones(8, 7)
     # Its loss is finite, its scaled gradients are not.
     step(x, torch.full((8,), 1e37), torch.ones(8))
-    assert (step.steps_done, step.steps_skipped, step.config.grad_scaler.get_scale()) == (1, 0, 2.0**15)
+    assert (step.steps_done, step.steps_skipped, step.config.precision.grad_scaler.get_scale()) == (1, 0, 2.0**15)
 
 
 def test_fp16_skips_on_all_ranks_what_overflows_on_one(pool: Pool) -> None:
@@ -291,7 +293,7 @@ def scales(scaler: zg.GradScaler, overflows: list[bool]) -> list[float]:
     model = nn.Linear(3, 1)
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, scaled)
     step.config.enable_amp(dtype=torch.float16)
-    step.config.grad_scaler = scaler
+    step.config.precision.grad_scaler = scaler
     found = []
     for overflow in overflows:
         step(torch.ones(2, 3), torch.full((2,), float("nan") if overflow else 1.0))
@@ -330,13 +332,13 @@ def test_the_scale_of_a_deepspeed_configuration_grows_as_deepspeeds(hysteresis: 
 def test_bf16_after_fp16_scales_no_loss_unless_a_scaler_was_set() -> None:
     config = zg.Config()
     config.enable_amp(dtype=torch.float16)
-    assert config.grad_scaler is not None
+    assert config.precision.grad_scaler is not None
     config.enable_amp(dtype=torch.bfloat16)
-    assert config.grad_scaler is None
+    assert config.precision.grad_scaler is None
     config.enable_amp(dtype=torch.float16)
-    config.grad_scaler = mine = zg.StaticGradScaler(8.0)
+    config.precision.grad_scaler = mine = zg.StaticGradScaler(8.0)
     config.enable_amp(dtype=torch.bfloat16)
-    assert config.grad_scaler is mine
+    assert config.precision.grad_scaler is mine
 
 
 class Clipped(TrainStep):
@@ -354,7 +356,7 @@ class Clipped(TrainStep):
 def clipped(scaled: bool) -> Tensor:
     model = make("mlp")
     step = Clipped(model, sgd(model))
-    step.config.grad_scaler = zg.GradScaler() if scaled else None
+    step.config.precision.grad_scaler = zg.GradScaler() if scaled else None
     for x, y in batches("mlp", 3):
         step(x, y)
     return torch.cat([value.flatten() for value in step.state_dict()["modules"]["model"].values()])
@@ -378,11 +380,11 @@ class ByHand(TrainStep):
 def test_gradients_made_by_hand_are_not_taken_for_scaled() -> None:
     model = make("mlp")
     step = ByHand(model, sgd(model))
-    step.config.grad_scaler = zg.GradScaler()
+    step.config.precision.grad_scaler = zg.GradScaler()
     x, y = batches("mlp", 1)[0]
     with pytest.raises(zg.CaptureError, match=r"without calling backward\(\)"):
         step(x, y)
-    step.config.grad_scaler = None
+    step.config.precision.grad_scaler = None
     step(x, y)
 
 

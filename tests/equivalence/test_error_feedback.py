@@ -167,7 +167,7 @@ def test_check_replicas_compares_received_weights(pool: Pool) -> None:
 
 def damage() -> str:
     step, (x, *_) = _step(DIFFERENCES), batches()
-    step.config.check_replicas = 1
+    step.config.checks.check_replicas = 1
     step(part(x))
     (store,) = stores_of(step)
     assert store.received is not None
@@ -357,7 +357,7 @@ def from_grid_to_line(path: str, stages: tuple[int, ...]) -> list[float]:
     for stage in stages:
         module = model()
         grid = LossStep(module, optimizer(module), stage, sum_of_squares, wire=FEEDBACK)
-        grid.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+        grid.config.mesh.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
         grid(part(batches()[0]))
         grid.save(f"{path}/{stage}")
         line = _step()

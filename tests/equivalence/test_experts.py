@@ -346,7 +346,7 @@ def switched() -> tuple[list[int], list[Tensor]]:
     """Train with whole experts, then with split ones, then with whole ones again."""
     step, sizes, losses = step_of("routed", 0), [], []
     for number, batch in zip((1, 2, 1), BATCHES, strict=False):
-        step.config.expert_parallel = number
+        step.config.mesh.expert_parallel = number
         losses.append(step(*map(part, batch)))
         sizes.append(step.state_bytes())
     return sizes, losses
@@ -363,8 +363,13 @@ def test_experts_are_split_and_joined_between_two_steps(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "options", "message"),
     [
-        ("routed", 3, {"expert_parallel": 3}, "config.expert_parallel = 3 does not divide the 4 experts of model.exp"),
-        ("routed", 3, {"expert_parallel": 2}, "config.expert_parallel = 2 does not divide the 3 ranks"),
+        (
+            "routed",
+            3,
+            {"expert_parallel": 3},
+            "config.mesh.expert_parallel = 3 does not divide the 4 experts of model.exp",
+        ),
+        ("routed", 3, {"expert_parallel": 2}, "config.mesh.expert_parallel = 2 does not divide the 3 ranks"),
         ("linear", 2, {"expert_parallel": 2}, "no module of experts"),
         ("annotated", 2, {"expert_parallel": 2}, "is placed by zg.annotate"),
         (
@@ -396,7 +401,7 @@ def test_experts_that_cannot_be_split_are_an_error(
 
 def test_micro_batches_of_a_step_that_only_predicts_do_not_matter() -> None:
     step = Predict(Routed())
-    step.config.expert_parallel, step.config.gradient_accumulation_steps = 2, 2
+    step.config.mesh.expert_parallel, step.config.gradient_accumulation_steps = 2, 2
     assert step.prepare(line(2, 0, "ranks"), torch.randn(4, 8)).context.batch.micro_batches == 1
 
 

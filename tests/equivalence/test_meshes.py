@@ -143,7 +143,7 @@ def test_what_does_not_fit_the_mesh_is_refused(pool: Pool) -> None:
         "model.0.weight of shape (15, 7) is annotated S(1) over 4 ranks",
         "model.0.weight of shape (15, 7) is annotated S(1) over 2 ranks",
         "has 1 SBPs for a placement of 2 dimension(s)",
-        "config.shard_dims is 2, but the placement has 2 dimension(s)",
+        "config.zero.shard_dims is 2, but the placement has 2 dimension(s)",
         "in ascending order along each dimension",
     ]
     assert len(found) == len(words)

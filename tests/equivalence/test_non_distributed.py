@@ -126,7 +126,7 @@ def with_the_rest(folder: Path) -> list[dict[tuple[str, int], Any]]:
     every = [runs(TrainStep(model, adamw(model), gradient_accumulation_steps=2), (3,), "mlp")]
     model = make("mlp")
     step = TrainStep(model, adamw(model), bucket_size=256, shard_min_size=20)
-    step.config.offload_optimizer("nvme", nvme_path=folder)
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
     every.append(runs(step, (2,), "mlp"))
     model = make("mlp")
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -164,8 +164,10 @@ def skipped() -> dict[str, Any]:
         states = []
         for number, (x, y) in enumerate(batches("mlp", 3)):
             step(part(x), part(y), zg.replicated(torch.full((1,), float("inf") if number == 1 else 1.0)))
-            assert step.config.grad_scaler is not None
-            states.append((step.state_dict()["modules"]["model"], step.config.grad_scaler.get_scale(), step.steps_done))
+            assert step.config.precision.grad_scaler is not None
+            states.append(
+                (step.state_dict()["modules"]["model"], step.config.precision.grad_scaler.get_scale(), step.steps_done)
+            )
         found[mode] = states
     return found
 
@@ -203,7 +205,7 @@ def test_the_predicted_peak_is_that_of_live_tensors(pool: Pool) -> None:
 def on_a_grid() -> tuple[list[Tensor], dict[str, int]]:
     model, mesh, given = split_modules.placed("grid")
     step = split_modules.LossStep(model, split_modules.adamw(model), 3, split_modules.distance)
-    step.config.placement = mesh
+    step.config.mesh.placement = mesh
     step.set_zero_mode("non_distributed", stage=3)
     return [step(given(x), given(y)) for x, y in split_modules.data()], step.owners()
 

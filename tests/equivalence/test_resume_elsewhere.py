@@ -33,9 +33,8 @@ def new_step(stage: int, options: dict[str, Any]) -> TrainStep:
     if mode:
         step.set_zero_mode(mode, stage=stage)
     if offloaded:
-        step.config.offload_optimizer("nvme", nvme_path=offloaded)
-        if stage == 3:
-            step.config.offload_parameters("nvme", nvme_path=offloaded)
+        files = zg.OffloadTo("nvme", offloaded)
+        step.config.memory.offload = zg.Offload(optimizer=files, parameters=files if stage == 3 else None)
     return step
 
 

@@ -210,7 +210,7 @@ def test_ranks_take_their_pieces_of_whole_sequences(pool: Pool) -> None:
     torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-12, atol=1e-12)
     words = [
-        "has 7 positions in dimension 1, which config.context_parallel = 2 does not divide",
+        "has 7 positions in dimension 1, which config.mesh.context_parallel = 2 does not divide",
         "is (S(0), B), but differs between ranks 0, 1",
         "no input is a sequence: tokens [batch, length]",
     ]
@@ -372,7 +372,7 @@ class Products(nn.Module):
 
 def test_a_form_that_no_attention_of_the_step_has_is_a_warning() -> None:
     mesh, input_sbp = MESHES["sequence"]
-    with pytest.warns(UserWarning, match=r"config\.context_parallel_method = 'ring' has no effect"):
+    with pytest.warns(UserWarning, match=r"config\.mesh\.context_parallel_method = 'ring' has no effect"):
         prepared(Products(), mesh, input_sbp, *tokens(mesh), context_parallel_method="ring")
 
 

@@ -100,9 +100,8 @@ def placed(layout: str) -> tuple[Net, Any, Callable[[Tensor], Tensor]]:
 def trained(layout: str, stage: int, **options: Any) -> tuple[LossStep, list[Tensor]]:
     model, mesh, given = placed(layout)
     step = LossStep(model, adamw(model), stage, distance)
-    step.config.placement = mesh
-    for name, value in options.items():
-        setattr(step.config, name, value)
+    step.config.mesh.placement = mesh
+    step.config.set(**options)
     return step, [step(given(x), given(y)) for x, y in data()]
 
 
@@ -293,7 +292,7 @@ def half_precision() -> list[tuple[Any, Any, Any]]:
         model, mesh, given = placed("line")
         model.float()
         step = Both(model, adamw(model), stage)
-        step.config.placement = mesh
+        step.config.mesh.placement = mesh
         step.config.enable_amp(dtype=torch.float16)
         outputs = [step(given(x.float()), given(y.float())) for x, y in data()]
         found.append(([loss for _, loss in outputs], step.state_dict(), [str(one.placements) for one, _ in outputs]))
@@ -393,5 +392,5 @@ def test_zero_goes_where_the_batch_is_split_and_no_parameter_is() -> None:
     assert zero_dims_on(config, Mesh((2,), (0,), ("",)), [(S0,)], [(S1,)]) == (0,)
     # No input is split: as plain ones would be.
     assert zero_dims_on(config, grid, [(B, B)]) == (1,)
-    config.shard_dims = 1
+    config.zero.shard_dims = 1
     assert zero_dims_on(config, grid, [(S0, B)], [(B, S0)]) == (1,)

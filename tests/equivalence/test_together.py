@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import zerograph as zg
 from tests.harness import deviation, sliced
 from tests.models import adam_step, adamw, batches, make, train_on, train_plainly
 from tests.pool import Pool
@@ -20,16 +21,15 @@ def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tenso
     step = adam_step("gpt_tied", bucket_size=16384)
     step.config.set_gradient_accumulation_steps(2)
     step.config.enable_amp(dtype=torch.float16)
-    step.config.reduce_dtype = torch.float32
+    step.config.precision.reduce_dtype = torch.float32
     initial = step.state_dict()
     results = []
     for stage in stages:
         step.set_zero_mode("distributed_split", stage=stage)
         if spared:
-            step.config.activation_checkpointing = "blocks"
-            step.config.offload_optimizer("nvme", nvme_path=folder)
-            if stage == 3:
-                step.config.offload_parameters("nvme", nvme_path=folder)
+            step.config.memory.activation_checkpointing = "blocks"
+            files = zg.OffloadTo("nvme", folder)
+            step.config.memory.offload = zg.Offload(optimizer=files, parameters=files if stage == 3 else None)
         step.load_state_dict(initial)
         results.append(train_on(step, batches("gpt_tied", STEPS, SIZE)))
     return results

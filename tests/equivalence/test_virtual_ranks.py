@@ -132,8 +132,7 @@ def new_step(data: str, slices: int, options: dict[str, Any]) -> Step:
     torch.manual_seed(0)
     model = options.pop("model", MODELS[data][0])()
     step = Step(model, options.pop("optimizer", adamw)(model), loss=options.pop("loss", mean_loss))
-    for name, value in ({"virtual_ranks": slices, "seed": 5} | options).items():
-        setattr(step.config, name, value)
+    step.config.set(**{"virtual_ranks": slices, "seed": 5} | options)
     return step
 
 

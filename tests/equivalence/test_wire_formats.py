@@ -90,7 +90,7 @@ def train(stages: list[int], formats: list[Any], **options: Any) -> list[dict[st
     for stage in stages:
         set_stage(step, stage)
         for wire in formats:
-            step.config.wire = wire
+            step.config.precision.wire = wire
             step.load_state_dict(initial)
             for x in inputs():
                 step(part(x))

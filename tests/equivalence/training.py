@@ -65,14 +65,13 @@ def train(
     """Each stage from the same beginning, as the rank that this is; one graph, so that it is captured once."""
     model = make(family, dtype)
     step = LossStep(model, optimizer(model))
-    step.config.bucket_size, step.config.backend = bucket_size, backend
+    step.config.zero.bucket_size, step.config.backend = bucket_size, backend
     own = part if arrangement is None else arrangement.part
     if arrangement is not None:
         arrangement.place(model)
-        step.config.placement = zg.placement("cpu", ranks=torch.tensor(arrangement.ranks).tolist())
-        step.config.input_sbp = arrangement.input_sbp
-        for name, value in arrangement.options:
-            setattr(step.config, name, value)
+        step.config.mesh.placement = zg.placement("cpu", ranks=torch.tensor(arrangement.ranks).tolist())
+        step.config.mesh.input_sbp = arrangement.input_sbp
+        step.config.set(**dict(arrangement.options))
     results: dict[Stage, Result] = {}
     numbers = [0 if stage == "off" else int(stage) for stage in stages]
     for stage, _ in zip(stages, each_stage(step, numbers), strict=True):

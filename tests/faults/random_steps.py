@@ -43,7 +43,8 @@ class Drawn:
     samples: tuple[tuple[int, ...], ...]
     optimizers: tuple[tuple[str, tuple[dict[str, Any], ...]], ...]
     options: dict[str, Any] = field(default_factory=dict)
-    calls: tuple[tuple[str, tuple[Any, ...], dict[str, Any]], ...] = ()
+    # What is offloaded, with the arguments of zg.OffloadTo.
+    offload: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: int = 2
     schedulers: tuple[str, ...] = ()
     scale: float = 0.0
@@ -226,16 +227,18 @@ class Step(zg.ZeroGraph):
         for optimizer, scheduler in zip(optimizers, schedulers_of(drawn, optimizers), strict=True):
             self.add_optimizer(optimizer, scheduler)
         if drawn.scale:
-            self.config.grad_scaler = zg.GradScaler(init_scale=drawn.scale, growth_interval=1)
+            self.config.precision.grad_scaler = zg.GradScaler(init_scale=drawn.scale, growth_interval=1)
         if drawn.grid is not None:
-            self.config.placement = zg.placement("cpu", ranks=torch.arange(drawn.ranks).view(drawn.grid).tolist())
+            self.config.mesh.placement = zg.placement("cpu", ranks=torch.arange(drawn.ranks).view(drawn.grid).tolist())
             if drawn.same_in_rows:
-                self.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
-        for name, value in drawn.options.items():
-            setattr(self.config, name, value)
-        for name, args, kwargs in drawn.calls:
-            filled = {key: folder if value == "folder" else value for key, value in kwargs.items()}
-            getattr(self.config, name)(*args, **filled)
+                self.config.mesh.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+        self.config.set(**drawn.options)
+        self.config.memory.offload = zg.Offload(
+            **{
+                part: zg.OffloadTo(**{key: folder if value == "folder" else value for key, value in to.items()})
+                for part, to in drawn.offload.items()
+            }
+        )
 
     def build(self, x: Tensor, weights: Tensor, factor: Tensor | int | None = None) -> Tensor:
         loss = self.loss(self.model(x), weights)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import zerograph as zg
 from tests.faults.lost_ranks import run
 from tests.models import adam_step, batches, part
 from zerograph.base import cache
@@ -61,7 +62,7 @@ def test_files_are_for_whom_the_umask_says(tmp_path: Path, mask: int, monkeypatc
     before = os.umask(mask)
     try:
         step = adam_step("mlp", 2, backend="eager")
-        step.config.offload_optimizer("nvme", nvme_path=str(tmp_path / "state"))
+        step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tmp_path / "state"))
         step(*map(part, batches("mlp", 1)[0]))
         step.save(tmp_path / "runs", keep=1)
         export(tmp_path / "runs", tmp_path / "model.safetensors")

@@ -71,7 +71,6 @@ def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
         "gradient_accumulation_steps": st.sampled_from([2, 3]),
         "accumulation_outputs": st.sampled_from(["packed", "packed", "whole"]),
         "batch_norm": st.sampled_from(["local", "local", "global"]),
-        "offload_activations": flag,
         "on_missing_rule": st.sampled_from(["gather", "error"]),
         "seed": st.integers(-(2**63), 2**63 - 1),
         "shard_dims": st.just(0),
@@ -89,14 +88,14 @@ def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
     return {**found, "stage": draw(st.sampled_from([1, 2, 3, 3])), "backend": "eager", "timeout": 120}
 
 
-OPTIMIZER_CALLS = [
-    ("offload_optimizer", ("nvme",), {"nvme_path": "folder"}),
-    ("offload_optimizer", ("nvme",), {"nvme_path": "folder", "fast_init": False}),
-    ("offload_optimizer", ("cpu",), {}),
+OPTIMIZER = [
+    {"device": "nvme", "nvme_path": "folder"},
+    {"device": "nvme", "nvme_path": "folder", "fast_init": False},
+    {"device": "cpu"},
 ]
-PARAMETER_CALLS = [
-    ("offload_parameters", ("nvme",), {"nvme_path": "folder"}),
-    ("offload_parameters", ("nvme",), {"nvme_path": "folder", "max_in_cpu": 200}),
+PARAMETERS = [
+    {"device": "nvme", "nvme_path": "folder"},
+    {"device": "nvme", "nvme_path": "folder", "max_in_cpu": 200},
 ]
 
 
@@ -122,11 +121,11 @@ def steps(draw: st.DrawFn) -> Drawn:
     for number in range(2):
         if rarely(draw):
             samples[number] = draw(st.sampled_from([(0,), (1, 2), (3,), (5,), (0, 1)]))
-    calls = []
+    offload = {}
     if draw(st.integers(0, 4)) == 2:
-        calls.append(draw(st.sampled_from(OPTIMIZER_CALLS)))
+        offload["optimizer"] = draw(st.sampled_from(OPTIMIZER))
     if draw(st.integers(0, 4)) == 2 and (chosen["stage"] == 3 or rarely(draw)):
-        calls.append(draw(st.sampled_from(PARAMETER_CALLS)))
+        offload["parameters"] = draw(st.sampled_from(PARAMETERS))
     amp = chosen.get("amp_dtype")
     low = amp is not None or torch.bfloat16 in (dtype, chosen.get("reduce_dtype"))
     # Behind batch norm gradients may cancel altogether; what divides by their size makes whole steps of the rounding.
@@ -146,7 +145,7 @@ def steps(draw: st.DrawFn) -> Drawn:
         tuple(samples),
         tuple(trained),
         chosen,
-        tuple(calls),
+        offload,
         draw(st.sampled_from([1, 2, 2, 2, 3])) if grid is None else grid[0] * grid[1],
         tuple(draw(st.sampled_from(["", "", *SCHEDULERS])) for _ in trained),
         # None overflows: what one device rounds to infinity, several may not.
@@ -193,7 +192,7 @@ def test_an_update_within_another_ones_turn_waits_for_its_own_file(pool: Pool, t
         ((4,), (4,)),
         (("ASGD", groups), ("SGD", ({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1}))),
         {"bucket_size": 10**9, "mode": "distributed_split", "stage": 3, "backend": "eager"},
-        (("offload_parameters", ("nvme",), {"nvme_path": "folder", "max_in_cpu": 200}),),
+        {"parameters": {"device": "nvme", "nvme_path": "folder", "max_in_cpu": 200}},
     )
     assert [one.kind for one in pool.run(2, tried, drawn, str(tmp_path))] == ["equal", "equal"]
 

@@ -32,7 +32,7 @@ class TrainStep(zg.ZeroGraph):
         self.model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 2048))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
         self.config.enable_zero(stage=2)
-        self.config.timeout = {TIMEOUT}
+        self.config.checks.timeout = {TIMEOUT}
 
     def build(self, x):
         loss = self.model(x).square().mean()

@@ -70,7 +70,7 @@ DOORS: dict[str, Callable[[], zg.Config]] = {
 @pytest.mark.parametrize("door", DOORS)
 def test_the_stage_is_2_at_every_door(door: str) -> None:
     config = DOORS[door]()
-    assert (config.mode, config.stage) == ("distributed_split", 2)
+    assert (config.zero.mode, config.zero.stage) == ("distributed_split", 2)
 
 
 def test_a_plan_of_a_module_is_of_stage_2() -> None:

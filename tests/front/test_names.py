@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +12,11 @@ import pytest
 import zerograph as zg
 
 
-def names_for_type_checkers() -> set[str]:
-    (block,) = [
-        node
-        for node in ast.parse(inspect.getsource(zg)).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    return {
-        alias.asname or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-
-
-def test_all_lists_have_the_same_names() -> None:
-    names = set(zg.__all__) - {"__version__"}
-    assert names_for_type_checkers() == names
-    # A submodule has no home.
-    assert {*zg._HOMES, "sbp"} == names
-    assert names <= set(dir(zg))
-    assert all(hasattr(zg, name) for name in names)
+def test_dir_and_star_have_every_public_name() -> None:
+    assert {"ZeroGraph", "sbp", "__version__"} <= {*zg.__all__} <= {*dir(zg)}
+    assert all(hasattr(zg, name) for name in zg.__all__)
+    with pytest.raises(AttributeError, match="module 'zerograph' has no attribute 'ZeroGraf'"):
+        zg.ZeroGraf  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_every_warning_has_the_category_of_zerograph() -> None:
@@ -46,11 +33,15 @@ def test_every_warning_has_the_category_of_zerograph() -> None:
 
 
 FORMER = {
-    "attention": ("ring", "context_parallel_method"),
-    "batch_sbp": ((zg.sbp.split(1),), "input_sbp"),
-    "recompute": ("blocks", "activation_checkpointing"),
-    "sequence_parallel": (2, "context_parallel"),
-    "zero_dim": ((0, 1), "shard_dims"),
+    "attention": ("ring", "mesh.context_parallel_method"),
+    "batch_sbp": ((zg.sbp.split(1),), "mesh.input_sbp"),
+    "recompute": ("blocks", "memory.activation_checkpointing"),
+    "sequence_parallel": (2, "mesh.context_parallel"),
+    "zero_dim": ((0, 1), "zero.shard_dims"),
+    "offload_activations": (True, "memory.offload.activations"),
+    "optimizer_offload": (zg.OffloadTo("cpu"), "memory.offload.optimizer"),
+    "stage": (3, "zero.stage"),
+    "timeout": (3.5, "checks.timeout"),
 }
 
 
@@ -59,14 +50,31 @@ def test_a_former_name_of_an_option_works_with_a_warning_at_the_users_line(name:
     value, new = FORMER[name]
     config: Any = zg.Config()
 
-    def use() -> Any:
+    def use() -> None:
         setattr(config, name, value)
         assert getattr(config, name) == value
-        return zg.Config(**{name: value})
 
-    with pytest.warns(zg.ZeroGraphWarning, match=f"{name!r} is called {new!r}") as seen:
-        made = use()
+    with pytest.warns(zg.ZeroGraphWarning, match=f"config.{name} is config.{new[:13]}") as seen:
+        use()
     assert {warning.filename for warning in seen} == {__file__}
-    assert len(seen) == 3
-    assert getattr(config, new) == value
-    assert made == config
+    assert len(seen) == 2
+    assert operator.attrgetter(new)(config) == value
+
+
+@pytest.mark.parametrize("name", sorted({*FORMER} - {"stage", "timeout"}))
+def test_a_former_name_works_as_a_keyword(name: str) -> None:
+    value, new = FORMER[name]
+    with pytest.warns(zg.ZeroGraphWarning, match=f"the option {name!r} is called .* now") as seen:
+        config = zg.Config(**{name: value})
+    assert len(seen) == 1
+    assert operator.attrgetter(new)(config) == value
+
+
+def test_former_methods_set_parts_of_one_offload() -> None:
+    config = zg.Config()
+    with pytest.warns(zg.ZeroGraphWarning, match=r"zg.Offload\(optimizer=...\) now"):
+        config.offload_optimizer("cpu", pin_memory=False)
+    with pytest.warns(zg.ZeroGraphWarning, match=r"zg.Offload\(parameters=...\) now"):
+        config.offload_parameters("nvme", nvme_path="/x", max_in_cpu=3)
+    files = zg.OffloadTo("nvme", "/x", max_in_cpu=3)
+    assert config.memory.offload == zg.Offload(zg.OffloadTo("cpu", pin_memory=False), files)

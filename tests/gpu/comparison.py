@@ -39,8 +39,7 @@ class FamilyStep(zg.ZeroGraph):
         if stage:
             self.set_zero_mode("distributed_split", stage=stage)
         self.config.backend = "eager"
-        for name, value in options.items():
-            setattr(self.config, name, value)
+        self.config.set(**options)
 
     def build(self, **batch: Tensor) -> Tensor:
         with torch.autocast(self.device, torch.bfloat16, enabled=self.low):

@@ -23,12 +23,11 @@ class Step(zg.ZeroGraph):
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True))
         self.config.enable_zero(True, stage=stage)
-        self.config.bucket_size = 4 * WIDTH * (WIDTH + 1)
+        self.config.zero.bucket_size = 4 * WIDTH * (WIDTH + 1)
         self.config.backend = "eager"
         self.config.enable_amp(amp)
-        self.config.offload_optimizer(device, nvme_path=folder)
-        if stage == 3 and folder is not None:
-            self.config.offload_parameters(device, nvme_path=folder)
+        to = None if device is None else zg.OffloadTo(device, folder)
+        self.config.memory.offload = zg.Offload(to, to if stage == 3 and folder is not None else None)
 
     def build(self, x: Tensor) -> Tensor:
         loss = (self.model(x) - x).square().mean()

@@ -55,7 +55,7 @@ def test_fp16_leaves_out_the_steps_that_overflow(device: str) -> None:
     model, first = perceptron(device), 2.0**30
     step = BodyStep(model, fused(model))
     step.config.enable_amp(dtype=torch.float16)
-    scaler = step.config.grad_scaler = zg.GradScaler(init_scale=first)
+    scaler = step.config.precision.grad_scaler = zg.GradScaler(init_scale=first)
     losses = [float(step(x)) for x in inputs(device) * 5]
     untrained = [reproduction(perceptron(device), x).item() for x in inputs(device)]
     assert scaler.get_scale() < first

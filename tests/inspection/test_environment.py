@@ -34,7 +34,7 @@ def test_a_memory_budget_that_cannot_be_kept_is_no_failure_of_a_pass(
 ) -> None:
     monkeypatch.setenv("ZEROGRAPH_DUMP", str(tmp_path))
     step = Step(layers=1)
-    step.config.memory_budget = 1000
+    step.config.memory.memory_budget = 1000
     with pytest.raises(MemoryBudgetError):
         step.prepare(line(2, 0, "ranks"), torch.empty(2, 16, device="meta"))
     assert not list(tmp_path.iterdir())

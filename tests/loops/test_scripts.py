@@ -57,12 +57,12 @@ def prepared_with(name: str, option: str, folder: str, options: dict[str, Any]) 
     if option == "inductor":
         config.backend = "inductor"
     elif option == "offload":
-        config.offload_optimizer("nvme", nvme_path=folder)
-        config.offload_parameters("nvme", nvme_path=folder)
+        files = zg.OffloadTo("nvme", folder)
+        config.memory.offload = zg.Offload(optimizer=files, parameters=files)
     else:
-        config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+        config.mesh.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
         if option == "rows":
-            config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+            config.mesh.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
     seen: Seen = getattr(scripts, name)(functools.partial(zg.prepare, config=config), **options)
     return seen
 

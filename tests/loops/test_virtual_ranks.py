@@ -66,9 +66,8 @@ def prepared(
     data: str, slices: int, stage: int, options: dict[str, Any]
 ) -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     torch.manual_seed(0)
-    config = zg.Config(virtual_ranks=slices)
-    for name in options.keys() & {"amp_dtype", "backend", "bucket_size"}:
-        setattr(config, name, options[name])
+    of_config = {name: options[name] for name in options.keys() & {"amp_dtype", "backend", "bucket_size"}}
+    config = zg.Config(virtual_ranks=slices, **of_config)
     model = options.get("model", MODELS[data][0])()
     samples = TensorDataset(*map(torch.cat, zip(*batches(data, 3, BATCH), strict=True)))
     loader = DataLoader(torch.utils.data.Subset(samples, range(2 * BATCH + 5)), BATCH)

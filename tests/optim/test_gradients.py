@@ -226,8 +226,7 @@ def in_graph(names: list[str], stages: list[int], dtype: torch.dtype, options: d
     for name in names:
         model = model_of(dtype)
         step = Step(BODIES[name], model, [optimizer_of(model, name)], 0)
-        for option, value in options.items():
-            setattr(step.config, option, value)
+        step.config.set(**options)
         for stage in each_stage(step, stages):
             returned = [one for x, y in data(dtype) for one in flat(step(part(x), part(y)))]
             results[name, stage] = returned, step.state_dict()["modules"]["model"], step.collectives()
@@ -285,7 +284,7 @@ def traffic(stages: list[int], p: float, foreach: bool | None = None) -> list[li
     for body in (loss_only, clip(p, foreach=foreach)):
         model = model_of(torch.float32)
         step = Step(body, model, [optimizer_of(model)], 0)
-        step.config.bucket_size = 64
+        step.config.zero.bucket_size = 64
         (x, y), *_ = data(torch.float32, 1)
         for stage, pair in zip(stages, found, strict=True):
             set_stage(step, stage)
@@ -400,7 +399,7 @@ def steps_with_a_finite_norm(option: str) -> dict[str, Tensor]:
     """Run two steps, and between them one whose gradients of rank 0 are infinite."""
     model = model_of(torch.float64)
     step = Step(needs_a_finite_norm, model, [optimizer_of(model)], 3)
-    step.config.on_nonfinite = option
+    step.config.checks.on_nonfinite = option
     for number, (x, y) in enumerate(data(torch.float64, 3)):
         if number == 1:
             before = step.fingerprint()
@@ -427,14 +426,14 @@ def test_a_norm_that_must_be_finite_is_looked_at_before_state_changes(pool: Pool
 
 def scales_its_loss(model: nn.Module) -> Step:
     step = Step(needs_a_finite_norm, model, [optimizer_of(model)], 2)
-    step.config.grad_scaler = zg.GradScaler()
+    step.config.precision.grad_scaler = zg.GradScaler()
     return step
 
 
 def test_with_a_scaled_loss_it_is_refused() -> None:
     (x, y), *_ = data(torch.float64)
     with pytest.raises(
-        zg.CaptureError, match=r"error_if_nonfinite=True.*\n.*test_gradients.py.*\n.*config.on_nonfinite"
+        zg.CaptureError, match=r"error_if_nonfinite=True.*\n.*test_gradients.py.*\n.*config.checks.on_nonfinite"
     ):
         scales_its_loss(model_of(torch.float64))(x, y)
 
@@ -490,8 +489,8 @@ def on_a_grid(plain: bool) -> list[list[Tensor]]:
             for name, sbp in {"0.weight": rows, "0.bias": rows, "2.weight": columns}.items():
                 zg.annotate(model.get_parameter(name), sbp=sbp)
             step = Step(clip(p), model, [optimizer], 2)
-            step.config.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
-            step.config.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+            step.config.mesh.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
+            step.config.mesh.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
         for x, y in data(torch.float64, 2):
             if plain:
                 optimizer.zero_grad()

@@ -85,7 +85,7 @@ def test_a_hook_on_all_optimizers_runs_for_each() -> None:
 def test_a_step_that_is_skipped_runs_no_hook() -> None:
     trained = Clamped(model())
     step = Step(trained.model, trained.optimizer)
-    step.config.on_nonfinite = "skip"
+    step.config.checks.on_nonfinite = "skip"
     with pytest.warns(UserWarning, match="was skipped"):
         step(torch.full((8, 4), torch.nan, dtype=torch.float64))
     assert not trained.seen

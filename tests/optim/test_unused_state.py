@@ -97,7 +97,7 @@ def predicted_state(stage: int, micro_batches: int) -> list[int]:
     """Return the predicted bytes of optimizer state at the peak of a step with momentum, and of one without."""
     step = step_of(sgd(momentum=0.9), stage)
     step.config.gradient_accumulation_steps = micro_batches
-    step.config.shard_min_size = 1
+    step.config.zero.shard_min_size = 1
     predicted = []
     for x, momentum in zip(inputs([8] * 2), (0.9, 0.0), strict=True):
         change(step._optimizers[0], {"momentum": momentum})

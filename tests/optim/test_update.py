@@ -179,7 +179,7 @@ def work(stage: int, matrices: int) -> tuple[list[str], str]:
     """Return this rank's products in Muon's update of equal matrices, and the printed step."""
     net = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(matrices))).double()
     step = Step(net, [torch.optim.Muon(net.parameters(), lr=0.02)], stage)
-    step.config.bucket_size = 300
+    step.config.zero.bucket_size = 300
     x, y = torch.randn(8, 6).double(), torch.randint(0, 6, (8,))
     step(part(x), part(y))
     found = [

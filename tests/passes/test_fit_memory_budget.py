@@ -1,4 +1,5 @@
-"""``config.memory_budget``: what is predicted and what is held stay below, and what is left over spares the wire."""
+"""``config.memory.memory_budget``: what is predicted and what is held stay below, and what is left over spares the
+wire."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 def see(step: TrainStep, stage: int, budget: int | None, start: dict[str, Any]) -> Seen:
     set_stage(step, stage)
-    step.config.memory_budget = budget
+    step.config.memory.memory_budget = budget
     step.load_state_dict(start)
     losses = tuple(step(*tokens()).numpy().tobytes() for _ in range(2))
     sent = sum(one.bytes for one in step.collectives())
@@ -57,7 +58,7 @@ def see(step: TrainStep, stage: int, budget: int | None, start: dict[str, Any]) 
 def complaint(step: TrainStep, stage: int) -> tuple[str, bool]:
     """The message for a budget that is too small, and whether parameters stay as they were."""
     set_stage(step, stage)
-    step.config.memory_budget = TOO_SMALL
+    step.config.memory.memory_budget = TOO_SMALL
     before = [store.flat.clone() for store in stores_of(step)]
     with pytest.raises(zg.MemoryBudgetError) as raised:
         step(*tokens())
@@ -147,7 +148,7 @@ def test_a_budget_changes_no_bit(pool: Pool) -> None:
 def test_what_cannot_be_met_says_what_is_missing_and_what_would_help(pool: Pool) -> None:
     for stage, (text, untouched) in reported(pool).complaints.items():
         assert untouched
-        assert "config.memory_budget is 1,000 bytes" in text
+        assert "config.memory.memory_budget is 1,000 bytes" in text
         assert "activations" in text
         assert "tests/models.py" in text
         assert "a smaller batch" in text
@@ -186,7 +187,7 @@ def bucket_sizes() -> list[tuple[int, int, int]]:
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
 
     def prepared(budget: int | None) -> Prepared:
-        step.config.memory_budget = budget
+        step.config.memory.memory_budget = budget
         return prepare(step, torch.ones(8, 512), torch.zeros(8, dtype=torch.int64))
 
     usual = prepared(None)
@@ -209,7 +210,7 @@ def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
     model = Gpt(tied=False, vocabulary=64, width=32, layers=4, context=16)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=bucket_size)
     step.config.enable_amp(True, dtype=torch.bfloat16)
-    step.config.activation_checkpointing = "auto"
+    step.config.memory.activation_checkpointing = "auto"
     step.config.set_gradient_accumulation_steps(micro_batches)
     return step
 
@@ -221,5 +222,5 @@ def test_casts_before_gathers_are_within_the_budget_too(micro_batches: int, buck
     batch = torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)
     step = low_precision(micro_batches, bucket_size)
     free = zg.plan(step, batch, world_size=8).memory.peak
-    step.config.memory_budget = int(free * fraction)
+    step.config.memory.memory_budget = int(free * fraction)
     assert zg.plan(step, batch, world_size=8).memory.peak <= free * fraction

@@ -118,13 +118,13 @@ def prepared_for_accelerator(step: LossStep) -> PreparedStep:
 
 def with_optimizer_on_the_cpu() -> PreparedStep:
     step = accelerator(64)
-    step.config.offload_optimizer("cpu")
+    step.config.memory.offload = zg.Offload(optimizer="cpu")
     return prepared_for_accelerator(step)
 
 
 def with_activations_on_the_cpu() -> PreparedStep:
     """With products so large that a copy hides behind one."""
-    return prepared_for_accelerator(accelerator(2**16, offload_activations=True))
+    return prepared_for_accelerator(accelerator(2**16, offload=zg.Offload(activations=True)))
 
 
 def step_of(
@@ -156,7 +156,7 @@ def between_peers() -> PreparedStep:
 def offloaded() -> PreparedStep:
     model = mlp(4, 4, 2)
     step = LossStep(model, fused(model), 2, mean_square, backend="eager", shard_min_size=1)
-    step.config.offload_optimizer("nvme", nvme_path=tempfile.gettempdir())
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tempfile.gettempdir()))
     return prepare(step, torch.ones(4, 4)).step
 
 

@@ -62,7 +62,7 @@ class Step(zg.ZeroGraph):
         self.first, self.second = nn.Linear(5, 6, bias=False).double(), nn.Linear(6, 3).double()
         self.add_optimizer(torch.optim.SGD([*self.first.parameters(), *self.second.parameters()], lr=0.5))
         self.set_zero_mode("distributed_split", stage=2)
-        self.config.on_missing_rule = policy
+        self.config.checks.on_missing_rule = policy
 
     def build(self, x: Tensor) -> Tensor:
         loss = self.second(squash(x, self.first.weight.t())).square().mean()

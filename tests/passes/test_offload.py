@@ -8,6 +8,7 @@ import tempfile
 import torch
 from torch import fx
 
+import zerograph as zg
 from tests.harness import sliced
 from tests.models import TrainStep, batches, make
 from zerograph.ir.mesh import line
@@ -22,8 +23,8 @@ def emitted(stage: int, *, parameters: bool) -> fx.Graph:
     folder = tempfile.gettempdir()
     model = make("gpt")
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), stage, bucket_size=2**13)
-    step.config.offload_optimizer("nvme", nvme_path=folder)
-    step.config.offload_parameters("nvme" if parameters else None, nvme_path=folder)
+    files = zg.OffloadTo("nvme", folder)
+    step.config.memory.offload = zg.Offload(optimizer=files, parameters=files if parameters else None)
     return step.prepare(line(2, 0, "ranks"), *batches("gpt", 1)[0]).graph.graph
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import zerograph as zg
 from tests.harness import LossStep, mean_of_squares
 from zerograph.errors import ConfigError
 from zerograph.inspection.step import Prepared
@@ -55,7 +56,7 @@ def plain_adamw(parameters: Any) -> torch.optim.Optimizer:
 def emitted(stage: int, optimizer: Any = adamw, ranks: int = 2, clip: float | None = None, **options: Any) -> Prepared:
     """Prepare the step of rank 0, its optimizer offloaded. Nobody may change it."""
     step = Step(layers("meta"), optimizer, stage, clip)
-    step.config.offload_optimizer(**({"device": "cpu"} | options))
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo(**({"device": "cpu"} | options)))
     return step.prepare(line(ranks, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
 
 
@@ -114,7 +115,7 @@ def test_shards_go_up_one_ahead_and_gradients_come_down_during_backward() -> Non
 
 def test_the_accelerator_casts_gradients_and_the_cpu_only_updates() -> None:
     step = Step(layers("meta"), adamw, 2)
-    step.config.offload_optimizer("cpu")
+    step.config.memory.offload = zg.Offload(optimizer="cpu")
     step.config.enable_amp(dtype=torch.bfloat16)
     prepared = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
     downs = carried(prepared.graph.graph, CPU)
@@ -135,8 +136,8 @@ def test_the_forecast_counts_the_accelerators_memory_only() -> None:
 
 def test_files_are_read_into_the_cpus_memory(tmp_path: Any) -> None:
     step = Step(layers("meta"), adamw, 3)
-    for option in (step.config.offload_optimizer, step.config.offload_parameters):
-        option("nvme", nvme_path=tmp_path)
+    files = zg.OffloadTo("nvme", tmp_path)
+    step.config.memory.offload = zg.Offload(optimizer=files, parameters=files)
     graph = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta").graph.graph
     fetches = graph.find_nodes(op="call_function", target=FETCH)
     assert {node.meta["val"].device for node in fetches} == {CPU}
@@ -151,8 +152,8 @@ def test_files_are_read_into_the_cpus_memory(tmp_path: Any) -> None:
 def test_what_is_whole_on_each_rank_stays_on_the_accelerator(tmp_path: Any) -> None:
     step = Step(layers("meta"), adamw, 2)
     # Biases are smaller.
-    step.config.shard_min_size = 100
-    step.config.offload_optimizer("nvme", nvme_path=tmp_path)
+    step.config.zero.shard_min_size = 100
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tmp_path))
     prepared = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
     whole = {bucket.name for bucket in prepared.context.buckets if bucket.is_whole}
     assert whole
@@ -222,9 +223,9 @@ def test_on_two_pools_of_memory_it_trains_as_plain_pytorch_does(
 
 def test_a_model_on_the_cpu_is_as_it_was() -> None:
     graphs = []
-    for device in (None, "cpu"):
+    for offload in (zg.Offload(), zg.Offload(optimizer="cpu")):
         step = Step(layers("cpu"), adamw, 2)
-        step.config.offload_optimizer(device)
+        step.config.memory.offload = offload
         prepared = step.prepare(line(2, 0, "ranks"), torch.empty(8, 31))
         graphs.append([node.format_node() for node in prepared.graph.graph.nodes])
     assert graphs[0] == graphs[1]
@@ -234,8 +235,8 @@ def test_on_an_accelerator_shards_rest_elsewhere_and_are_updated_where_they_rest
     with pytest.raises(ConfigError, match="needs ZeRO"):
         emitted(0)
     step = Step(layers("meta"), adamw, 3)
-    step.config.offload_parameters("cpu")
-    with pytest.raises(ConfigError, match=r"needs config\.offload_optimizer"):
+    step.config.memory.offload = zg.Offload(parameters="cpu")
+    with pytest.raises(ConfigError, match="parameters of an accelerator need the optimizer"):
         step.prepare(line(2, 0, "ranks"), torch.empty(8, 31, device="meta"), device="meta")
 
 
@@ -257,7 +258,7 @@ class Blocks(nn.Module):
 def spilling(device: str, link: float | None) -> Prepared:
     """Where the link carries a byte in the time of so many floating-point operations; None for no spilling."""
     step = Step(Blocks(device), adamw, 2)
-    step.config.offload_activations = link is not None
+    step.config.memory.offload = zg.Offload(activations=link is not None)
     with patch.object(offload_activations, "FLOPS_PER_BYTE", link):
         return step.prepare(line(1, 0, "ranks"), torch.empty(8, 31, device=device), device=device)
 
@@ -291,7 +292,7 @@ def most_activations(graph: fx.Graph) -> int:
 def within(budget: int | None) -> tuple[int, int, int]:
     """(peak, activations that wait on the CPU, nodes that compute again) of a step that checkpoints as it needs."""
     step = Step(Blocks("meta"), adamw, 2)
-    step.config.activation_checkpointing, step.config.memory_budget = "auto", budget
+    step.config.memory.activation_checkpointing, step.config.memory.memory_budget = "auto", budget
     graph = step.prepare(line(1, 0, "ranks"), torch.empty(512, 31, device="meta"), device="meta").graph.graph
     return profile(graph).peak, len(carried(graph, CPU)), sum("recomputed" in node.meta for node in graph.nodes)
 

@@ -1,4 +1,5 @@
-"""``config.activation_checkpointing``: backward recomputes the values of forward bit by bit, and does not keep them."""
+"""``config.memory.activation_checkpointing``: backward recomputes the values of forward bit by bit, and does not keep
+them."""
 
 from __future__ import annotations
 
@@ -83,9 +84,9 @@ def every_stage() -> dict[tuple[int, str], Seen]:
     found: dict[tuple[int, str], Seen] = {}
     for stage, way in (*itertools.product(STAGES, ("none", "blocks")), *OTHERS):
         set_stage(step, stage)
-        step.config.activation_checkpointing = way if way != "checkpoint" else "none"
+        step.config.memory.activation_checkpointing = way if way != "checkpoint" else "none"
         most, least = (found[stage, one].predicted if way == "auto" else 0 for one in ("none", "blocks"))
-        step.config.memory_budget = (most + least) // 2 or None
+        step.config.memory.memory_budget = (most + least) // 2 or None
         for block in model.blocks:
             block.checkpointed = way == "checkpoint"
         found[stage, way] = see(step, data, start)
@@ -135,7 +136,7 @@ class Ways:
         self.start = self.step.state_dict()
 
     def train(self, recompute: str, budget: int | None = None) -> Tensor:
-        self.step.config.activation_checkpointing, self.step.config.memory_budget = recompute, budget
+        self.step.config.memory.activation_checkpointing, self.step.config.memory.memory_budget = recompute, budget
         self.step.load_state_dict(self.start)
         return torch.stack([self.step(*batch) for batch in self.data])
 
@@ -161,7 +162,7 @@ def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:
     ways = Ways(gpt(3, 96))
     losses, plain, unasked = ways.train("none"), ways.step.memory, ways.products_again()
     peak, activations = plain.peak, plain.kinds["activations"]
-    with pytest.raises(zg.MemoryBudgetError, match=r"config\.activation_checkpointing = 'auto'"):
+    with pytest.raises(zg.MemoryBudgetError, match=r"config\.memory\.activation_checkpointing = 'auto'"):
         ways.train("none", peak - 1)
     done = []
     for budget in (peak, peak - activations // 20, peak - activations // 3):
@@ -173,7 +174,7 @@ def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:
     assert done[1][True] == 0 < done[2][True]
     with pytest.raises(zg.MemoryBudgetError, match="a smaller batch") as raised:
         ways.train("auto", peak - activations)
-    assert "config.activation_checkpointing" not in str(raised.value)
+    assert "config.memory.activation_checkpointing" not in str(raised.value)
 
 
 class Normed(nn.Module):
@@ -229,7 +230,7 @@ def test_a_model_of_transformers() -> None:
     checkpointed.model.gradient_checkpointing_enable()
     start, losses, peaks = step.state_dict(), [], []
     for one, way in ((step, "none"), (step, "blocks"), (checkpointed, "none")):
-        one.config.activation_checkpointing = way
+        one.config.memory.activation_checkpointing = way
         one.load_state_dict(start)
         losses.append([float(one(tokens)) for _ in range(2)])
         peaks.append(one.memory.peak)
@@ -243,7 +244,7 @@ def test_a_model_without_blocks_is_told_so() -> None:
     with pytest.raises(zg.ConfigError, match="repeats none"):
         step(*batches("mlp", 1)[0])
     with pytest.raises(zg.ConfigError, match="choose 'none', 'blocks' or 'auto'"):
-        step.config.activation_checkpointing = "all"
+        step.config.memory.activation_checkpointing = "all"
 
 
 class Stage(nn.Module):

@@ -63,7 +63,7 @@ def train(
 ) -> list[dict[str, Tensor]]:
     """Return losses and the final parameters of each stage. One graph, so captured once."""
     step = step_of(make(tied, dtype), 0)
-    step.config.amp_dtype = amp
+    step.config.precision.amp_dtype = amp
     found = []
     for _ in each_stage(step, stages):
         losses = torch.stack([step(part(x), part(y)) for x, y in batches(size)])
@@ -144,7 +144,7 @@ def test_unequal_parts_look_rows_up_in_pieces_too(pool: Pool) -> None:
 
 def collectives(stage: int, tied: bool, length: int, amp: torch.dtype | None = None) -> list[Collective]:
     step = step_of(make(tied), stage)
-    step.config.amp_dtype = amp
+    step.config.precision.amp_dtype = amp
     return prepare(step, *batches(8, length)[0]).collectives()
 
 

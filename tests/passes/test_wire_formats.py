@@ -238,7 +238,7 @@ class Quantized(nn.Module):
 def test_frozen_parameters_of_whole_numbers_are_refused_without_advice_to_convert_them() -> None:
     with pytest.raises(
         zg.PlacementError,
-        match=r"frozen.0, .*is torch.int8, which int8 cannot code\nSet .*: config.wire = {'reduce': 'int8'}",
+        match=r"frozen.0, .*is torch.int8, which int8 cannot code\nSet .*: config.precision.wire = {'reduce': 'int8'}",
     ):
         prepared(2, "int8", Quantized())
 
@@ -261,8 +261,8 @@ def test_parameters_of_fp64_are_refused_with_their_name() -> None:
 def test_an_unknown_format_is_refused(value: Any, says: str) -> None:
     config = zg.Config()
     with pytest.raises(zg.ConfigError, match=says):
-        config.wire = value
-    assert config.wire == "exact"
+        config.precision.wire = value
+    assert config.precision.wire == "exact"
 
 
 def test_a_block_is_a_power_of_two() -> None:

@@ -1,4 +1,5 @@
-"""``config.stage = "auto"`` runs what the planner finds: the fastest that fits, with the numbers of any other stage."""
+"""``config.zero.stage = "auto"`` runs what the planner finds: the fastest that fits, with the numbers of any other
+stage."""
 
 from __future__ import annotations
 
@@ -40,16 +41,16 @@ def trained(step: Wide) -> tuple[list[Tensor], list[Tensor]]:
 def run(budget: int, folder: Path | None) -> tuple[Any, Any, dict[str, Any]]:
     plain, auto = Wide(), Wide()
     auto.set_zero_mode("distributed_split", stage="auto")
-    auto.config.memory_budget = budget
+    auto.config.memory.memory_budget = budget
     if folder is not None:
-        auto.config.offload_optimizer("nvme", nvme_path=folder)
+        auto.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
     expected, found = trained(plain), trained(auto)
     about = {
-        "mode": auto.config.mode,
-        "stage": auto.config.stage,
+        "mode": auto.config.zero.mode,
+        "stage": auto.config.zero.stage,
         "peak": auto.memory.peak,
-        "optimizer": auto.config.optimizer_offload is not None,
-        "parameters": auto.config.parameter_offload is not None,
+        "optimizer": auto.config.memory.offload.optimizer is not None,
+        "parameters": auto.config.memory.offload.parameters is not None,
         "files": 0 if folder is None else len(os.listdir(folder)),
     }
     # A rank that is done removes its file.
@@ -87,24 +88,24 @@ def test_what_it_chooses_for_little_memory_trains_in_files_with_the_same_numbers
 
 def refused(budget: int | None) -> str:
     step = Wide()
-    step.config.stage = "auto"
-    step.config.memory_budget = budget
+    step.config.zero.stage = "auto"
+    step.config.memory.memory_budget = budget
     with pytest.raises(zg.ZeroGraphError) as raised:
         trained(step)
-    assert step.config.stage == "auto"
+    assert step.config.zero.stage == "auto"
     return str(raised.value)
 
 
 def test_where_nothing_fits_it_says_what_was_tried(pool: Pool) -> None:
     for message in pool.run(2, refused, LAYER):
-        assert "nothing that config.stage = 'auto' tried fits into 16.2 KiB" in message
+        assert "nothing that config.zero.stage = 'auto' tried fits into 16.2 KiB" in message
         assert "stage 3: does not fit: " in message
         assert "stored" in message
 
 
 def test_on_the_cpu_it_needs_a_budget(pool: Pool) -> None:
     for message in pool.run(2, refused, None):
-        assert "needs config.memory_budget" in message
+        assert "needs config.memory.memory_budget" in message
 
 
 def test_before_the_first_call_nothing_is_chosen() -> None:

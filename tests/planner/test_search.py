@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import LossStep, mean_of_squares, sliced
 from zerograph.ir.mesh import line
-from zerograph.ir.offload import Offload
+from zerograph.ir.offload import Offload, OffloadTo
 from zerograph.planner import search as searching
 from zerograph.planner.machine import Machine, machine
 from zerograph.planner.plan import laid_out
@@ -41,7 +41,7 @@ def plan(**arguments: Any) -> zg.Plan:
 
 
 def offloaded(**arguments: Any) -> zg.Plan:
-    return plan(stage=2, optimizer_offload=Offload("cpu"), **arguments)
+    return plan(stage=2, offload=Offload("cpu"), **arguments)
 
 
 def test_what_rests_on_the_cpu_counts_there_and_not_on_the_device() -> None:
@@ -73,7 +73,7 @@ def test_its_transfers_take_the_hosts_link_and_its_update_the_cpus_memory() -> N
 
 
 def test_what_rests_in_files_is_in_neither_memory() -> None:
-    found = plan(stage=3, optimizer_offload=Offload("nvme", "/nowhere"), parameter_offload=Offload("nvme", "/nowhere"))
+    found = plan(stage=3, offload=Offload(OffloadTo("nvme", "/nowhere"), OffloadTo("nvme", "/nowhere")))
     assert found.in_files == STATE / RANKS
     assert found.host is not None
     assert found.memory.at_rest == 0
@@ -90,10 +90,10 @@ def test_an_accelerator_offloads_what_does_not_fit() -> None:
     found = plan(stage="auto", fit=needs["there"])
     assert needs["there"] < needs["here"]
     assert found.fits
-    assert "optimizer_offload=" in found.options
+    assert "offload=" in found.options
     assert not any("files" in name for name in names(found))
     best = next(one for one in found.alternatives if one.verdict == "the fastest that fits")
-    assert best.options["optimizer_offload"] == Offload("cpu")
+    assert best.options["offload"] == Offload("cpu")
     fitting = [one.plan.time.seconds for one in found.alternatives if one.plan is not None and one.plan.fits]
     assert found.time.seconds == min(fitting)
 
@@ -152,14 +152,14 @@ def test_what_cannot_fit_by_its_layout_is_not_compiled(monkeypatch: pytest.Monke
 
 @sliced("device, stage", [("a100", "off"), ("cpu", "2")], itertools.product(("a100", "cpu"), ("off", "1", "2", "3")))
 def test_no_plan_takes_less_than_its_layout_says(device: str, stage: str) -> None:
-    files = Offload("nvme", "/nowhere")
+    files = OffloadTo("nvme", "/nowhere")
     places: list[dict[str, Any]] = [{}]
     if device == "cpu" or stage != "off":
-        places.append({"optimizer_offload": files})
+        places.append({"offload": Offload(files)})
     if device != "cpu" and stage != "off":
-        places.append({"optimizer_offload": Offload("cpu")})
+        places.append({"offload": Offload("cpu")})
     if stage == "3":
-        places.append({"optimizer_offload": files, "parameter_offload": files})
+        places.append({"offload": Offload(files, files)})
     for place in places:
         options = {**searching.STAGES[stage], **place, "gradient_accumulation_steps": 2, "amp_dtype": torch.bfloat16}
         stored = laid_out(Wide(), X, (RANKS,), machine(device), **options)
@@ -201,7 +201,7 @@ def test_attention_of_an_accelerator_is_one_operator_in_bf16_too() -> None:
 
     with torch.device("meta"):
         step = Attention()
-    step.config.amp_dtype = torch.bfloat16
+    step.config.precision.amp_dtype = torch.bfloat16
     graph = step.prepare(line(2, 0, "ranks"), torch.empty(8, 256, 64, device="meta")[:, 0], device="meta").graph.graph
     attention = [node for node in graph.nodes if "scaled_dot_product" in str(node.target)]
     assert len(attention) == 2

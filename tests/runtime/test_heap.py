@@ -34,7 +34,7 @@ libc.mallinfo2.restype, libc.malloc.restype = Heap, ctypes.c_void_p
 x = torch.ones(2**22)
 for option in sys.argv[1:]:
     step = Step()
-    step.config.keep_freed_memory = option == "keep"
+    step.config.memory.keep_freed_memory = option == "keep"
     for _ in range(6):
         step(x)
     # The fewest: where the holes among kept blocks are too small for one of them, the heap grows by it, now and then.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zerograph as zg
 from tests.models import TrainStep, batches, make
 from zerograph.errors import OffloadError
 from zerograph.runtime.offload import files
@@ -94,7 +95,7 @@ def test_buffers_are_used_again_and_all_are_given_back() -> None:
 def trained(folder: Path | None, steps: int) -> list[Tensor]:
     model = make("mlp")
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 1, bucket_size=256)
-    step.config.offload_optimizer(None if folder is None else "nvme", nvme_path=folder)
+    step.config.memory.offload = zg.Offload(optimizer=None if folder is None else zg.OffloadTo("nvme", folder))
     return [step(*batch) for batch in batches("mlp", steps)]
 
 
@@ -107,7 +108,7 @@ def test_a_disk_that_fails_names_the_file_and_ends_the_training(
 ) -> None:
     model = make("mlp")
     step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 1, bucket_size=256)
-    step.config.offload_optimizer("nvme", nvme_path=tmp_path)
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tmp_path))
     first, second, third = batches("mlp", 3)
     step(*first)
     (name,) = os.listdir(tmp_path)

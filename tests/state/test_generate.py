@@ -102,10 +102,10 @@ def between_steps() -> list[bool]:
         update_by(optimizer, loss_of(plain, ids))
         for budget in (None, 1):
             # After the step is compiled: a budget that small would not fit.
-            step.config.memory_budget = budget
+            step.config.memory.memory_budget = budget
             found = step.generate(step.model, ids, max_new_tokens=NEW, do_sample=False)
             same.append(torch.equal(found, plain.generate(ids, max_new_tokens=NEW, do_sample=False)))
-        step.config.memory_budget = None
+        step.config.memory.memory_budget = None
         seen.append(found)
     return [*same, not torch.equal(*seen)]
 

@@ -48,9 +48,8 @@ def train_step(folder: Path | None, optimizer: Optimizer, stage: int, **options:
 
 
 def into_files(step: zg.ZeroGraph, folder: Path | None) -> None:
-    device = None if folder is None else "nvme"
-    step.config.offload_optimizer(device, nvme_path=folder)
-    step.config.offload_parameters(device if step.config.stage == 3 else None, nvme_path=folder)
+    files = None if folder is None else zg.OffloadTo("nvme", folder)
+    step.config.memory.offload = zg.Offload(optimizer=files, parameters=files if step.config.zero.stage == 3 else None)
 
 
 def run(step: zg.ZeroGraph, count: int = 3, first: int = 0) -> list[Tensor]:
@@ -152,9 +151,8 @@ def refused(step: zg.ZeroGraph) -> tuple[str, bool]:
 
 def with_another_folder(folder: Path, others: str) -> tuple[str, bool]:
     step = train_step(folder, fused_adamw, 2)
-    step.config.offload_parameters(None)
     run(step, 1)
-    step.config.offload_optimizer("nvme", nvme_path=others if zg.rank() else folder / "..")
+    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", others if zg.rank() else folder / ".."))
     return refused(step)
 
 
@@ -265,8 +263,8 @@ def test_what_is_not_loaded_stays_lost(tmp_path: Path) -> None:
 
 def test_parameters_in_files_need_stage_3(tmp_path: Path) -> None:
     step = train_step(None, fused_adamw, 2)
-    step.config.offload_parameters("nvme", nvme_path=tmp_path)
-    with pytest.raises(ConfigError, match="needs ZeRO stage 3"):
+    step.config.memory.offload = zg.Offload(parameters=zg.OffloadTo("nvme", tmp_path))
+    with pytest.raises(ConfigError, match="need ZeRO stage 3"):
         run(step, 1)
 
 
@@ -276,23 +274,20 @@ def test_parameters_in_files_need_stage_3(tmp_path: Path) -> None:
         ({"device": "disk"}, "unknown device"),
         ({"device": "nvme"}, "give nvme_path"),
         ({"device": "cpu", "nvme_path": "/tmp"}, "nvme_path is for the device 'nvme'"),
+        ({"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": -1}, "max_in_cpu"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: dict[str, Any], why: str) -> None:
-    config = zg.ZeroGraph().config
-    for option in (config.offload_optimizer, config.offload_parameters):
-        with pytest.raises(ConfigError, match=why):
-            option(**arguments)
-    with pytest.raises(ConfigError, match="max_in_cpu"):
-        config.offload_parameters("nvme", nvme_path="/tmp", max_in_cpu=-1)
-    assert config.optimizer_offload is config.parameter_offload is None
+    with pytest.raises(ConfigError, match=why):
+        zg.OffloadTo(**arguments)
 
 
 def test_so_many_bytes_of_parameters_stay_in_memory(tmp_path: Path) -> None:
     held = []
     for most in (0, 700, 2**20):
         step = train_step(tmp_path, fused_adamw, 3)
-        step.config.offload_parameters("nvme", nvme_path=tmp_path, max_in_cpu=most)
+        to = zg.OffloadTo("nvme", tmp_path, max_in_cpu=most)
+        step.config.memory.offload = zg.Offload(optimizer=to, parameters=to)
         run(step, 1)
         assert ("shard and state in files" in str(step)) == (most < 2**20)
         held.append(sum(store.flat.nbytes for store in stores_of(step) if isinstance(store.flat, Tensor)))
@@ -317,7 +312,8 @@ KEPT: list[zg.ZeroGraph] = []
 def leave(folder: Path) -> None:
     for name in ("left", "gone"):
         step = train_step(folder / name, fused_adamw, 1)
-        step.config.offload_optimizer("nvme", nvme_path=folder / name, keep_files=name == "left")
+        files = zg.OffloadTo("nvme", folder / name, keep_files=name == "left")
+        step.config.memory.offload = zg.Offload(optimizer=files)
         run(step, 1)
         KEPT.append(step)
 

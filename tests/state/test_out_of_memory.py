@@ -33,7 +33,7 @@ PARAMETERS = LAYER * LAYERS
 class Step(LossStep):
     def __init__(self, model: nn.Module, folder: str) -> None:
         super().__init__(model, adamw(model), 3, mean_of_squares, bucket_size=LAYER)
-        self.config.offload_optimizer("nvme", nvme_path=folder)
+        self.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
 
 
 def layers(count: int) -> nn.Module:

@@ -1,4 +1,4 @@
-"""``config.check_replicas``: what ranks hold alike is compared bit by bit, and a difference is named."""
+"""``config.checks.check_replicas``: what ranks hold alike is compared bit by bit, and a difference is named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def refused(step: Step, error: type[zg.ZeroGraphError] = zg.ReplicaError) -> str
 def corrupted() -> dict[str, str]:
     """Return the error for each tensor that rank 1 alone changes; it is restored after each."""
     step = Step()
-    step.config.check_replicas = 1
+    step.config.checks.check_replicas = 1
     step(part())
     step(part())
     found = {}
@@ -119,7 +119,7 @@ def test_what_differs_is_named_on_every_rank(pool: Pool) -> None:
 def every(steps: int | None) -> list[int]:
     """The steps that noticed that rank 1 has another bit in a buffer."""
     step = Step()
-    step.config.check_replicas = steps
+    step.config.checks.check_replicas = steps
     step.compile(part())
     noticed = []
     for number in range(5):
@@ -142,10 +142,10 @@ def copies(folder: str | None) -> list[str]:
     """Two nodes of one rank each: shards are copied between them. A moment in memory, or in a file, is corrupted."""
     step = Step()
     step.set_zero_mode("distributed_split", stage=3)
-    step.config.placement = zg.placement("cpu", ranks=[[0], [1]])
-    step.config.check_replicas = 1
+    step.config.mesh.placement = zg.placement("cpu", ranks=[[0], [1]])
+    step.config.checks.check_replicas = 1
     if folder is not None:
-        step.config.offload_optimizer("nvme", nvme_path=folder)
+        step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
     step(part())
     step(part())
     held = store(step).state["exp_avg"]
@@ -166,7 +166,7 @@ def test_copies_of_shards_are_compared_in_memory_and_in_files(pool: Pool, tmp_pa
 def shards() -> None:
     step = Step()
     step.set_zero_mode("distributed_split", stage=2)
-    step.config.check_replicas = 1
+    step.config.checks.check_replicas = 1
     for _ in range(3):
         step(part())
     held: Any = store(step).flat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
@@ -102,9 +101,9 @@ def option(default: Any, check: Check, documentation: str) -> Any:
     return field(default=default, metadata={"check": check, "documentation": documentation})
 
 
-def checks(options: type) -> dict[str, Check]:
-    """Return the check of each option of a dataclass, by name, in order."""
-    return {option_field.name: option_field.metadata["check"] for option_field in _declared(options)}
+def declared(options: type) -> list[Field[Any]]:
+    """Return the options of a dataclass, in order."""
+    return [option_field for option_field in fields(options) if "check" in option_field.metadata]
 
 
 def document(options: type) -> None:
@@ -118,21 +117,6 @@ def document(options: type) -> None:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        for option_field in _declared(options)
+        for option_field in declared(options)
     ]
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "    Attributes:", *lines, "    "])
-
-
-def take_names(options: type, option_name: Callable[[str], str]) -> None:
-    """Make a dataclass's constructor translate each keyword by ``option_name``, which refuses unknown ones."""
-    init = options.__init__  # type: ignore[misc]
-
-    @functools.wraps(init)
-    def named(self: Any, *args: Any, **values: Any) -> None:
-        init(self, *args, **{option_name(name): value for name, value in values.items()})
-
-    options.__init__ = named  # type: ignore[misc]
-
-
-def _declared(options: type) -> list[Field[Any]]:
-    return [option_field for option_field in fields(options) if "check" in option_field.metadata]

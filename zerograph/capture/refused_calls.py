@@ -99,7 +99,7 @@ def _refuse_anomaly_detection() -> None:
         return
     raise source.refusal(
         "torch.autograd.detect_anomaly looks at values inside backward(), which a traced step cannot",
-        "Set config.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite.",
+        "Set config.checks.on_nonfinite = 'raise' instead: the step then names the first gradient that is not finite.",
     )
 
 

@@ -134,8 +134,8 @@ def _unless_enabled(method: Any) -> Any:
             return method(self, *args, **kwargs)
         raise source.refusal(
             "build() scales its loss by a torch.amp.GradScaler",
-            "Leave it out, call loss.backward(), and set config.grad_scaler = zg.GradScaler(): the graph scales the "
-            "loss, skips steps that overflow, and changes the scale.",
+            "Leave it out, call loss.backward(), and set config.precision.grad_scaler = zg.GradScaler(): the graph "
+            "scales the loss, skips steps that overflow, and changes the scale.",
         )
 
     return refusing

@@ -221,7 +221,7 @@ class Capture:
         if self.scaled and trace.gradients and not trace.backward_calls and not self.accumulated:
             raise CaptureError(
                 "the loss is to be scaled, but build() makes gradients without calling backward()\n"
-                "Call loss.backward(), or set config.grad_scaler to None."
+                "Call loss.backward(), or set config.precision.grad_scaler to None."
             )
         if self.scaled and trace.backward_calls > 1:
             # The first trace unscaled the gradients after the first backward() of several.

@@ -152,7 +152,7 @@ def plan(
             "context_parallel": context_parallel,
             "activation_checkpointing": activation_checkpointing,
             "gradient_accumulation_steps": micro_batches,
-            "optimizer_offload": Offload("cpu") if offload else None,
+            "offload": Offload(optimizer="cpu") if offload else None,
             "reduce_dtype": torch.bfloat16 if compress else None,
         }
         options = {name: value for name, value in options.items() if value is not None}

@@ -100,9 +100,9 @@ def prepare(
     if stage is not None:
         if stage not in range(4):
             raise ConfigError(f"there is no stage {stage}: stages are 1, 2 and 3, and 0 is none")
-        mode = "distributed_split" if step.config.mode == "off" else step.config.mode
+        mode = "distributed_split" if step.config.zero.mode == "off" else step.config.zero.mode
         number: Any = stage or 1
-        step.config.enable_zero(mode if stage else "off", stage=number, shard_min_size=step.config.shard_min_size)
+        step.config.enable_zero(mode if stage else "off", stage=number, shard_min_size=step.config.zero.shard_min_size)
     with tracing(step):
         return step.prepare(mesh, *inputs, device=device, transport=transport)
 
@@ -122,7 +122,7 @@ def _set_precision(step: ZeroGraph, precision: str) -> None:
 
 def shown_precision(step: ZeroGraph) -> str:
     """Return the precision of the step in words."""
-    return precision_text(step.config.amp_dtype, (parameter.dtype for parameter in _parameters(step)))
+    return precision_text(step.config.precision.amp_dtype, (parameter.dtype for parameter in _parameters(step)))
 
 
 def _parameters(step: ZeroGraph) -> list[torch.nn.Parameter]:

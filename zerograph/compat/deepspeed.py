@@ -25,7 +25,7 @@ from zerograph.compat.settings import (
 from zerograph.compiler.placement import placement
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
-from zerograph.ir.offload import Offload
+from zerograph.ir.offload import OffloadTo
 from zerograph.ir.wire import WireFormat, wire
 from zerograph.runtime.job.process_group import world_size
 
@@ -167,8 +167,8 @@ _ZERO_ALIASES = {
 }
 _ZERO_REFUSED = {
     "leaf_module": "pass modules that must not be captured operator by operator to zg.local(module)",
-    "mics_hierarchical_params_gather": "set config.placement to a grid of ranks for hybrid sharding",
-    "mics_shard_size": "set config.placement to a grid of ranks for hybrid sharding",
+    "mics_hierarchical_params_gather": "set config.mesh.placement to a grid of ranks for hybrid sharding",
+    "mics_shard_size": "set config.mesh.placement to a grid of ranks for hybrid sharding",
     "zenflow": "not supported",
     "zero_quantized_nontrainable_weights": "not supported; 'zero_quantized_weights' sends all weights as int8",
 }
@@ -376,13 +376,13 @@ _OPTIMIZER_KEYS = (
 )
 
 
-def _offload(zero: Section, key: str, keys: tuple[str, ...], older_keys: tuple[str, ...]) -> Offload | None:
+def _offload(zero: Section, key: str, keys: tuple[str, ...], older_keys: tuple[str, ...]) -> OffloadTo | None:
     if any(zero.get(older) for older in older_keys):
-        return Offload("cpu")
+        return OffloadTo("cpu")
     values = zero.section(key, keys)
     if values.get("ratio", 1) != 1:
         raise ConfigError(f"{values.path('ratio')}: not supported, all of the state is offloaded")
-    # DeepSpeed counts elements of fp32, Offload bytes.
+    # DeepSpeed counts elements of fp32, OffloadTo bytes.
     in_cpu = 4 * values.whole("max_in_cpu", 1e9) if "max_in_cpu" in keys else 0
     return offload(values, "'cpu', 'nvme' or 'none'", in_cpu)
 

@@ -22,7 +22,7 @@ from zerograph.errors import ConfigError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.buckets import MAX_BUCKET_BYTES
 from zerograph.ir.grad_scaler import GradScaler
-from zerograph.ir.offload import Offload
+from zerograph.ir.offload import Offload, OffloadTo
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
@@ -64,9 +64,8 @@ class Settings:
         """
         if not isinstance(config, Config):
             raise ConfigError(f"configure() takes a graph's config, not {type(config).__name__}")
-        for name, value in self.options.items():
-            # A loss scaler has state: each graph gets its own copy.
-            setattr(config, name, copy.deepcopy(value) if isinstance(value, GradScaler) else value)
+        # A loss scaler has state: each graph gets its own copy.
+        config.set(**{k: copy.deepcopy(v) if isinstance(v, GradScaler) else v for k, v in self.options.items()})
 
     def set_up(self, graph: ZeroGraph, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
         """Configure the graph and register the configuration's optimizer and schedule.
@@ -103,7 +102,7 @@ def zero_options(
     stage_key: str,
     bucket_keys: Iterable[str],
     whole_key: str,
-    offloads: Mapping[str, Offload | None],
+    offloads: Mapping[str, OffloadTo | None],
 ) -> dict[str, Any]:
     """Translate a ZeRO section into options.
 
@@ -128,8 +127,7 @@ def zero_options(
         )
     options: dict[str, Any] = {
         "mode": "distributed_split" if stage else "off",
-        "optimizer_offload": state,
-        "parameter_offload": parameters,
+        "offload": Offload(state, parameters),
     }
     if stage:
         options["stage"] = stage
@@ -148,7 +146,7 @@ def precision_options(dtype: torch.dtype | None, scaler: GradScaler | None = Non
     return {"amp_dtype": dtype, "grad_scaler": scaler}
 
 
-def offload(section: Section, choices: str, max_in_cpu: int = 0) -> Offload | None:
+def offload(section: Section, choices: str, max_in_cpu: int = 0) -> OffloadTo | None:
     """Translate a section with a ``device`` and options of it; return None if nothing is offloaded.
 
     Args:
@@ -166,7 +164,7 @@ def offload(section: Section, choices: str, max_in_cpu: int = 0) -> Offload | No
         raise ConfigError(f"{section.path('device')} = {device!r}: choose {choices}")
     if device == "nvme" and not path:
         raise ConfigError(f"{section.name} lacks nvme_path, a directory on the disk to store the state in")
-    return Offload(
+    return OffloadTo(
         device,
         os.fspath(path) if device == "nvme" and path is not None else None,
         section.switch("pin_memory", True),

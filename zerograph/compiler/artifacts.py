@@ -64,11 +64,7 @@ def requirements(members: Members, facts: Mapping[str, str], config: Config) -> 
         config: the graph's options.
     """
     device = "accelerator" if members.meta is None else members.meta.type
-    options = {
-        f"config.{option.name}": str(getattr(config, option.name))
-        for option in fields(config)
-        if option.name not in _OTHER_OPTIONS
-    }
+    options = {f"config.{name}": str(value) for name, value in config.options().items() if name not in _OTHER_OPTIONS}
     return {
         "loss scaling": str(config.scaler is not None),
         **options,

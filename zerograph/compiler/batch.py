@@ -190,11 +190,11 @@ def read_batch(
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     # An update of accumulated gradients has no inputs, or numbers only.
-    has_sequence = config.context_parallel > 1 and any(
+    has_sequence = config.mesh.context_parallel > 1 and any(
         isinstance(leaf, Tensor) and leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf)
         for _, leaf in inputs
     )
-    length = sequence_length(inputs, config.context_parallel) if has_sequence else None
+    length = sequence_length(inputs, config.mesh.context_parallel) if has_sequence else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
         tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
@@ -375,7 +375,7 @@ def _read_global(leaf: DTensor, name: str, mesh: Mesh, grid: Any) -> tuple[Tenso
     if device_mesh.mesh.tolist() != grid:
         raise PlacementError(
             f"{name} is placed on the ranks {device_mesh.mesh.tolist()}, the graph runs on {grid}\n"
-            f"Redistribute it to zg.placement({device_mesh.device_type!r}, ranks={grid}), or set config.placement."
+            f"Redistribute it to zg.placement({device_mesh.device_type!r}, ranks={grid}), or set config.mesh.placement."
         )
     sbp = from_dtensor(leaf.placements)
     for dim in {entry.dim for entry in sbp if isinstance(entry, Split)}:

@@ -204,7 +204,7 @@ def bind_step(
     executor = bind(job, graph, function, stores, lookups, written=written, updates=changed)
     if backend in backends.BACKENDS:
         executor = with_low_overhead(executor, stores)
-    if config.keep_freed_memory and all(
+    if config.memory.keep_freed_memory and all(
         value.device.type == "cpu"
         for node in placeholders(graph.graph)
         if isinstance(value := node.meta["val"], Tensor)

@@ -170,7 +170,7 @@ class Compiler:
         Another graph may have moved the parameters into other stores since, as two optimizers in turn do.
         """
         of_plan = self._kept.get((job, key.of_capture(batch), key.config, key.request))
-        if not of_plan or self.config.memory_budget is not None:
+        if not of_plan or self.config.memory.memory_budget is not None:
             return None
         layout = self.lay_out(job.mesh, members, batch, key)
         if (found := of_plan.get(_plan_key(layout))) is None:
@@ -261,13 +261,17 @@ class Compiler:
         config, members = self.config, preparation.layouts.members
         specs = members.specs(members.parameters)
         total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.layouts.updates)
-        may_recompute = config.activation_checkpointing == "auto" and bool(preparation.captured.gradients)
+        may_recompute = config.memory.activation_checkpointing == "auto" and bool(preparation.captured.gradients)
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
             preparation.prepare,
-            Candidate(config.bucket_size, min_recompute_bytes=0, offload_activations=config.offload_activations),
+            Candidate(
+                config.zero.bucket_size, min_recompute_bytes=0, offload_activations=config.memory.offload.activations
+            ),
             default_bucket_bytes=(
-                default_bytes(total) if config.memory_budget is not None and config.bucket_size is None else None
+                default_bytes(total)
+                if config.memory.memory_budget is not None and config.zero.bucket_size is None
+                else None
             ),
             may_recompute=may_recompute,
             may_offload=may_recompute and on_accelerator,
@@ -302,8 +306,8 @@ class Compiler:
         if captured.regions and mesh.dims > 1 and len(rows) < mesh.dims:
             raise PlacementError(
                 "build() has a local region, and along a dimension of the placement ranks have the same rows\n"
-                "A region computes with a rank's own rows: pass each rank its rows, split(0) in config.input_sbp along "
-                "all dimensions."
+                "A region computes with a rank's own rows: pass each rank its rows, split(0) in config.mesh.input_sbp "
+                "along all dimensions."
             )
 
     def guards(self) -> dict[str, Any]:
@@ -372,9 +376,9 @@ class Compiler:
     def _blocks(self, members: Members) -> tuple[str, ...]:
         """Return the names of the blocks that the model repeats."""
         blocks = tuple(repeated_blocks(members.root))
-        if self.config.activation_checkpointing == "blocks" and not blocks:
+        if self.config.memory.activation_checkpointing == "blocks" and not blocks:
             raise ConfigError(
-                "config.activation_checkpointing = 'blocks', but the model repeats none: no nn.ModuleList or "
+                "config.memory.activation_checkpointing = 'blocks', but the model repeats none: no nn.ModuleList or "
                 "nn.Sequential has several children of one class that are made of modules\n"
                 "Choose 'auto' with a memory_budget, or wrap what to recompute in torch.utils.checkpoint."
             )
@@ -422,7 +426,7 @@ class Compiler:
         """Return whether the graph scales the loss, and whether it returns if losses and gradients are finite."""
         updates = request.gradients in ("update", "accumulated")
         scaled = self.config.scaler is not None and bool(self.optimizers) and updates
-        return scaled, self.config.on_nonfinite != "ignore" and updates
+        return scaled, self.config.checks.on_nonfinite != "ignore" and updates
 
     def _capture(
         self, members: Members, batch: Batch, mesh: Mesh, key: StepKey, artifact: Artifact | None = None
@@ -439,7 +443,12 @@ class Compiler:
         parts = self.config.virtual_ranks or mesh.size * micro_batches
         groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
         batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        options = (self._is_cut(mesh), self.config.amp_dtype, *self._flags(key.request), key.request.accumulated)
+        options = (
+            self._is_cut(mesh),
+            self.config.precision.amp_dtype,
+            *self._flags(key.request),
+            key.request.accumulated,
+        )
         own = (key.of_capture(batch), clip, batch_norm_groups, groups, *options, places)
         cached = self._captures.get(own)
         # Only local regions depend on the number of parts.
@@ -500,7 +509,7 @@ class Compiler:
             trained=trained_names(members, self.optimizers),
             clip_grad_norm=config.clip_grad_norm if self.optimizers else None,
             batch_norm_groups=parts if config.batch_norm == "local" else 1,
-            amp_dtype=config.amp_dtype,
+            amp_dtype=config.precision.amp_dtype,
             scaled=scaled,
             checked=checked,
             accumulated=request.accumulated,

@@ -93,8 +93,8 @@ class Dependencies:
             doubts.append(f"a class of {[*names, type(self.graph).__module__][0]} keeps state of its own")
         if modes := _torch.active_modes():
             doubts.append(f"modes of torch are active: {', '.join(modes)}")
-        if self.config.on_missing_rule == "discover":
-            doubts.append("config.on_missing_rule = 'discover' runs operators")
+        if self.config.checks.on_missing_rule == "discover":
+            doubts.append("config.checks.on_missing_rule = 'discover' runs operators")
         return doubts
 
     @property

@@ -410,7 +410,7 @@ def _along(ranks: Tensor, split: Sequence[int], each: Sequence[tuple[int, ...]],
                 raise InputError(
                     f"{name} has {each[rank][0]} rows on rank {rank} and {each[other][0]} on rank {other}, but no "
                     "mesh dimension that splits the batch lies between them\nPass the same part on both ranks, or "
-                    "split the batch along more dimensions of the placement (config.input_sbp)."
+                    "split the batch along more dimensions of the placement (config.mesh.input_sbp)."
                 )
     return tuple(each[rank][0] for rank in first)
 

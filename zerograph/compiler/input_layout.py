@@ -24,18 +24,18 @@ def batch_on(config: Config, mesh: Mesh) -> NdSbp:
         PlacementError: ``input_sbp`` has another number of entries, or the last mesh dimension another number of ranks
             than ``context_parallel``.
     """
-    ranks = config.context_parallel
+    ranks = config.mesh.context_parallel
     if ranks == 1:
-        return (Split(0),) * mesh.dims if config.input_sbp is None else nd_sbp(config.input_sbp, mesh.dims)
-    if config.input_sbp is not None:
+        return (Split(0),) * mesh.dims if config.mesh.input_sbp is None else nd_sbp(config.mesh.input_sbp, mesh.dims)
+    if config.mesh.input_sbp is not None:
         raise ConfigError(
-            f"config.context_parallel = {ranks} and config.input_sbp both say how inputs are split\n"
+            f"config.mesh.context_parallel = {ranks} and config.mesh.input_sbp both say how inputs are split\n"
             "Leave input_sbp out if ranks pass whole sequences, or context_parallel if each passes its piece."
         )
     if mesh.shape[-1] != ranks:
         raise PlacementError(
-            f"config.context_parallel is {ranks}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
-            "Leave config.placement out, or give it that many ranks along its last dimension."
+            f"config.mesh.context_parallel is {ranks}, but the last dimension of the placement has {mesh.shape[-1]} "
+            "ranks\nLeave config.mesh.placement out, or give it that many ranks along its last dimension."
         )
     return (*(Split(0),) * (mesh.dims - 1), Split(_POSITIONS))
 
@@ -51,11 +51,11 @@ def ranks_of_row(config: Config) -> int:
     Raises:
         ConfigError: ``context_parallel`` and ``expert_parallel`` ask for different ones.
     """
-    sequence, experts = config.context_parallel, config.expert_parallel
+    sequence, experts = config.mesh.context_parallel, config.mesh.expert_parallel
     if 1 not in (sequence, experts) and sequence != experts:
         raise ConfigError(
-            f"config.context_parallel is {sequence} and config.expert_parallel is {experts}: both are the ranks of a "
-            "row\nSet them to the same number, or one of them to 1."
+            f"config.mesh.context_parallel is {sequence} and config.mesh.expert_parallel is {experts}: both are the "
+            "ranks of a row\nSet them to the same number, or one of them to 1."
         )
     return max(sequence, experts)
 
@@ -71,7 +71,7 @@ def with_rows(mesh: Mesh, config: Config) -> Mesh:
     if ranks == 1 or mesh.dims > 1 or mesh.size == ranks:
         return mesh
     if mesh.size % ranks:
-        option = "context_parallel" if config.context_parallel > 1 else "expert_parallel"
+        option = "context_parallel" if config.mesh.context_parallel > 1 else "expert_parallel"
         raise PlacementError(f"config.{option} = {ranks} does not divide the {mesh.size} ranks of the job")
     groups = tuple(f"{mesh.groups[0]}{dim}" for dim in range(2))
     return Mesh((mesh.size // ranks, ranks), divmod(mesh.position[0], ranks), groups)
@@ -86,11 +86,11 @@ def sequence_length(inputs: Iterable[tuple[str, Tensor]], ranks: int) -> int:
         InputError: no input is a sequence, or the ranks do not divide its length.
     """
     name, length = length_of(inputs)
-    option = f"config.context_parallel = {ranks}"
+    option = f"config.mesh.context_parallel = {ranks}"
     if length is None:
         raise InputError(
             f"{option}, but no input is a sequence: tokens [batch, length], or [batch, length, channels]\n"
-            "Pass one, or say with config.input_sbp which dimension of the inputs ranks split."
+            "Pass one, or say with config.mesh.input_sbp which dimension of the inputs ranks split."
         )
     if length % ranks or not length:
         raise InputError(
@@ -128,11 +128,11 @@ def zero_dims_on(
     Raises:
         PlacementError: the mesh has no such dimension.
     """
-    if config.shard_dims is not None:
-        dims = config.shard_dims if isinstance(config.shard_dims, tuple) else (config.shard_dims,)
+    if config.zero.shard_dims is not None:
+        dims = config.zero.shard_dims if isinstance(config.zero.shard_dims, tuple) else (config.zero.shard_dims,)
         if dims[-1] >= mesh.dims:
             raise PlacementError(
-                f"config.shard_dims is {config.shard_dims}, but the placement has {mesh.dims} dimension(s)"
+                f"config.zero.shard_dims is {config.zero.shard_dims}, but the placement has {mesh.dims} dimension(s)"
             )
         return dims
     split = dims_split(inputs) or dims_split([batch_on(config, mesh)])

@@ -126,7 +126,9 @@ class Layouts:
     @functools.cached_property
     def _copies(self) -> Mapping[str, torch.dtype | None]:
         """The dtypes of the copies that parameters are computed with, by parameter name."""
-        return dict.fromkeys(compute_copies(self.captured.graph.graph, self.config.amp_dtype), self.config.amp_dtype)
+        return dict.fromkeys(
+            compute_copies(self.captured.graph.graph, self.config.precision.amp_dtype), self.config.precision.amp_dtype
+        )
 
     def plan(self) -> tuple[PlannedBucket, ...]:
         """Return the step's buckets in order of first use.
@@ -236,8 +238,8 @@ class Layouts:
                 )
             if dims_split([sbp]) and any(spec.codec is not None for spec in state.specs.values()):
                 raise CaptureError(
-                    f"config.optimizer_state = 'int8', but {name} is split {show(sbp)}: its state cannot be coded\n"
-                    "Leave the parameter whole, or the state exact."
+                    f"config.precision.optimizer_state = 'int8', but {name} is split {show(sbp)}: its state cannot be "
+                    "coded\nLeave the parameter whole, or the state exact."
                 )
             spec = (tuple(parameter.shape), parameter.dtype, members.device(parameter))
             fused = update is not None and update.program.fused is not None
@@ -249,8 +251,8 @@ class Layouts:
             mesh=mesh,
             zero_dims=self.zero_dims,
             split=config.policy.split,
-            min_split_numel=config.shard_min_size,
-            bucket_bytes=config.bucket_size,
+            min_split_numel=config.zero.shard_min_size,
+            bucket_bytes=config.zero.bucket_size,
             block=config.block,
             in_norm_blocks=config.virtual_ranks is not None,
         )
@@ -270,7 +272,7 @@ class Layouts:
 
     def _memory(self, bucket: Bucket) -> ShardStorage:
         """Return the device that stores the bucket. :mod:`zerograph.compiler.storage` adds files."""
-        option = self.config.optimizer_offload
+        option = self.config.memory.offload.optimizer
         whole = any(stays_whole(slot, self.config) for slot in bucket.slots)
         return ShardStorage(offload_device(option, bucket.device, whole=whole), option is None or option.pin_memory)
 
@@ -301,7 +303,7 @@ def _has_entries(store: Store, state: Mapping[str, StateSpec]) -> bool:
 def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
     """Return True if ZeRO does not split the parameter: it stays as the user placed it, or whole."""
     numel = torch.Size(parameter.shape).numel()
-    return not config.policy.split or numel < config.shard_min_size
+    return not config.policy.split or numel < config.zero.shard_min_size
 
 
 def _renamed_slots(store: Store, members: Members) -> tuple[Any, ...]:

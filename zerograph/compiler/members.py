@@ -249,7 +249,7 @@ def _check_global(name: str, tensor: DTensor, job: Job) -> None:
     if tensor.device_mesh.mesh.tolist() != job.grid:
         raise PlacementError(
             f"{about} on the ranks {tensor.device_mesh.mesh.tolist()}, the graph runs on {job.grid}\n"
-            "Set config.placement to the placement of the module."
+            "Set config.mesh.placement to the placement of the module."
         )
     annotated_sbp(name, tensor, job.mesh)
 

@@ -173,7 +173,7 @@ def budget_error(emitted: fx.Graph, context: Context) -> MemoryBudgetError | Non
     place = f"{memory.node} ({origin.phase}{f', {origin.module}' if origin.module else ''})"
     shown = ", ".join(f"{kind} {show_bytes(count)}" for kind, count in kinds.items())
     return MemoryBudgetError(
-        f"the step needs {show_bytes(memory.peak)} on this rank, and config.memory_budget is "
+        f"the step needs {show_bytes(memory.peak)} on this rank, and config.memory.memory_budget is "
         f"{show_bytes(budget)}: {missing:,} bytes are missing\n"
         f"  most is held at {place}: {shown}\n"
         f"  {origin.source}   {origin.code}\n"
@@ -198,11 +198,15 @@ def remedies(least: Memory, context: Context) -> list[str]:
     ]
     if context.memory.recompute != "auto" and context.updates:
         advice.append(
-            (count("activations"), "activations", "config.activation_checkpointing = 'auto', which computes them again")
+            (
+                count("activations"),
+                "activations",
+                "config.memory.activation_checkpointing = 'auto', which computes them again",
+            )
         )
     stored = count("parameters", "optimizer state"), "parameters and optimizer state"
     if any(bucket.storage.state is None for bucket in context.buckets):
-        in_files = "config.offload_optimizer('nvme', ...), which stores it in files"
+        in_files = "config.memory.offload with the optimizer in files (nvme)"
         advice.append((count("optimizer state"), "optimizer state", in_files))
     if policy.split:
         advice.append((*stored, "more ranks, which share them"))
@@ -212,7 +216,7 @@ def remedies(least: Memory, context: Context) -> list[str]:
             advice.append((count("gradients"), "gradients", "ZeRO stage 2, which reduces them bucket by bucket"))
         elif any(len(bucket.slots) > 1 for bucket in context.buckets):
             in_use = count("gathered", "gradients") if policy.reshard_after_forward else count("gradients")
-            advice.append((in_use, "buckets at work", "a smaller config.bucket_size"))
+            advice.append((in_use, "buckets at work", "a smaller config.zero.bucket_size"))
     elif context.updates:
         advice.append((*stored, "ZeRO stage 3 over several ranks, which splits them"))
     return [f"{remedy} ({kind}: {show_bytes(size)})" for size, kind, remedy in sorted(advice, reverse=True) if size]

@@ -1,4 +1,4 @@
-"""Placements that the user gives parameters: one by one, or by ``config.expert_parallel`` for all experts."""
+"""Placements that the user gives parameters: one by one, or by ``config.mesh.expert_parallel`` for all experts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp
         ConfigError: there are no experts to split, or the user places them too.
         PlacementError: the mesh has no dimension of so many ranks, or they do not divide the experts.
     """
-    if config.expert_parallel == 1:
+    if config.mesh.expert_parallel == 1:
         return {}
-    option = f"config.expert_parallel = {config.expert_parallel}"
-    if mesh.shape[-1] != config.expert_parallel:
+    option = f"config.mesh.expert_parallel = {config.mesh.expert_parallel}"
+    if mesh.shape[-1] != config.mesh.expert_parallel:
         raise PlacementError(
             f"{option}, but the last dimension of the placement has {mesh.shape[-1]} ranks\n"
-            "Leave config.placement out, or give it that many ranks along its last dimension."
+            "Leave config.mesh.placement out, or give it that many ranks along its last dimension."
         )
     modules = filter(expert_count, members.root.modules())
     stacked = {name: parameter for module in modules for name, parameter in _stacked_in(module, members).items()}
@@ -47,7 +47,7 @@ def expert_sbps(members: Members, mesh: Mesh, config: Config) -> dict[str, NdSbp
             raise ConfigError(
                 f"{option}, and {name} is placed by zg.annotate() or zg.to_global()\nLeave one of the two out."
             )
-        if parameter.shape[0] % config.expert_parallel:
+        if parameter.shape[0] % config.mesh.expert_parallel:
             raise PlacementError(
                 f"{option} does not divide the {parameter.shape[0]} experts of {name}\n"
                 "Choose a number that divides them."
@@ -105,7 +105,7 @@ def _refuse_micro_batches(name: str, micro_batches: int) -> None:
         f"{name} is split over ranks, and config.gradient_accumulation_steps is {micro_batches}\n"
         "Micro-batches require that experts and the rows of inputs are split along the last mesh dimension, and that "
         "no norm follows the experts.\n"
-        "Pass all ranks of a row the same rows, zg.sbp.broadcast as that entry of config.input_sbp, or call "
+        "Pass all ranks of a row the same rows, zg.sbp.broadcast as that entry of config.mesh.input_sbp, or call "
         "backward() several times for a step in a loop of zg.prepare()."
     )
 

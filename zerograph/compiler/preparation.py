@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -161,7 +162,8 @@ class Preparation:
         return self._prepared(candidate, layout, context, passes, artifact.warnings)
 
     def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
-        config = replace(self.layouts.config, bucket_size=candidate.bucket_size)
+        config = copy.copy(self.layouts.config)
+        config.zero.bucket_size = candidate.bucket_size
         return lay_out(replace(self.layouts, config=config))
 
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
@@ -213,21 +215,21 @@ class Preparation:
                 cut=self.batch.cut,
                 packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
                 early_outputs=self.request.early_outputs,
-                attention=config.context_parallel_method,
-                expert_capacity=config.expert_capacity,
+                attention=config.mesh.context_parallel_method,
+                expert_capacity=config.mesh.expert_capacity,
                 slices=config.virtual_ranks,
             ),
             gradients=gradients,
             numerics=Numerics(
                 # A sum of many slices in the narrow dtype of their computation would lose digits.
-                reduce_dtype=config.reduce_dtype or (None if config.virtual_ranks is None else torch.float32),
+                reduce_dtype=config.precision.reduce_dtype or (None if config.virtual_ranks is None else torch.float32),
                 scaler=config.scaler if trains and updates else None,
                 checked=updates and output_with_role(self.captured.graph.graph, "check", NOT_FINITE.name) is not None,
-                wire=config.wire,
+                wire=config.precision.wire,
             ),
             memory=MemoryOptions(
                 budget=config.memory_bytes,
-                recompute=config.activation_checkpointing,
+                recompute=config.memory.activation_checkpointing,
                 blocks=self.blocks,
                 min_recompute_bytes=candidate.min_recompute_bytes,
                 offload_activations=candidate.offload_activations,
@@ -239,7 +241,7 @@ class Preparation:
                 exchanges=self.target.exchanges,
                 hosts=self.target.hosts,
             ),
-            missing_rules=MissingRules(config.on_missing_rule, warn),
+            missing_rules=MissingRules(config.checks.on_missing_rule, warn),
             pass_edits=config.passes,
         )
 

@@ -168,7 +168,7 @@ class Snapshot:
         self._fresh = list(map(_IS_FRESH, self.stores))
         hooks = [table for optimizer in call.optimizers for table in _torch.step_pre_hook_tables(optimizer)]
         # A parameter's own attributes are its annotation and its store.
-        self._dictionaries = Dictionaries([vars(call.config), *map(vars, parameters), *hooks])
+        self._dictionaries = Dictionaries([*map(vars, call.config.parts()), *map(vars, parameters), *hooks])
         self._optimizers, self._classes = list(call.optimizers), list(map(type, call.optimizers))
         self._groups = [_Group(group) for optimizer in call.optimizers for group in optimizer.param_groups]
         self._of_optimizers, self._default_dtype = call.of_optimizers(), torch.get_default_dtype()

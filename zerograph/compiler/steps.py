@@ -345,7 +345,7 @@ class Steps:
             if call.request.gradients in ("update", "accumulated"):
                 inputs = self._compiler.updates.inputs()
                 number ^= digest(inputs)
-            if call.config.check_replicas:
+            if call.config.checks.check_replicas:
                 number ^= digest(counts())  # The counts decide whether replicas are compared now.
 
         def texts() -> dict[str, str]:
@@ -507,7 +507,7 @@ def _warn_of_larger_sizes(batch: Batch, doing: str) -> None:
     sizes = ", ".join(f"{name} = {sum(rows)}" for name, rows in batch.sizes.items())
     warn_user(
         f"{doing} is compiled again: with inputs of these sizes ({sizes}) the step would exceed "
-        "config.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
+        "config.memory.memory_budget, which it keeps for the largest sizes seen when it was compiled\n"
         "zg.mark_dynamic(x, dim, max=...) declares the largest size, and one compilation keeps the budget for it."
     )
 

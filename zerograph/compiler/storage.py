@@ -14,7 +14,7 @@ from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket, Folder, ShardStorage
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta
-from zerograph.ir.offload import Offload
+from zerograph.ir.offload import OffloadTo
 from zerograph.ir.step_graph import placeholders
 from zerograph.runtime.offload.files import Extent, open_file, reserve
 from zerograph.runtime.state import Extents
@@ -30,19 +30,19 @@ def assign_storage(layout: Sequence[PlannedBucket], config: Config, mesh: Mesh) 
     """
     _check_options(layout, config)
     # A bucket that is freed after its use has no gather buffer. A bucket that another graph updates is left as it is.
-    reshards = config.policy.reshard_after_forward or config.memory_budget is not None
+    reshards = config.policy.reshard_after_forward or config.memory.memory_budget is not None
     frees = any(planned.updates for planned in layout) and reshards
-    bytes_left = 0 if config.parameter_offload is None else config.parameter_offload.max_in_cpu
+    bytes_left = 0 if config.memory.offload.parameters is None else config.memory.offload.parameters.max_in_cpu
     assigned = []
     for planned in layout:
         if planned.updates:
             bucket, storage = planned.bucket, planned.bucket.storage
             shard_bytes = math.prod(local_shape(bucket.shape, bucket.sbp, mesh)) * bucket.dtype.itemsize
             stays = bucket.is_whole or shard_bytes <= bytes_left
-            parameters = None if stays else _folder(config.parameter_offload)
+            parameters = None if stays else _folder(config.memory.offload.parameters)
             bytes_left -= 0 if bucket.is_whole or parameters is not None else shard_bytes
             # Whole buckets of an accelerator are updated there.
-            state = _folder(config.optimizer_offload) if bucket.storage_device.type == "cpu" else None
+            state = _folder(config.memory.offload.optimizer) if bucket.storage_device.type == "cpu" else None
             storage = replace(storage, parameters=parameters, state=state)
             planned = replace(planned, bucket=replace(bucket, storage=storage))
         if frees and (planned.updates or planned.keeper is None):
@@ -65,26 +65,27 @@ def keep_gather_buffers(layout: Sequence[PlannedBucket], graph: fx.Graph) -> tup
 
 
 def _check_options(layout: Sequence[PlannedBucket], config: Config) -> None:
-    if config.parameter_offload is not None and not (config.policy.split and config.policy.reshard_after_forward):
+    offload, policy = config.memory.offload, config.policy
+    if offload.parameters is not None and not (policy.split and policy.reshard_after_forward):
         raise ConfigError(
-            "config.offload_parameters needs ZeRO stage 3: below it the gathered parameters live throughout the step\n"
-            "Choose config.enable_zero(True, stage=3), or config.offload_parameters(None)."
+            "config.memory.offload: parameters need ZeRO stage 3: below it they are gathered throughout the step\n"
+            "Choose config.enable_zero(True, stage=3), or zg.Offload without parameters."
         )
     if all(planned.bucket.device.type == "cpu" for planned in layout if planned.updates):
         return
-    if config.parameter_offload is not None and config.optimizer_offload is None:
+    if offload.parameters is not None and offload.optimizer is None:
         raise ConfigError(
-            "config.offload_parameters on an accelerator needs config.offload_optimizer: shards are updated where they "
-            "are stored\nCall config.offload_optimizer('cpu') or ('nvme', ...) too."
+            "config.memory.offload: parameters of an accelerator need the optimizer: shards are updated where they are "
+            "stored\nGive zg.Offload(optimizer='cpu', parameters=...) or another place for it."
         )
-    if config.optimizer_offload is not None and not config.policy.split:
+    if offload.optimizer is not None and not policy.split:
         raise ConfigError(
-            "config.offload_optimizer on an accelerator needs ZeRO: only shards are offloaded\n"
+            "config.memory.offload: the optimizer of a model on an accelerator needs ZeRO: only shards are offloaded\n"
             "Choose config.enable_zero(True, stage=1), which works on a single rank too."
         )
 
 
-def _folder(option: Offload | None) -> Folder | None:
+def _folder(option: OffloadTo | None) -> Folder | None:
     return None if option is None else option.folder
 
 

@@ -83,7 +83,7 @@ class Updates:
                         }
                         if program is None or traced_name != group_name or set(program.numbers.values()) != inputs:
                             program = self._program(number, index, parameter, members.device(parameter), config)
-                        if config.optimizer_state == "int8" and not program.is_coded:
+                        if config.precision.optimizer_state == "int8" and not program.is_coded:
                             if program not in self._coded:
                                 self._coded[program] = with_coded_state(program, name)
                             program = self._coded[program]
@@ -208,7 +208,7 @@ class Updates:
         lifted, counts = self._lifted.get((number, index), {}), self._counted(number, index)
         # A parameter is updated where it is stored.
         whole = stays_whole(parameter, config)
-        device = offload_device(config.optimizer_offload, device, whole=whole) or device
+        device = offload_device(config.memory.offload.optimizer, device, whole=whole) or device
         constants = self._key_of_group(number, index)
         # Only this graph has the numbers that the update compares a lifted hyperparameter with.
         owner, programs = programs_of(optimizer, self._programs) if not lifted else (id(optimizer), self._programs)

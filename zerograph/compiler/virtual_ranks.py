@@ -31,12 +31,14 @@ def slices_per_rank(config: Config, mesh: Mesh) -> int:
     assert slices is not None
     for is_set, option, advice in (
         (
-            mesh.dims > 1 or config.input_sbp not in (None, (Split(0),)) or config.shard_dims not in (None, 0, (0,)),
+            mesh.dims > 1
+            or config.mesh.input_sbp not in (None, (Split(0),))
+            or config.zero.shard_dims not in (None, 0, (0,)),
             "a placement, input_sbp or shard_dims that split more than the rows of the batch",
             "Tensor and sequence parallel ranks add in an order of their own: leave these out.",
         ),
         (
-            max(config.context_parallel, config.expert_parallel) > 1,
+            max(config.mesh.context_parallel, config.mesh.expert_parallel) > 1,
             "context_parallel or expert_parallel",
             "Ranks that split sequences or experts add in an order of their own: set both to 1.",
         ),
@@ -46,12 +48,13 @@ def slices_per_rank(config: Config, mesh: Mesh) -> int:
             "The slices are the micro-batches: leave both at their defaults.",
         ),
         (
-            config.wire != "exact" or config.optimizer_state != "exact",
+            config.precision.wire != "exact" or config.precision.optimizer_state != "exact",
             "wire or optimizer_state",
             "Each rank would code its own part: set both to 'exact'.",
         ),
         (
-            config.stage == "auto" or (config.memory_budget is not None and config.bucket_size is None),
+            config.zero.stage == "auto"
+            or (config.memory.memory_budget is not None and config.zero.bucket_size is None),
             "stage = 'auto', or a memory_budget without bucket_size",
             "Each number of ranks would get other buckets, over which norms are added: set a stage and bucket_size.",
         ),

@@ -151,19 +151,19 @@ class World:
 
 _world: World | None = None
 # Of the next world's exchanges, in seconds.
-_timeout = Config().timeout
+_timeout = Config().checks.timeout
 
 
 def use_options(config: Config) -> None:
     """Have all ranks compute with ``config.virtual_ranks``; what they have compiled for another number is dropped.
 
-    The first loop's ``config.timeout`` is that of all exchanges between global tensors.
+    The first loop's ``config.checks.timeout`` is that of all exchanges between global tensors.
     """
     global _world, _timeout
     # A world of a process group that is gone says nothing: only this rank may have one.
     is_current = _world is not None and _world.job.world is dist.group.WORLD
     if not is_current:
-        _timeout = config.timeout
+        _timeout = config.checks.timeout
     if (config.virtual_ranks is not None or is_current) and world().slices != config.virtual_ranks:
         before = world()
         _world = World(before.job, config.virtual_ranks)

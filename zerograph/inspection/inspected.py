@@ -37,7 +37,7 @@ class Inspected(Stateful, inspection.Views):
         return "\n".join([*self._heading(), inspection.Inspection(self._inspected()).describe()])
 
     def _heading(self) -> list[str]:
-        zero = "to be chosen" if self.config.stage == "auto" else self.config.policy.name
+        zero = "to be chosen" if self.config.zero.stage == "auto" else self.config.policy.name
         modules = ", ".join(f"{name}: {type(m).__name__}" for name, m in vars(self).items() if isinstance(m, nn.Module))
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers) or "none"
         # A stage means nothing without updates.

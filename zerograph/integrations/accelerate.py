@@ -92,7 +92,11 @@ class Accelerator(accelerate.Accelerator):
                     self.mixed_precision == "fp8",
                     "the step computes in bf16: mixed_precision='bf16'",
                 ),
-                ("parallelism_config", self.parallelism_config, "a zg.ZeroGraph with config.placement places a step"),
+                (
+                    "parallelism_config",
+                    self.parallelism_config,
+                    "a zg.ZeroGraph with config.mesh.placement places a step",
+                ),
                 ("dispatch_batches=True", self.dispatch_batches, "every rank reads its rows"),
                 (
                     f"distributed_type {self.distributed_type}",
@@ -106,11 +110,11 @@ class Accelerator(accelerate.Accelerator):
                 ),
             ),
         )
-        if self.mixed_precision == "bf16" and self.zero_config.amp_dtype is None:
+        if self.mixed_precision == "bf16" and self.zero_config.precision.amp_dtype is None:
             self.zero_config.enable_amp(dtype=torch.bfloat16)
-        if self.mixed_precision == "fp16" and self.zero_config.amp_dtype is None:
+        if self.mixed_precision == "fp16" and self.zero_config.precision.amp_dtype is None:
             # Without a scaler of the graph: Accelerate's scales the loss, saves its state and holds schedulers.
-            self.zero_config.amp_dtype = torch.float16
+            self.zero_config.precision.amp_dtype = torch.float16
 
     @property
     def num_processes(self) -> int:

@@ -31,8 +31,7 @@ def config_of(zero: Zero) -> Config:
         raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3), a dict of options, or a zg.Config")
     config = Config()
     config.enable_zero(stage != 0, stage=stage or DEFAULT_STAGE)
-    for name, value in options.items():
-        setattr(config, name, value)
+    config.set(**options)
     return config
 
 

@@ -32,7 +32,7 @@ def _arguments(args: Any) -> list[tuple[str, Any, str]]:
             args.optim == "adafactor",
             "optimizer_cls_and_kwargs=(torch.optim.Adafactor, {'lr': ...}): that of transformers counts in Python",
         ),
-        ("parallelism_config", args.parallelism_config, "a zg.ZeroGraph with config.placement places a step"),
+        ("parallelism_config", args.parallelism_config, "a zg.ZeroGraph with config.mesh.placement places a step"),
         ("use_liger_kernel", args.use_liger_kernel, "zero={'backend': 'inductor'} fuses operators"),
         ("debug", [one for one in args.debug if "underflow" in str(one)], "zero={'on_nonfinite': 'raise'}"),
         (
@@ -52,7 +52,7 @@ def _arguments(args: Any) -> list[tuple[str, Any, str]]:
             for name, advice in (
                 (
                     "activation_offloading",
-                    "zero={'activation_checkpointing': 'blocks'} or zero={'offload_activations': True} saves memory",
+                    "zero={'activation_checkpointing': 'blocks'} or {'offload': zg.Offload(activations=True)} saves it",
                 ),
                 ("padding_free", "the rows of a batch are split between the ranks: pad them"),
                 ("precompute_ref_log_probs", "the reference model is part of the step, sharded at stage 3"),

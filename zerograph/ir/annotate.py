@@ -20,8 +20,8 @@ def annotate(parameter: nn.Parameter, *, sbp: Sbp | Sequence[Sbp]) -> None:
 
     ``zg.annotate(model.up.weight, sbp=(zg.sbp.broadcast, zg.sbp.split(0)))`` splits the rows of a weight along the
     second dimension of the graph's placement. Along that dimension it is stored split at every stage, and the step
-    computes with it as is cheapest. ZeRO splits it further along its own dimension (``config.shard_dims``) if that is
-    another one. A later annotation replaces an earlier one.
+    computes with it as is cheapest. ZeRO splits it further along its own dimension (``config.zero.shard_dims``) if that
+    is another one. A later annotation replaces an earlier one.
 
     Args:
         parameter: a parameter of a module.
@@ -93,7 +93,7 @@ def annotated_sbp(name: str, parameter: nn.Parameter, mesh: Mesh) -> NdSbp:
     if len(sbp) != mesh.dims:
         raise PlacementError(
             f"{name} is annotated {show(sbp)}, but the graph's placement has {mesh.dims} dimension(s)\n"
-            "Give one SBP for each, and set config.placement."
+            "Give one SBP for each, and set config.mesh.placement."
         )
     for split in filter(lambda entry: isinstance(entry, Split), dict.fromkeys(sbp)):
         assert isinstance(split, Split)

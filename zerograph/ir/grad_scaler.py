@@ -20,7 +20,7 @@ _LARGEST = torch.finfo(_TRACKERS["scale"]).max
 
 
 class GradScaler:
-    """Dynamic loss scaling. Give it to ``config.grad_scaler``; the graph does the rest.
+    """Dynamic loss scaling. Give it to ``config.precision.grad_scaler``; the graph does the rest.
 
     Args:
         init_scale: the scale of the first step.

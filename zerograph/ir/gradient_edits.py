@@ -337,7 +337,7 @@ def total_norm(
             raise source.refusal(
                 f"error_if_nonfinite=True with a scaled loss, or a norm of order {p}, reads the norm while the step is "
                 "being traced",
-                'Leave it out, and set config.on_nonfinite = "raise": an error before any state changes.',
+                'Leave it out, and set config.checks.on_nonfinite = "raise": an error before any state changes.',
             )
         checked.append(norm)
     return norm

@@ -20,7 +20,7 @@ def mark_dynamic(tensor: Tensor, dim: int, *, min: int | None = None, max: int |
         dim: the dimension.
         min, max: smallest and largest size of the tensor, for dimension 0 of a plain input the rows of one rank. A call
             with another size is an error, except for a rank without rows. Memory is predicted for the largest, and
-            keeps ``config.memory_budget`` there.
+            keeps ``config.memory.memory_budget`` there.
 
     Raises:
         InputError: no such dimension, or limits that no size keeps.

@@ -41,7 +41,7 @@ class WireFormat:
 def wire(
     code: str, *, block: int | None = None, scales: torch.dtype | None = None, feedback: bool = False
 ) -> WireFormat:
-    """Return a wire format for ``config.wire``.
+    """Return a wire format for ``config.precision.wire``.
 
     Args:
         code: ``"bf16"``, or ``"int8"`` or ``"int4"``: integers with one scale for each block, by which the largest
@@ -71,7 +71,7 @@ def wire(
 
 
 def wire_complaint(value: Any) -> str:
-    """Return what is wrong with a value of ``config.wire``; empty for a valid one."""
+    """Return what is wrong with a value of ``config.precision.wire``; empty for a valid one."""
     if not isinstance(value, Mapping):
         return "" if _is_format(value) else _ADVICE
     for kind, formats in value.items():
@@ -100,7 +100,7 @@ def format_of(option: Any, kind: Kind, dim: int) -> WireFormat | None:
     """Return the format of a kind of boxing along a mesh dimension; None for exact values.
 
     Args:
-        option: the value of ``config.wire``.
+        option: the value of ``config.precision.wire``.
         kind: ``"gather"`` or ``"reduce"``.
         dim: the mesh dimension.
     """
@@ -114,7 +114,7 @@ def format_of(option: Any, kind: Kind, dim: int) -> WireFormat | None:
 
 
 def block_of(option: Any) -> int:
-    """Return the number of elements at whose multiples parameters begin in buckets, for a value of ``config.wire``.
+    """Return the number of elements at whose multiples parameters begin in buckets, for a value of the option.
 
     With bf16 it is not 1 either: buckets are then cut in equal pieces for all ranks of the mesh.
     """

@@ -144,11 +144,12 @@ def _check(step: ZeroGraph, loader: Any) -> None:
     if not isinstance(loader, DataLoader) and is_stateful(loader):
         raise ConfigError("zg.elastic(): a loader with a state_dict() of its own may depend on the number of ranks")
     config = step.config
-    if config.stage == "auto":
+    if config.zero.stage == "auto":
         raise ConfigError("zg.elastic(): stage = 'auto' is chosen for one number of ranks: set a stage")
-    if config.placement is not None or max(config.context_parallel, config.expert_parallel) > 1:
+    if config.mesh.placement is not None or max(config.mesh.context_parallel, config.mesh.expert_parallel) > 1:
         raise ConfigError("zg.elastic(): a placement, context_parallel or expert_parallel fixes the number of ranks")
-    if any(one is not None and one.device == "nvme" for one in (config.optimizer_offload, config.parameter_offload)):
+    offload = config.memory.offload
+    if any(to is not None and to.device == "nvme" for to in (offload.optimizer, offload.parameters)):
         raise ConfigError("zg.elastic(): state in files (nvme) cannot be shared out again between other ranks")
     if any(parameter.device.type != "cpu" for parameter in step._members().parameters.values()):
         raise ConfigError("zg.elastic(): ranks come and go over gloo, on CPUs: the model is on another device")

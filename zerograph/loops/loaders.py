@@ -74,7 +74,7 @@ class RowsLoader:
             batches, before = iter(loader), first
         elif self._is_of_rank():
             self._check_sampler(distributed_sampler(loader), job)  # type: ignore[arg-type]
-            batches, before = iter(data.batches(loader, timeout=self._config.timeout)), first
+            batches, before = iter(data.batches(loader, timeout=self._config.checks.timeout)), first
         else:
             batches, before = self._of_batches(loader), first
         for _ in range(before):
@@ -113,7 +113,7 @@ class RowsLoader:
         return next(iter(type(self)([batches[index]], self._config)))
 
     def _job(self) -> Job:
-        return join(self._config.timeout, self._config.placement, ranks_of_row(self._config))
+        return join(self._config.checks.timeout, self._config.mesh.placement, ranks_of_row(self._config))
 
     def _share(self, job: Job) -> Share:
         """Return which part of each batch is this rank's."""

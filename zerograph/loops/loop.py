@@ -80,11 +80,11 @@ class Loop:
         self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
     ) -> None:
         whole_steps = {
-            "placement": config.placement is not None,
-            f"context_parallel={config.context_parallel}": config.context_parallel > 1,
-            "input_sbp": config.input_sbp is not None,
+            "placement": config.mesh.placement is not None,
+            f"context_parallel={config.mesh.context_parallel}": config.mesh.context_parallel > 1,
+            "input_sbp": config.mesh.input_sbp is not None,
             "batch_norm='local'": config.batch_norm == "local",
-            "stage='auto'": config.stage == "auto",
+            "stage='auto'": config.zero.stage == "auto",
         }
         for name in (name for name, is_used in whole_steps.items() if is_used):
             raise ConfigError(
@@ -155,7 +155,12 @@ class Loop:
     @property
     def keeps_summands(self) -> bool:
         """Return whether each rank keeps what it adds to the sums of gradients until these are read."""
-        if not self.is_unsynced or self.config.wire != "exact" or world().slices is not None or world().is_alone:
+        if (
+            not self.is_unsynced
+            or self.config.precision.wire != "exact"
+            or world().slices is not None
+            or world().is_alone
+        ):
             return False
         return not (self.config.policy.split and self.config.policy.reduce_early)
 
@@ -371,7 +376,7 @@ class Loop:
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a block that computes in the precision of the options."""
         device = next((one.device.type for module in self.modules.values() for one in module.parameters()), "cpu")
-        dtype = self.config.amp_dtype
+        dtype = self.config.precision.amp_dtype
         return contextlib.nullcontext() if dtype is None else torch.autocast(device, dtype)
 
     def _share(self) -> None:

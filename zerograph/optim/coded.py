@@ -22,7 +22,7 @@ def with_coded_state(program: UpdateProgram, parameter: str) -> UpdateProgram:
     Raises:
         CaptureError: the update is not elementwise, its state is fp64, or rounded entries would make it NaN.
     """
-    where = f"config.optimizer_state = 'int8', but {program.optimizer}, which updates {parameter},"
+    where = f"config.precision.optimizer_state = 'int8', but {program.optimizer}, which updates {parameter},"
     if program.mixes is not None:
         raise CaptureError(
             f"{where} is not elementwise: {program.mixes}\n"

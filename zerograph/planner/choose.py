@@ -1,4 +1,4 @@
-"""``config.stage = "auto"``: the choice of a graph's first call.
+"""``config.zero.stage = "auto"``: the choice of a graph's first call.
 
 Every rank searches by itself, with a prediction that depends on shapes and the configuration alone; a difference
 between ranks is an error on all of them. A CPU is planned for as the machine ``"cpu"``, a GPU by its name.
@@ -37,7 +37,7 @@ def choose(
     kwargs: Mapping[str, Any],
     doing: str,
 ) -> None:
-    """Set the graph's options to the fastest way to train that fits ``config.memory_budget``, on the job's own mesh.
+    """Set the graph's options to the fastest way to train that fits the memory budget, on the job's own mesh.
 
     Args:
         members: returns the members of the graph.
@@ -56,15 +56,14 @@ def choose(
         assert result.best is not None
         chosen = _chosen(result.best)
         shown |= {name: str(value) for name, value in chosen.items()}
-    for name, value in chosen.items():
-        setattr(graph.config, name, value)
+    graph.config.set(**chosen)
     _log.info("stage 'auto' chose %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
 
 
 def _search(graph: Preparable, job: Job, members: Members, call: Call, transport: Transport) -> Search:
-    if graph.config.mode == "non_distributed":
+    if graph.config.zero.mode == "non_distributed":
         raise ConfigError(
-            "config.stage = 'auto' searches modes that split parameters; 'non_distributed' keeps them whole\n"
+            "config.zero.stage = 'auto' searches modes that split parameters; 'non_distributed' keeps them whole\n"
             "Choose config.enable_zero(True, stage='auto'), or a stage of your own."
         )
     if graph.config.virtual_ranks is not None:
@@ -73,7 +72,8 @@ def _search(graph: Preparable, job: Job, members: Members, call: Call, transport
     described, limit = _machine(device), graph.config.memory_bytes
     if limit is None and device.type == "cpu":
         raise ConfigError(
-            "config.stage = 'auto' on the CPU needs config.memory_budget: the memory of this rank, such as '4GiB'"
+            "config.zero.stage = 'auto' on the CPU needs config.memory.memory_budget: the memory of this rank, such as "
+            "'4GiB'"
         )
     if limit is None:
         limit = int(torch.cuda.get_device_properties(device).total_memory)
@@ -85,7 +85,7 @@ def _search(graph: Preparable, job: Job, members: Members, call: Call, transport
     result = search(graph, call, [job.mesh.shape], described, transport=transport)
     if result.best is None:
         raise MemoryBudgetError(
-            f"nothing that config.stage = 'auto' tried fits into {show_bytes(limit)} on this rank:\n"
+            f"nothing that config.zero.stage = 'auto' tried fits into {show_bytes(limit)} on this rank:\n"
             + "\n".join(_line(candidate) for candidate in result.candidates)
         )
     return result
@@ -98,7 +98,7 @@ def _machine(device: torch.device) -> Machine:
     builtin = next((key for key in ("h200", "h100", "a100") if key.upper() in name.upper()), None)
     if builtin is None:
         raise ConfigError(
-            f"config.stage = 'auto' has no machine for {name!r}\n"
+            f"config.zero.stage = 'auto' has no machine for {name!r}\n"
             "Measure one with `zerograph calibrate mine.yaml`, and set the options that zg.plan(..., stage='auto', "
             "device='mine.yaml') chooses."
         )

@@ -64,7 +64,7 @@ def planned(
     with configured(graph, **options_for(machine, graph, options)) as config:
         prepared = graph.prepare(grid, *args, device=device_of(machine), transport=transport, **kwargs)
         shown = config.shown(changed=True)
-        low, splitting = config.amp_dtype, config.context_parallel
+        low, splitting = config.precision.amp_dtype, config.mesh.context_parallel
     compile_seconds = time.perf_counter() - began
     emitted = prepared.graph.graph
     memory = profile(emitted)
@@ -112,7 +112,7 @@ def laid_out(graph: Preparable, batch: Any, mesh: Sequence[int], machine: Machin
     with configured(graph, **options_for(machine, graph, options)) as config:
         layout = graph.lay_out(grid, *args, device=device_of(machine), **kwargs)
         early = not config.policy.split or config.policy.reduce_early
-        return stored_bytes(layout, grid, early=early, reduce_dtype=config.reduce_dtype)
+        return stored_bytes(layout, grid, early=early, reduce_dtype=config.precision.reduce_dtype)
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

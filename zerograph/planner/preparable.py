@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any, Protocol
 
 from zerograph.compiler.layout import PlannedBucket
@@ -36,9 +35,7 @@ def configured(graph: Preparable, **options: Any) -> Iterator[Config]:
     """Set options of the graph inside the context; restore them after it."""
     before = copy.copy(graph.config)
     try:
-        for name, value in options.items():
-            setattr(graph.config, name, value)
+        graph.config.set(**options)
         yield graph.config
     finally:
-        for option in fields(Config):
-            setattr(graph.config, option.name, getattr(before, option.name))
+        graph.config.set(**before.options())

@@ -14,7 +14,7 @@ from typing import Any
 from zerograph.base.progress import tell
 from zerograph.base.sizes import show_bytes, show_seconds
 from zerograph.errors import InputError, MemoryBudgetError, ZeroGraphError
-from zerograph.ir.offload import Offload
+from zerograph.ir.offload import Offload, OffloadTo
 from zerograph.planner.machine import Machine
 from zerograph.planner.plan import laid_out, planned, samples, tensors
 from zerograph.planner.plan_data import Candidate, Plan
@@ -64,10 +64,11 @@ def search(
         nvme_path: directory for files; None for the directory in the configuration. Without either, no files are used.
         transport: how ranks exchange tensors; see :meth:`zerograph.ZeroGraph.prepare`.
     """
-    files = _files(graph, nvme_path, options)
+    offload: Offload = options.get("offload", graph.config.memory.offload)
+    files = _files(offload, nvme_path)
     families = [
-        _Family(tuple(mesh), stage, offloading, {**STAGES[stage], **offloads})
-        for offloading, supported, offloads in _offloads(files, accelerator=machine.device.accelerator)
+        _Family(tuple(mesh), stage, offloading, {**STAGES[stage], "offload": replace(offload, **to)})
+        for offloading, supported, to in _offloads(files, accelerator=machine.device.accelerator)
         for mesh in meshes
         for stage in supported
         if stage in stages
@@ -83,23 +84,22 @@ def search(
     return Search(None if best is None else judged[trials.candidates.index(best)], judged)
 
 
-def _offloads(files: Offload | None, *, accelerator: bool) -> Iterator[tuple[str, Sequence[str], dict[str, Any]]]:
+def _offloads(files: OffloadTo | None, *, accelerator: bool) -> Iterator[tuple[str, Sequence[str], dict[str, Any]]]:
     """Yield choices of what to offload, with the stages that support them, from the fastest memory to the slowest."""
-    nothing = {"optimizer_offload": None, "parameter_offload": None}
     every, split = tuple(STAGES), ("1", "2", "3")
+    nothing = {"optimizer": None, "parameters": None}
     yield "", every, nothing
     if accelerator:
-        yield "optimizer on the CPU", split, {**nothing, "optimizer_offload": Offload("cpu")}
+        yield "optimizer on the CPU", split, {**nothing, "optimizer": "cpu"}
     if files is not None:
-        yield "optimizer in files", split if accelerator else every, {**nothing, "optimizer_offload": files}
-        yield "optimizer and parameters in files", ("3",), {"optimizer_offload": files, "parameter_offload": files}
+        yield "optimizer in files", split if accelerator else every, {**nothing, "optimizer": files}
+        yield "optimizer and parameters in files", ("3",), {"optimizer": files, "parameters": files}
 
 
-def _files(graph: Preparable, nvme_path: str | None, options: Mapping[str, Any]) -> Offload | None:
+def _files(offload: Offload, nvme_path: str | None) -> OffloadTo | None:
     if nvme_path is not None:
-        return Offload("nvme", nvme_path)
-    offloads = (options.get(name, getattr(graph.config, name)) for name in ("optimizer_offload", "parameter_offload"))
-    return next((offload for offload in offloads if offload is not None and offload.device == "nvme"), None)
+        return OffloadTo("nvme", nvme_path)
+    return next((to for to in (offload.optimizer, offload.parameters) if to is not None and to.device == "nvme"), None)
 
 
 @dataclass(frozen=True, eq=False)

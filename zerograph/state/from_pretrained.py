@@ -42,7 +42,7 @@ _REFUSED: Mapping[str, str] = {
     "tp_size": "zerograph places the parameters",
     "device_mesh": "give placement= instead",
     "distributed_config": "give placement= instead",
-    "offload_folder": "give config.offload_parameters() of the graph instead",
+    "offload_folder": "give config.memory.offload of the graph instead",
 }
 
 

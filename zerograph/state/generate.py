@@ -263,7 +263,7 @@ class _UnitGather:
             if self._position == len(plan) or plan[self._position] != unit:
                 raise InputError(
                     f"{type(self._call.model).__name__} runs its modules in another order than in its first forward, "
-                    "and cannot be gathered in units\nRaise config.memory_budget, so that it is gathered once."
+                    "and cannot be gathered in units\nRaise config.memory.memory_budget, so that it is gathered once."
                 )
             following = self._units[plan[(self._position + 1) % len(plan)]][1]
         self._position += 1

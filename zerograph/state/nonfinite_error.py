@@ -76,7 +76,7 @@ def _message(causes: Sequence[tuple[Cause, str] | None], doing: str, micro_batch
     head = f"a loss or gradient of {doing} is not finite"
     tail = (
         "Nothing was changed: parameters, buffers, optimizer state and counts are those before the step. "
-        "config.on_nonfinite = 'skip' skips such steps."
+        "config.checks.on_nonfinite = 'skip' skips such steps."
     )
     orders = [entry[0].order for entry in causes if entry is not None]
     if not orders:

@@ -103,7 +103,7 @@ def join_for(call: str, placement: DeviceMesh | None) -> Job:
         raise PlacementError(
             f"{call} takes a placement, such as zg.placement('cpu', ranks=[0, 1]), not {placement!r:.60}"
         )
-    return join(Config().timeout, placement)
+    return join(Config().checks.timeout, placement)
 
 
 def is_constructing() -> bool:

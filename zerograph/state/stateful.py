@@ -371,9 +371,10 @@ class Stateful:
 
         This calls ``model.generate(ids, **options)`` of transformers on each rank, on gathered parameters and in
         evaluation mode. Ranks may have any number of rows, prompts of any length, and end at different times.
-        If ``config.memory_budget`` has room for all parameters of the model beside the state, they are gathered once,
-        and ranks generate without communication. Otherwise they are gathered block by block in each forward, with the
-        next block's bucket on its way meanwhile: slow, but in little memory. Caches of keys and values do not count.
+        If ``config.memory.memory_budget`` has room for all parameters of the model beside the state, they are gathered
+        once, and ranks generate without communication. Otherwise they are gathered block by block in each forward, with
+        the next block's bucket on its way meanwhile: slow, but in little memory. Caches of keys and values do not
+        count.
 
         Args:
             model: a module of the graph, such as ``step.model``.
@@ -412,7 +413,7 @@ class Stateful:
         return generate(job, call, whole=whole)
 
     def _join(self) -> Job:
-        wanted = self.config.timeout, self.config.placement, ranks_of_row(self.config)
+        wanted = self.config.checks.timeout, self.config.mesh.placement, ranks_of_row(self.config)
         if self._job is None or self._joined != wanted:
             self._job, self._joined = join(*wanted), wanted
         return self._job

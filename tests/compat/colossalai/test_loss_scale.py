@@ -38,7 +38,11 @@ def by_engine(config: dict[str, Any]) -> tuple[list[tuple[bool, Any]], dict[str,
 def by_graph(scaler: zg.GradScaler) -> tuple[list[tuple[bool, Any]], dict[str, Any]]:
     model = make("mlp")
     graph = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    graph.config.amp_dtype, graph.config.grad_scaler, graph.config.clip_grad_norm = torch.float16, scaler, 0.5
+    graph.config.precision.amp_dtype, graph.config.precision.grad_scaler, graph.config.clip_grad_norm = (
+        torch.float16,
+        scaler,
+        0.5,
+    )
     seen = []
     for x, y in data():
         before = graph.steps_done

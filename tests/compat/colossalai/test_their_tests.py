@@ -238,12 +238,12 @@ def test_parameters_are_split_from_their_construction(pool: Pool) -> None:
 def test_the_second_versions_options_are_ours() -> None:
     found = read(ON_CPU).options
     assert (found["stage"], found["amp_dtype"]) == (3, torch.float16)
-    assert found["parameter_offload"].device == found["optimizer_offload"].device == "cpu"
+    assert (found["offload"].optimizer.device, found["offload"].parameters.device) == ("cpu", "cpu")
     scaler = found["grad_scaler"]
     assert (scaler.init_scale, scaler.backoff_factor, scaler.hysteresis) == (32, 0.5, 2)
     policy = {"tensor_placement_policy": "cpu", "fp32_reduce_scatter": True, "reduce_scatter_bucket_size_mb": 1}
     found = read({"zero": {"model_config": policy}}).options
-    assert found["parameter_offload"].device == found["optimizer_offload"].device == "cpu"
+    assert (found["offload"].optimizer.device, found["offload"].parameters.device) == ("cpu", "cpu")
     assert found["reduce_dtype"] is torch.float32
     assert found["bucket_size"] == 2**21
     assert read({"zero": {"model_config": {}}, "bf16": True}).options["grad_scaler"] is None

@@ -42,8 +42,7 @@ class Train(nn.Graph):
         self.loss_fn = nn.CrossEntropyLoss()
         self.add_optimizer(optimizer, lr_sch=lr_sch)
         self.config.backend = "eager"
-        for name, value in options.items():
-            setattr(self.config, name, value)
+        self.config.set(**options)
         if told is not None:
             told(self)
 

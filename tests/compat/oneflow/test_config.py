@@ -35,7 +35,7 @@ def by_mode(config: GraphConfig) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_switches_choose_the_stage_of_a_mode(stage: int) -> None:
     with switches(stage):
-        assert Made(by_mode).config.stage == stage
+        assert Made(by_mode).config.zero.stage == stage
 
 
 def test_switches_set_while_a_graph_is_constructed_hold_for_it_and_for_later_ones() -> None:
@@ -44,39 +44,39 @@ def test_switches_set_while_a_graph_is_constructed_hold_for_it_and_for_later_one
         flow.boxing.nccl.enable_use_compute_stream(True)
 
     with switches(1):
-        assert Made(told).config.stage == 2
-        assert Made(by_mode).config.stage == 2
+        assert Made(told).config.zero.stage == 2
+        assert Made(by_mode).config.zero.stage == 2
 
 
 def test_a_graph_keeps_the_stage_that_it_got() -> None:
     with switches(3):
         made = Made(by_mode)
-    assert made.config.stage == 3
+    assert made.config.zero.stage == 3
     made.config.set_zero_redundancy_optimizer_mode("distributed_split")
-    assert made.config.stage == 3
+    assert made.config.zero.stage == 3
 
 
 def test_false_undoes_a_switch() -> None:
     with switches(2):
         flow.boxing.nccl.enable_use_compute_stream(False)
-        assert Made(by_mode).config.stage == 1
+        assert Made(by_mode).config.zero.stage == 1
 
 
 def test_without_a_mode_the_switches_mean_nothing() -> None:
     with switches(3):
-        assert Made().config.mode == "off"
+        assert Made().config.zero.mode == "off"
 
 
 def test_enable_zero_wins_over_the_switches() -> None:
     with switches(3):
-        assert Made(lambda config: config.enable_zero(True, stage=1)).config.stage == 1
+        assert Made(lambda config: config.enable_zero(True, stage=1)).config.zero.stage == 1
 
 
 def test_disabled_group_boxing_alone_is_stage_1_and_says_so() -> None:
     flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True)
     try:
         with pytest.warns(UserWarning, match="only together with"):
-            assert Made(by_mode).config.stage == 1
+            assert Made(by_mode).config.zero.stage == 1
     finally:
         flow.boxing.nccl.disable_group_boxing_by_dst_parallel(False)
 
@@ -84,25 +84,25 @@ def test_disabled_group_boxing_alone_is_stage_1_and_says_so() -> None:
 def test_enable_zero_has_oneflows_defaults() -> None:
     config = GraphConfig()
     config.set_zero_redundancy_optimizer_mode("non_distributed")
-    assert (config.mode, config.stage) == ("non_distributed", 1)
+    assert (config.zero.mode, config.zero.stage) == ("non_distributed", 1)
     config.enable_zero()
     # On one rank a slice is the whole.
-    assert (config.mode, config.stage, config.shard_min_size) == ("distributed_split", 2, 1024)
+    assert (config.zero.mode, config.zero.stage, config.zero.shard_min_size) == ("distributed_split", 2, 1024)
     config.enable_zero(False)
-    assert config.mode == "off"
+    assert config.zero.mode == "off"
 
 
 def small_slices() -> list[int]:
     config = GraphConfig()
     sizes = []
     config.enable_zero(shard_min_size=8)
-    sizes.append(config.shard_min_size)
+    sizes.append(config.zero.shard_min_size)
     config.enable_zero(min_shard_size=4)
-    sizes.append(config.shard_min_size)
+    sizes.append(config.zero.shard_min_size)
     config.set_zero_redundancy_optimizer_min_size_after_split(3)
     # Nothing else keeps the first rank from leaving before the second has come.
     torch.distributed.barrier()
-    return [*sizes, config.shard_min_size]
+    return [*sizes, config.zero.shard_min_size]
 
 
 def test_the_least_size_is_that_of_one_ranks_slice(pool: Any) -> None:
@@ -112,15 +112,15 @@ def test_the_least_size_is_that_of_one_ranks_slice(pool: Any) -> None:
 def test_amp_is_fp16_without_loss_scaling_unless_told() -> None:
     config = GraphConfig()
     config.enable_amp()
-    assert (config.amp_dtype, config.grad_scaler) == (torch.float16, None)
+    assert (config.precision.amp_dtype, config.precision.grad_scaler) == (torch.float16, None)
     for scaler in (flow.amp.StaticGradScaler(scale_factor=200.0), flow.amp.GradScaler(init_scale=2.0**30)):
         graph = Predict(mlp())
         graph.set_grad_scaler(scaler)
-        assert graph.config.grad_scaler is scaler
+        assert graph.config.precision.grad_scaler is scaler
     config.enable_amp(True, dtype=torch.bfloat16)
-    assert config.amp_dtype is torch.bfloat16
+    assert config.precision.amp_dtype is torch.bfloat16
     config.enable_amp(False)
-    assert config.amp_dtype is None
+    assert config.precision.amp_dtype is None
 
 
 TUNING = [name for name, one in vars(GraphConfig).items() if "No effect here" in (inspect.getdoc(one) or "")]

@@ -16,7 +16,7 @@ from zerograph.compat.sections import Section, switch, warn_without_effect
 from zerograph.compat.settings import MakeOptimizer, Settings, offload, precision_options, zero_options
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
-from zerograph.ir.offload import Offload
+from zerograph.ir.offload import OffloadTo
 
 _KEYS = (
     "bf16",
@@ -243,14 +243,14 @@ def _scaler(zero: Section) -> GradScaler:
 _FILE_TUNING = ("buffer_count", "buffer_size", "pipeline", "pipeline_read", "pipeline_write")
 
 
-def _offload_of_optimizer(zero: Section) -> Offload | None:
+def _offload_of_optimizer(zero: Section) -> OffloadTo | None:
     if zero.get("offload_optimizer_config") is None:
-        return Offload("cpu") if zero.switch("cpu_offload") else None
+        return OffloadTo("cpu") if zero.switch("cpu_offload") else None
     keys = ("device", "pin_memory", "fast_init", "nvme_path", *_FILE_TUNING)
     return _offload(zero.section("offload_optimizer_config", keys))
 
 
-def _offload_of_parameters(zero: Section) -> Offload | None:
+def _offload_of_parameters(zero: Section) -> OffloadTo | None:
     name, value = "zero.offload_param_config", zero.get("offload_param_config")
     if value is None:
         return None
@@ -266,7 +266,7 @@ def _offload_of_parameters(zero: Section) -> Offload | None:
     return _offload(values, values.whole("max_in_cpu"))
 
 
-def _offload(values: Section, max_in_cpu: int = 0) -> Offload | None:
+def _offload(values: Section, max_in_cpu: int = 0) -> OffloadTo | None:
     if values.get("device") == "cpu" and values.get("nvme_path") is not None:
         raise ConfigError(f"{values.path('nvme_path')} is for the device 'nvme', not 'cpu'")
     return offload(values, "'cpu' or 'nvme'", max_in_cpu)
@@ -296,7 +296,7 @@ _MODEL_WITHOUT_EFFECT: Mapping[str, Any] = {
 }
 _OPTIMIZER_WITHOUT_EFFECT: Mapping[str, Any] = {"gpu_margin_mem_ratio": 0.0, "max_scale": 2**32, "verbose": ...}
 _SCALER = ("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis")
-_GROUP = "a graph runs on all ranks\nLeave it out, or set engine.graph.config.placement."
+_GROUP = "a graph runs on all ranks\nLeave it out, or set engine.graph.config.mesh.placement."
 
 
 def _is_second(zero: Any) -> bool:

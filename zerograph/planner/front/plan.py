@@ -15,9 +15,10 @@ from zerograph._torch import pytree
 from zerograph.base.progress import tell
 from zerograph.base.sizes import in_bytes, show_bytes
 from zerograph.compiler.input_layout import is_sequence, length_of, ranks_of_row, with_rows
-from zerograph.config import option_name
+from zerograph.config import option_values
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
+from zerograph.ir.offload import Offload
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import grid_of, planned, tensors
 from zerograph.planner.plan_data import Candidate, Plan
@@ -128,7 +129,7 @@ def plan(
         headroom: part of it that stays free for the device's context, NCCL's buffers and fragmentation, in bytes or
             as ``"4GiB"``; None for 8 %, and at least 2 GiB, of an accelerator, and 0 for a CPU.
         nvme_path: with ``stage="auto"``, a directory to which optimizer state and parameters may be offloaded, as by
-            ``config.offload_optimizer`` and ``offload_parameters``. It need not exist.
+            ``config.memory.offload``. It need not exist.
         length: number of positions of the batch's sequences, instead of its own; ``"longest"`` for the longest ones
             that fit, to 1/64 of their length.
         options: further options of :class:`zerograph.config.Config`. With ``context_parallel`` a line of ranks becomes
@@ -144,7 +145,7 @@ def plan(
     """
     if "machine" in options:
         raise ConfigError("plan(machine=): the machine is device=")
-    options = {option_name(name): value for name, value in options.items()}
+    options = option_values(options, Offload())
     if stage is not None and (both := options.keys() & {"mode", "stage"}):
         raise ConfigError(f"plan(stage={stage!r}, {both.pop()}=): give one of them")
     described = machine(device)
@@ -157,7 +158,7 @@ def plan(
     size, order = _shape(world_size, mesh)
     described, grid = replace(described, order=order), grid_of(size)
     with configured(graph, **{key: value for key, value in options.items() if key in _OF_ROWS}) as config:
-        ranks, is_free, shape = config.context_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
+        ranks, is_free, shape = config.mesh.context_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
         if order is not None and len(shape) != len(size):
             raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
     if stage == "auto":
@@ -169,7 +170,7 @@ def plan(
 
         return _with_length(plan_of, batch, length, ranks)
     if nvme_path is not None:
-        raise ConfigError("plan(nvme_path=) is for stage='auto': else give optimizer_offload= and parameter_offload=")
+        raise ConfigError("plan(nvme_path=) is for stage='auto': else give offload=")
     chosen = {} if stage is None else STAGES.get({"0": "off"}.get(str(stage), str(stage)))
     if chosen is None:
         raise ConfigError(f"stage = {stage!r}: choose 1, 2 or 3, 0 for data parallel, or 'auto'")

@@ -52,5 +52,5 @@ _TUNING = (
     *("allow_fuse_all_gather", "allow_fuse_reduce", "allow_fuse_broadcast", "allow_fuse_mixed_ops"),
     *("enable_use_buffer_to_fuse_all_reduce", "set_stream_num", "enable_all_to_all"),
 )
-_REASON = "it tunes OneFlow's runtime; see config.bucket_size"
+_REASON = "it tunes OneFlow's runtime; see config.zero.bucket_size"
 globals().update({name: without_effect("flow.boxing.nccl", name, _REASON) for name in _TUNING})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -11,8 +12,8 @@ from zerograph.base.source import warn_user
 from zerograph.compat.notices import call_without_effect, without_effect
 from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
-from zerograph.config import Config
-from zerograph.errors import ConfigError, did_you_mean
+from zerograph.config import Config, MeshOptions, ZeroOptions
+from zerograph.errors import ConfigError, UnknownOptionError, did_you_mean
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.runtime.job.process_group import world_size
 
@@ -30,11 +31,11 @@ _WITHOUT_EFFECT = {
     "set torch.backends.cudnn.benchmark": ("enable_cudnn_conv_heuristic_search_algo",),
     "outputs are computed when the call returns": ("set_outputs_buffer_size",),
     "choose what compiles the step with config.backend": ("enable_xla_jit", "enable_tensorrt", "enable_openvino"),
-    "operators are always ordered for least memory; see config.memory_budget": (
+    "operators are always ordered for least memory; see config.memory.memory_budget": (
         *("enable_straighten_algorithm", "disable_straighten_algorithm", "enable_compress_memory"),
     ),
     "torch allocates memory": ("enable_choose_best_memory_allocation",),
-    "see config.memory_budget and config.activation_checkpointing": ("enable_auto_memory",),
+    "see config.memory.memory_budget and config.memory.activation_checkpointing": ("enable_auto_memory",),
     "placements are always inferred, and SBPs that you set are kept": (
         *("enable_auto_parallel", "enable_auto_parallel_ignore_user_sbp_config", "enable_auto_parallel_trunk_algo"),
         *("enable_auto_parallel_sbp_collector", "set_auto_parallel_computation_cost_ratio"),
@@ -43,6 +44,32 @@ _WITHOUT_EFFECT = {
 }
 
 
+class _Zero(ZeroOptions):
+    """ZeRO's options, of which the switches of ``flow.boxing.nccl`` may choose the stage."""
+
+    # Whether they do, and their stage when the graph was constructed.
+    by_switches = False
+    switched: int | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "stage":
+            object.__setattr__(self, "by_switches", False)
+
+    def follow_switches(self) -> None:
+        """Take the stage of the switches."""
+        self.stage = 1 if self.switched is None else self.switched  # type: ignore[assignment]
+        object.__setattr__(self, "by_switches", True)
+
+
+class _Mesh(MeshOptions):
+    """The options of the mesh; ``placement`` may be one of ``flow.placement``."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.mesh if name == "placement" and isinstance(value, placement) else value)
+
+
+@dataclass(init=False, repr=False)
 class GraphConfig(Config):
     """The options of a graph, under OneFlow's names and under those of :class:`zerograph.Config`.
 
@@ -50,37 +77,29 @@ class GraphConfig(Config):
         training: whether the graph has an optimizer.
     """
 
-    # Whether flow.boxing.nccl's switches choose the stage, and their stage when the graph was constructed.
-    _by_switches = False
-    _switched: int | None = None
-    training = False
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.mesh if name == "placement" and isinstance(value, placement) else value)
-        if name == "stage":
-            object.__setattr__(self, "_by_switches", False)
+    zero: _Zero = field(default_factory=_Zero)
+    mesh: _Mesh = field(default_factory=_Mesh)
+    training: ClassVar[bool] = False
 
     def __getattr__(self, name: str) -> Any:
-        # An AttributeError, because hasattr() calls this too.
-        hint = did_you_mean(name, (attribute for attribute in dir(self) if attribute[0] != "_"))
-        raise AttributeError(
-            f"the configuration has no {name!r}{hint}\ndocs/oneflow.md and zerograph.Config list all options."
-        )
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except UnknownOptionError:
+            hint = did_you_mean(name, (attribute for attribute in dir(self) if attribute[0] != "_"))
+            raise AttributeError(
+                f"the configuration has no {name!r}{hint}\ndocs/oneflow.md and zerograph.Config list all options."
+            ) from None
 
     def take_switches(self) -> None:
         """Take the stage from the switches of ``flow.boxing.nccl``, at the end of the graph's construction."""
-        object.__setattr__(self, "_switched", nccl.stage())
-        if self._by_switches:
-            self._follow_switches()
+        object.__setattr__(self.zero, "switched", nccl.stage())
+        if self.zero.by_switches:
+            self.zero.follow_switches()
             if nccl.one_without_the_other():
                 warn_user(
                     "flow.boxing.nccl.disable_group_boxing_by_dst_parallel(True) means ZeRO stage 3 only together with "
                     "enable_use_compute_stream(True): this graph gets stage 1"
                 )
-
-    def _follow_switches(self) -> None:
-        self.stage = 1 if self._switched is None else self._switched  # type: ignore[assignment]
-        object.__setattr__(self, "_by_switches", True)
 
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
         """Enable ZeRO with the mode ``"distributed_split"`` or ``"non_distributed"``.
@@ -91,10 +110,10 @@ class GraphConfig(Config):
         Raises:
             ConfigError: the mode does not exist.
         """
-        self.mode = mode  # type: ignore[assignment]
-        if not self.shard_min_size:
+        self.zero.mode = mode  # type: ignore[assignment]
+        if not self.zero.shard_min_size:
             self.set_zero_redundancy_optimizer_min_size_after_split(_MIN_SHARD)
-        self._follow_switches()
+        self.zero.follow_switches()
 
     def set_zero_redundancy_optimizer_min_size_after_split(self, value: int) -> None:
         """Keep variables whole if a rank's slice would have fewer than ``value`` elements. Default 1024.
@@ -102,7 +121,9 @@ class GraphConfig(Config):
         Raises:
             ConfigError: the value is not a whole number of at least 1.
         """
-        self.shard_min_size = _whole_number(value, "set_zero_redundancy_optimizer_min_size_after_split") * world_size()
+        self.zero.shard_min_size = (
+            _whole_number(value, "set_zero_redundancy_optimizer_min_size_after_split") * world_size()
+        )
 
     def enable_zero(
         self,
@@ -118,8 +139,8 @@ class GraphConfig(Config):
         Args:
             mode: True, False, or a mode of :meth:`set_zero_redundancy_optimizer_mode`.
             stage: 1, 2 or 3, or ``"auto"``. Default 2, as OneFlow's.
-            shard_min_size: the smallest number of elements of *one rank's slice*. This sets ``config.shard_min_size``,
-                which counts the elements of the whole variable.
+            shard_min_size: the smallest number of elements of *one rank's slice*. This sets
+                ``config.zero.shard_min_size``, which counts the elements of the whole variable.
             shard_restore_level: 0, 1 or 2. No effect: the stage decides when parameters are resharded.
             min_shard_size: an older name of ``shard_min_size``.
 
@@ -143,7 +164,7 @@ class GraphConfig(Config):
         """
         if not isinstance(mode, bool):
             raise ConfigError(f"enable_amp({mode!r}): give True or False, and the dtype as dtype=")
-        self.amp_dtype = dtype if mode else None
+        self.precision.amp_dtype = dtype if mode else None
 
 
 for _reason, _names in _WITHOUT_EFFECT.items():

@@ -141,11 +141,11 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             raise ConfigError(
                 f"set_grad_scaler({grad_scaler!r:.60}): give flow.amp.GradScaler() or flow.amp.StaticGradScaler(200.0)"
             )
-        self.config.grad_scaler = grad_scaler
+        self.config.precision.grad_scaler = grad_scaler
 
     def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = DEFAULT_STAGE) -> None:
         """Call :meth:`zerograph.ZeroGraph.set_zero_mode`."""
-        Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.shard_min_size)  # type: ignore[arg-type]
+        Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.zero.shard_min_size)  # type: ignore[arg-type]
 
     def debug(
         self,
@@ -186,7 +186,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
         Raises:
             ZeroGraphError: on every rank, before any state changes, if something is wrong on any of them.
-            CommunicationError: another rank does not answer within ``config.timeout`` seconds.
+            CommunicationError: another rank does not answer within ``config.checks.timeout`` seconds.
         """
         result = super().__call__(*args, **kwargs)
         global_input = next(_globals((args, kwargs)), None)
@@ -316,11 +316,11 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
         As in OneFlow, ZeRO splits along all of them.
         """
-        if self.config.placement is None:
+        if self.config.mesh.placement is None:
             meshes = (placement_of_tensor(tensor).mesh for tensor in tensors if is_global(tensor))
-            self.config.placement = mesh = next((mesh for mesh in meshes if mesh.ndim > 1), None)
-            if mesh is not None and self.config.shard_dims is None:
-                self.config.shard_dims = tuple(range(mesh.ndim))
+            self.config.mesh.placement = mesh = next((mesh for mesh in meshes if mesh.ndim > 1), None)
+            if mesh is not None and self.config.zero.shard_dims is None:
+                self.config.zero.shard_dims = tuple(range(mesh.ndim))
 
     def _traced_build(self, *args: Any, **kwargs: Any) -> Any:
         micro_batches = self.config.gradient_accumulation_steps
