@@ -127,3 +127,35 @@ def _run(folder: Path, *command: str, **variables: str) -> str:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
+
+
+# What Python lacks on Windows, and on macOS: modules, functions and signals.
+ELSEWHERE = """
+import os, platform, signal, sys, torch.distributed.run  # has alternatives of its own
+import torch
+platform.system = lambda: "Windows"
+for module in ("fcntl", "grp", "pwd", "resource", "termios", "syslog"):
+    sys.modules[module] = None
+functions = ("fork", "killpg", "pidfd_open", "posix_fallocate", "register_at_fork", "sched_getaffinity", "sched_yield")
+for name in (*functions, "O_DIRECT"):
+    vars(os).pop(name, None)
+for name in ("SIGKILL", "SIGUSR1", "SIGSTOP", "SIGHUP"):
+    vars(signal).pop(name, None)
+import importlib, pkgutil, zerograph as zg
+for name in zg.__all__:
+    getattr(zg, name)
+for module in pkgutil.walk_packages(zg.__path__, "zerograph."):
+    if not any(part in module.name for part in ("integrations", "peer_memory", "cli.elastic", "__main__")):
+        importlib.import_module(module.name)
+"""
+
+
+def test_other_systems_import_it_and_run_a_step_or_say_what_needs_linux(tmp_path: Path) -> None:
+    launch = "\nfrom zerograph.__main__ import app\napp(['launch', '--elastic', '1:2', 'train.py'])\n"
+    for script, code, message in ((STEP, 0, ""), (launch, 2, "--elastic needs Linux")):
+        (tmp_path / "train.py").write_text(ELSEWHERE + script)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        command = [sys.executable, "train.py"]
+        found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert found.returncode == code, found.stderr
+        assert message in found.stderr

@@ -163,7 +163,8 @@ def _close_in_child() -> None:
     _descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no forks.
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def lock(folder: Folder, timeout: float) -> FolderLock | ObjectLock:

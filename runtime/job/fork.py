@@ -18,7 +18,8 @@ def _remember_fork() -> None:
         _inherited = dist.group.WORLD
 
 
-os.register_at_fork(after_in_child=_remember_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no forks.
+    os.register_at_fork(after_in_child=_remember_fork)
 
 
 def is_child() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -140,6 +141,8 @@ def _under_torchrun(port: int) -> tuple[list[str], str, int]:
 
 def _supervisor(ranks: str, started: Sequence[str], each: int | None, **options: Any) -> Supervisor:
     """Return the launcher of this host's part of an elastic job on MIN:MAX ranks."""
+    if platform.system() != "Linux":
+        raise typer.BadParameter("--elastic needs Linux, whose /proc tells what a lost rank has left")
     from zerograph.cli.elastic import Supervisor
 
     least, _, most = ranks.partition(":")
