@@ -200,7 +200,7 @@ class Loop:
         if isinstance(function, nn.Module):
             # A function may call modules only, as Lightning's training_step. What it reads itself is made whole then.
             # The module may have parameters that it had not when it was prepared.
-            self.watch(one for one in function.parameters() if getattr(one, "_zerograph_whole", None) is None)
+            self.watch(function.parameters())
             self._show()
         run = function
         if "_zerograph_prepared" in vars(type(function)):
@@ -316,7 +316,7 @@ class Loop:
         for parameter in parameters:
             parameter._zerograph_loop = self  # type: ignore[attr-defined]
             parameter._zerograph_opens = self.open_state  # type: ignore[attr-defined]
-        self.watch(one for one in parameters if not hasattr(one, "_zerograph_whole"))
+        self.watch(parameters)
         self.find_loose()
 
     def find_loose(self) -> None:
@@ -330,10 +330,11 @@ class Loop:
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
-        parameters = list(parameters)
+        show = self._show
+        parameters = [one for one in parameters if getattr(one, "_zerograph_whole", None) != show]
         self._watched += parameters
         for parameter in parameters:
-            parameter._zerograph_whole = self._show  # type: ignore[attr-defined]
+            parameter._zerograph_whole = show  # type: ignore[attr-defined]
         self.gradients.watch(parameters)
 
     def graph(self, *optimizers: torch.optim.Optimizer) -> Update:
