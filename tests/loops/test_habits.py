@@ -728,6 +728,32 @@ def test_rows_that_a_rank_has_cut_are_its_part_of_the_batch(pool: Pool, loss: st
         assert printed == pytest.approx(expected, rel=1e-9)
 
 
+def counted_rows(as_argument: bool) -> list[str]:
+    """Pass the numbers of this rank's rows, which in one process are those of all rows."""
+    model, x = zg.prepare(WithLabels() if as_argument else perceptron(), stage=2), torch.ones(4, 6)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        for labels in (torch.tensor([0, 1, 2, 2]), torch.arange(3), torch.arange(3)):
+            rows = x[: len(labels)]
+            model(rows, labels=labels) if as_argument else F.cross_entropy(model(rows), labels)
+    return [str(one.message).partition("\n")[0] for one in seen]
+
+
+class WithLabels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = perceptron()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.net(x), labels)
+
+
+@pytest.mark.parametrize("as_argument", [False, True])
+def test_numbers_of_own_rows_are_said_to_be_those_of_this_rank(pool: Pool, as_argument: bool) -> None:
+    (warning,), of_another_rank = pool.run_afresh(2, counted_rows, as_argument)
+    assert warning.startswith("a tensor of 3 rows of this rank has the numbers 0 to 2.")
+    assert of_another_rank == []
+
+
 def halves_of_own_rows() -> tuple[list[str], str]:
     model, x = prepare_at(2)(perceptron()), torch.ones(4, 6)
     with torch.no_grad(), warnings.catch_warnings(record=True, action="always") as seen:

@@ -364,6 +364,8 @@ def _with_parts(arguments: Any) -> list[Any]:
     if not made:
         return []
     now = world()
+    for one in found:
+        now.look_at_rows(one)
     if now.slices is not None:
         # One rank would take them for whole tensors.
         raise InputError(

@@ -28,6 +28,9 @@ _MOST_PROGRAMS = 1 << 12
 _MOST_LOSSES = 3
 _CPU = torch.device("cpu")
 
+# Rows of a rank from which on numbers that happen to be 0, 1, 2, ... are unlikely.
+_FEWEST = 3
+
 
 class World:
     """The ranks that hold global tensors, and the programs that they have compiled.
@@ -51,6 +54,8 @@ class World:
         self.boxings: dict[Any, Program] = {}
         self.rows_of_ranks = self.joins_rows = False
         self._warned: set[str] = set()
+        # Shapes of whole numbers of this rank's rows, each looked at once.
+        self._counted: set[tuple[int, ...]] = set()
         self._draws = 0
         # The losses that backward has started from since the last update: the tensor, its version, this rank's summand.
         self._losses: list[tuple[Any, int, torch.Tensor]] = []
@@ -92,6 +97,21 @@ class World:
         """Clear a full table of programs: in a loop whose sizes differ from step to step it grows."""
         if len(programs) >= _MOST_PROGRAMS:
             programs.clear()
+
+    def look_at_rows(self, part: torch.Tensor) -> None:
+        """Warn if whole numbers, one for each row of this rank, count these rows: others are the first of the batch."""
+        is_whole = part.layout is torch.strided and not (part.is_floating_point() or part.is_complex())
+        is_counted = is_whole and not part.is_meta and _FEWEST <= len(part) == part.numel()
+        if not is_counted or part.dtype == torch.bool or part.shape in self._counted:
+            return
+        self._counted.add(part.shape)
+        if bool((part.detach().flatten() == torch.arange(len(part), device=part.device)).all()):
+            self.warn(
+                f"a tensor of {len(part)} rows of this rank has the numbers 0 to {len(part) - 1}. If it counts the "
+                "rows of the batch, as torch.arange(len(x)) does in one process, the next ranks' are wrong\n"
+                "Pass the loader to zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0)): "
+                "len(x) is then that of the whole batch."
+            )
 
     def note_loss(self, loss: Any) -> None:
         """Note a global tensor that backward starts from; with the next update all ranks learn the value of a sum."""

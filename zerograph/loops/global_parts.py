@@ -34,6 +34,10 @@ def of_call(args: Any, kwargs: dict[str, Any], doing: str) -> Any:
     Raises:
         RankMismatchError: ranks pass other numbers of tensors, or tensors of other shapes or dtypes.
     """
+    if not world().is_alone:
+        for one in _plain_in((args, kwargs)):
+            if one.dim() and not is_replicated(one):
+                world().look_at_rows(one)
     try:
         return of_parts((args, kwargs), doing, kwargs)
     except RankMismatchError as error:
