@@ -57,10 +57,6 @@ class Dependencies:
         facts = self.read_facts() if now else self.facts
         return {**facts, **self._digests(self._digest(), None)}
 
-    def code(self, trace: Recording) -> dict[str, str]:
-        """Return digests of what a trace ran and read, by name."""
-        return digests(names_of(trace))
-
     def doubts(self, trace: Recording) -> list[str]:
         """Return why the texts and digests of a traced step may be equal where its graph is not; empty if they do not.
 
