@@ -326,8 +326,7 @@ class ZeroGraph(Inspected):
         members = self._members()
         if prepared is not None:
             members = replace(members, meta=prepared.device)
-        trace = self._compiler.recording_of(step, members, self._request)
-        write_file(path, artifact_content(step, self._steps.dependencies(members).code(trace)))
+        write_file(path, artifact_content(step, self._compiler.recording_of(step, members, self._request)))
 
     @one_thread("load_compiled()")
     def load_compiled(self, path: str | os.PathLike[str]) -> None:

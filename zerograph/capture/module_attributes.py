@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.ir.rewrite import ancestors
+from zerograph.ir.rewrite import ancestors, drop_unused
 
 
 def keep_assigned(
@@ -79,20 +79,8 @@ def take_computed(graph: fx.GraphModule, stored: Mapping[str, Tensor]) -> dict[s
         if any(source.op == "placeholder" for source in (node, *ancestors([node]))):
             computed[name] = tensor
     output.args = (list(nodes[:count]),)
-    for node in dict.fromkeys(nodes[count:]):
-        assert isinstance(node, fx.Node)
-        _erase_unused(node)
+    drop_unused(graph.graph)
     return computed
-
-
-def _erase_unused(node: fx.Node) -> None:
-    """Erase a dead node and the get_attr nodes that only it used."""
-    sources = node.all_input_nodes
-    if not node.users and node.op != "placeholder":
-        node.graph.erase_node(node)
-        for source in sources:
-            if source.op == "get_attr":
-                _erase_unused(source)
 
 
 def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor], others: Collection[str] = ()) -> None:

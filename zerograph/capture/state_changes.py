@@ -57,6 +57,8 @@ from zerograph.capture.places import (
 )
 from zerograph.errors import CaptureError
 
+GeneratorFunctions = tuple[Callable[[], Any], Callable[[Any], None]]
+
 
 @dataclass(frozen=True)
 class StateChanges:
@@ -74,19 +76,24 @@ class StateChanges:
     valid_after_trace: bool = False
 
 
-@dataclass(frozen=True)
 class Generator:
-    """A random generator of Python or numpy, and its state at one time.
+    """A random generator of Python or numpy, and its state when this was created.
+
+    Args:
+        functions: those that read and set its state.
 
     Attributes:
         state: the state; compares by ``==``.
-        get_state: returns the present state.
         set_state: sets the state.
     """
 
-    state: Any
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], None]
+    def __init__(self, functions: GeneratorFunctions) -> None:
+        self._read, self.set_state = functions
+        self.state = self.get_state()
+
+    def get_state(self) -> Any:
+        """Return the present state."""
+        return _comparable(self._read())
 
 
 class Snapshot:
@@ -119,8 +126,8 @@ class Snapshot:
         for place, value, is_entered in walk(places):
             if place.own and isinstance(value, (*CONTAINERS, set)):
                 self.contents.append(value)
-            if (generator := _generator(value)) is not None:
-                self.random.setdefault(place.name, generator)
+            if (functions := generator_functions(value)) is not None:
+                self.random.setdefault(place.name, Generator(functions))
             elif not is_entered:
                 self.values[place.key] = place, value.tobytes() if _is_array(value) else token(value)
                 if _is_advanced(value) and (not place.own or place.steps[0][1] in state.texts):
@@ -134,9 +141,10 @@ class Snapshot:
             if isinstance(value, CONTAINERS):
                 length = place.at(("len", place.own))
                 self.values[length.key] = length, length.read()
-        self.random["random"] = Generator(random.getstate(), random.getstate, random.setstate)
+        self.random["random"] = Generator((random.getstate, random.setstate))
         if (numpy := sys.modules.get("numpy")) is not None:
-            self.random["numpy.random"] = _numpy_generator(numpy.random.get_state, numpy.random.set_state)
+            read = functools.partial(numpy.random.get_state, legacy=False)
+            self.random["numpy.random"] = Generator((read, numpy.random.set_state))
 
     def restore(self, *, random: bool = True) -> None:
         """Restore everything that has changed since; generators only with ``random``."""
@@ -500,8 +508,8 @@ def _extreme(state: Any, *, low: bool) -> Any:
     words = [0 if low else _ALL_ONES] * 64 + [random.Random(2 * number + low).getrandbits(32) for number in range(560)]
     if isinstance(state, tuple) and len(state) == 3 and isinstance(state[1], tuple) and len(state[1]) == 625:
         return state[0], (*words, 0), None
-    if isinstance(state, tuple) and state[0] == "MT19937":
-        return state[0], words, 0, 0, 0.0
+    if isinstance(state, dict) and state["bit_generator"] == "MT19937":
+        return {**state, "state": {"key": words, "pos": 0}, "has_gauss": 0, "gauss": 0.0}
     return state
 
 
@@ -561,29 +569,23 @@ def _entries(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value)) if isinstance(value, (list, deque)) else object_attributes(value)
 
 
-def _generator(value: Any) -> Generator | None:
-    """Return a random generator of Python or numpy with its state; None for any other value."""
+def generator_functions(value: Any) -> GeneratorFunctions | None:
+    """Return the functions that read and set the state of a generator of Python or numpy; None for other values."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return Generator(value.getstate(), value.getstate, value.setstate)
+        return value.getstate, value.setstate
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.random.RandomState):
-        return _numpy_generator(value.get_state, value.set_state)
+        return functools.partial(value.get_state, legacy=False), value.set_state
     if isinstance(value, numpy.random.Generator):
         bits = value.bit_generator
-        return _numpy_generator(lambda: bits.state, functools.partial(setattr, bits, "state"))
+        return lambda: bits.state, functools.partial(setattr, bits, "state")
     return None
-
-
-def _numpy_generator(get_state: Callable[[], Any], set_state: Callable[[Any], None]) -> Generator:
-    return Generator(_comparable(get_state()), lambda: _comparable(get_state()), set_state)
 
 
 def _comparable(state: Any) -> Any:
     """Return the state with lists for arrays, whose ``==`` is no bool."""
     if isinstance(state, dict):
         return {key: _comparable(entry) for key, entry in state.items()}
-    if isinstance(state, tuple):
-        return tuple(_comparable(entry) for entry in state)
     return state.tolist() if hasattr(state, "tolist") else state

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from torch import fx, nn
 
-from zerograph.artifact.code import described, digests
+from zerograph.artifact.code import described, digests, names_of
 from zerograph.artifact.digest import short
 from zerograph.artifact.file import file_content, parse_file, read_file
 from zerograph.artifact.graphs import GraphReader, GraphWriter
@@ -23,6 +23,7 @@ from zerograph.artifact.process import process_texts
 from zerograph.artifact.programs import read_captured, read_program, write_captured, write_program
 from zerograph.artifact.values import Reader, Writer
 from zerograph.base.contexts import collection_paused
+from zerograph.base.recording import Recording
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
@@ -96,12 +97,12 @@ def _without_index(text: str, meta: str) -> str:
     return re.sub(r"device\(type='(\w+)', index=\d+\)", r"device(type='\1')", text)
 
 
-def artifact_content(step: PreparedStep, code: Mapping[str, str]) -> bytes:
+def artifact_content(step: PreparedStep, trace: Recording) -> bytes:
     """Return the content of the file of a step.
 
     Args:
         step: the step.
-        code: digests of what its trace ran, by name.
+        trace: what its trace ran.
 
     Raises:
         ArtifactError: a part of the step cannot be written to a file.
@@ -118,7 +119,7 @@ def artifact_content(step: PreparedStep, code: Mapping[str, str]) -> bytes:
     emitted = step.passes[-1].graph
     document = {
         "requirements": {**process_texts(), **step.requirements},
-        "code": dict(code),
+        "code": digests(names_of(trace)),
         "captured": captured,
         "updates": updates,
         "programs": [write_program(program, writer) for program in programs],

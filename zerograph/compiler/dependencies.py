@@ -18,13 +18,12 @@ from zerograph.capture.places import PLAIN, attributes_of
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
 from zerograph.optim.constructed import constructed_for
+from zerograph.optim.surroundings import attributes_read, own_attributes
 from zerograph.passes.rules.registry import user_rules
 
 # The name among the attributes of a graph of a loop for what its ``build()`` does.
 OF_LOOP = "the part of the loop"
 _FRAMEWORKS = ("zerograph.compat", "zerograph.integrations")
-# Entries of optimizers that are state, are compared elsewhere, or run outside of the graph.
-_OF_OPTIMIZERS = ("param_groups", "state", "defaults", "step", "state_dict", "load_state_dict")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,10 +56,6 @@ class Dependencies:
         """
         facts = self.read_facts() if now else self.facts
         return {**facts, **self._digests(self._digest(), None)}
-
-    def code(self, trace: Recording) -> dict[str, str]:
-        """Return digests of what a trace ran and read, by name."""
-        return digests(names_of(trace))
 
     def doubts(self, trace: Recording) -> list[str]:
         """Return why the texts and digests of a traced step may be equal where its graph is not; empty if they do not.
@@ -134,15 +129,11 @@ class Dependencies:
             texts[OF_LOOP] = digest.of(self.attributes[OF_LOOP])
         tensors = {**self.members.parameters, **self.members.buffers}
         for name, tensor in tensors.items():
-            noted = {key: entry for key, entry in vars(tensor).items() if not key.startswith("_zerograph")}
+            noted = own_attributes(tensor)
             if noted or type(tensor) not in (nn.Parameter, torch.Tensor, nn.Buffer):
                 texts[f"the attributes of {name}"] = f"{type(tensor).__qualname__} {digest.of(noted)}"
         for number, optimizer in enumerate(self.optimizers):
-            own = {
-                name: entry
-                for name, entry in sorted(vars(optimizer).items())
-                if name not in _OF_OPTIMIZERS and "hooks" not in name and not name.startswith("_zerograph")
-            }
+            attributes = dict(sorted(attributes_read(optimizer).items()))
             groups = [
                 {name: entry for name, entry in group.items() if name != "params" and not _is_plain(entry)}
                 for group in optimizer.param_groups
@@ -151,7 +142,7 @@ class Dependencies:
                 constructed_for(optimizer, one) for group in optimizer.param_groups for one in group["params"]
             ]
             texts[f"optimizer {number}"] = " ".join(
-                [digest.everything_of(type(optimizer)), digest.of(own), digest.of(groups), repr(constructed)]
+                [digest.everything_of(type(optimizer)), digest.of(attributes), digest.of(groups), repr(constructed)]
             )
         texts["passes of the user"] = " ".join(digest.everything_of(edit.run) for edit in self.config.passes)
         texts["rules of the user"] = " ".join(

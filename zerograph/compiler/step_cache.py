@@ -254,7 +254,7 @@ class StepSource:
         assert trace is not None
         if self._doubts:
             raise ArtifactError("; ".join(self._doubts[:3]))
-        return artifact_content(step, self.dependencies.code(trace))
+        return artifact_content(step, trace)
 
     def keep(self, step: PreparedStep) -> None:
         """Write a step that rank 0 has traced to the cache. Log why not."""

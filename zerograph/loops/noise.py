@@ -6,7 +6,7 @@ import functools
 import operator
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,22 +16,22 @@ from torch import nn
 
 from zerograph import _torch
 from zerograph.capture.places import PythonState
+from zerograph.capture.state_changes import GeneratorFunctions, generator_functions
 from zerograph.loops.containers import PLAIN
 
-_Functions = tuple[Callable[[], Any], Callable[[Any], Any]]
-_OF_PROCESS: tuple[_Functions, ...] = (
+_OF_PROCESS: tuple[GeneratorFunctions, ...] = (
     (torch.get_rng_state, torch.set_rng_state),
     (random.getstate, random.setstate),
     (functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state),
 )
 
 
-def states(generators: Iterable[_Functions] = _OF_PROCESS) -> list[Any]:
+def states(generators: Iterable[GeneratorFunctions] = _OF_PROCESS) -> list[Any]:
     """Return the states of generators: those of torch, Python and NumPy."""
     return [get() for get, _ in generators]
 
 
-def restore(before: Sequence[Any], generators: Iterable[_Functions] = _OF_PROCESS) -> None:
+def restore(before: Sequence[Any], generators: Iterable[GeneratorFunctions] = _OF_PROCESS) -> None:
     """Restore states of generators."""
     for (_, set_state), state in zip(generators, before, strict=True):
         set_state(state)
@@ -93,7 +93,7 @@ _MOST_VALUES, _MOST_ENTRIES, _MOST_BYTES = 10_000, 1000, 2**20
 _ARRAYS = (torch.Tensor, numpy.ndarray)
 
 
-def _found(value: Any) -> Iterator[_Functions | None]:
+def _found(value: Any) -> Iterator[GeneratorFunctions | None]:
     """Yield the functions that read and set the states of the generators in a value; None for an iterator."""
     room = _MOST_BYTES
     for one in _reached_from(value):
@@ -170,7 +170,7 @@ def _can_change(one: Any) -> bool:
     return one.layout is torch.strided and not one.is_inference()
 
 
-def _functions_of_array(one: Any) -> _Functions:
+def _functions_of_array(one: Any) -> GeneratorFunctions:
     if isinstance(one, numpy.ndarray):
         return one.copy, functools.partial(operator.setitem, one, ...)
     kept = _torch.version(one), one.detach().clone()
@@ -184,15 +184,7 @@ def _functions_of_array(one: Any) -> _Functions:
     return read, lambda state: one.detach().copy_(state[1])
 
 
-def _functions_of(value: Any) -> _Functions | None:
+def _functions_of(value: Any) -> GeneratorFunctions | None:
     """Return the functions that read and set the state of a generator; None for any other value."""
-    if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate, value.setstate
-    if isinstance(value, numpy.random.RandomState):
-        return lambda: value.get_state(legacy=False), value.set_state
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
-        return lambda: bits.state, lambda state: setattr(bits, "state", state)
-    return None
+    is_torchs = isinstance(value, torch.Generator)
+    return (value.get_state, value.set_state) if is_torchs else generator_functions(value)

@@ -25,7 +25,7 @@ from zerograph.runtime.state import flat_state
 # Attributes that torch, its schedulers and zerograph set, and what is compared elsewhere. Tables of hooks are others.
 _NOT_READ = {
     *("defaults", "param_groups", "state", "step", "state_dict", "load_state_dict"),
-    *("_opt_called", "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
+    *("_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured"),
 }
 
 
@@ -34,25 +34,24 @@ def is_known(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim."))
 
 
-def _is_unread(name: str) -> bool:
-    return name in _NOT_READ or "hooks" in name or name.startswith("_zerograph")
-
-
-def _attributes(optimizer: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if not _is_unread(name)}
+def attributes_read(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes of an optimizer that its ``step()`` may read, by name."""
+    own = own_attributes(optimizer).items()
+    return {name: value for name, value in own if name not in _NOT_READ and "hooks" not in name}
 
 
 def _shared(optimizer: Any) -> PythonState:
     """Return what twins share with it: attributes of the class, globals and closures of ``step()`` and functions."""
     step: Any = _torch.unhooked_step(type(optimizer))
     functions = object.__new__(type(optimizer))
-    vars(functions).update({name: value for name, value in _attributes(optimizer).items() if callable(value)})
+    vars(functions).update({name: value for name, value in attributes_read(optimizer).items() if callable(value)})
     return PythonState(types.MethodType(step, functions), nn.Module(), ())
 
 
 def _reached(optimizer: Any) -> list[tuple[Place, Any]]:
     """Return the places of its attributes and of what it shares, with their values."""
-    places = [(Place(optimizer, "self", (("attr", name),)), value) for name, value in _attributes(optimizer).items()]
+    attributes = attributes_read(optimizer).items()
+    places = [(Place(optimizer, "self", (("attr", name),)), value) for name, value in attributes]
     return [*places, *_shared(optimizer).places()]
 
 
@@ -95,16 +94,16 @@ def numbers_of(optimizer: Any) -> dict[str, Any]:
     return {place.name: _comparable(value) for place, value in found}
 
 
-def own_attributes(parameter: Tensor) -> dict[str, Any]:
-    """Return a parameter's attributes, without zerograph's."""
-    return {name: value for name, value in vars(parameter).items() if not name.startswith("_zerograph")}
+def own_attributes(of: Any) -> dict[str, Any]:
+    """Return the attributes of a parameter or an optimizer, without zerograph's."""
+    return {name: value for name, value in vars(of).items() if not name.startswith("_zerograph")}
 
 
 class Attributes:
     """The attributes of an optimizer, its class and its parameters that a compiled update depends on."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._names = optimizer, list(_attributes(optimizer))
+        self._optimizer, self._names = optimizer, list(attributes_read(optimizer))
         self._places = [
             place
             for place, _ in _inside(_reached(optimizer))
@@ -114,7 +113,7 @@ class Attributes:
     @property
     def are_complete(self) -> bool:
         """False if the optimizer has other attributes now."""
-        return list(_attributes(self._optimizer)) == self._names
+        return list(attributes_read(self._optimizer)) == self._names
 
     def values(self, counts: Collection[str]) -> tuple[tuple[str, Hashable], ...]:
         """Return the present values by location, without the numbers that count steps."""
