@@ -78,19 +78,33 @@ class ShardedState(enum.Enum):
 
 
 @dataclass(eq=False)
-class Store:
-    """One bucket between steps.
+class BucketState:
+    """A bucket and its optimizer state, of a step or between steps; without the values.
 
     Attributes:
         layout: the slot of each parameter in the bucket.
+        specs: what the entries of the optimizer state are, by name.
+        layouts: the slot of each parameter in an entry; 0-d entries have no layout.
+        optimizer: the optimizer that the state belongs to; None: there is none.
+        fresh: no update has run: a plain optimizer would hold no state yet.
+    """
+
+    layout: Bucket
+    specs: Mapping[str, StateSpec]
+    layouts: Mapping[str, Bucket]
+    optimizer: torch.optim.Optimizer | None
+    fresh: bool
+
+
+@dataclass(eq=False)
+class Store(BucketState):
+    """One bucket between steps.
+
+    Attributes:
         parameters: the modules' own parameters, in slot order.
         flat: this rank's part of the bucket; whole where the bucket is not split.
         state: optimizer state by name; 0-d entries are equal on all ranks.
-        specs: what the entries of ``state`` are.
-        layouts: the slot of each parameter in an entry; 0-d entries have no layout.
-        fresh: no update has run: a plain optimizer would hold no state yet.
         first_differs: the first update is another program than later ones, in a step compiled for this store.
-        optimizer: the optimizer that ``state`` belongs to.
         keeps_unused: the update of a step compiled for this store uses only some entries of ``state``; another update
             of the same optimizer uses the others.
         gather_buffer: memory for the whole bucket; ``flat`` is this rank's piece of it, and the other pieces are those
@@ -107,15 +121,10 @@ class Store:
     """
 
     job: Job
-    layout: Bucket
     parameters: tuple[nn.Parameter, ...]
     flat: TensorOrExtent  # [padded / ranks]; in a bucket of rows [1, padded / ranks]
     state: dict[str, TensorOrExtent] = field(default_factory=dict)  # as ``flat``, of the entry's layout; or []
-    specs: Mapping[str, StateSpec] = field(default_factory=dict)
-    layouts: Mapping[str, Bucket] = field(default_factory=dict)
-    fresh: bool = True
     first_differs: bool = False
-    optimizer: torch.optim.Optimizer | None = None
     keeps_unused: bool = False
     gather_buffer: Tensor | None = None  # [padded], or [rows, padded]
     accumulated: Tensor | None = None  # this rank's part of a bucket with ``layout.gradient_sbp``; unreduced [padded]
@@ -443,33 +452,22 @@ def holds_state_of(optimizer: torch.optim.Optimizer) -> bool:
 # each kind is whole at once.
 
 
-def create_store(
-    job: Job,
-    layout: Bucket,
-    parameters: Sequence[nn.Parameter],
-    specs: Mapping[str, StateSpec],
-    layouts: Mapping[str, Bucket],
-    first_differs: bool,
-    optimizer: torch.optim.Optimizer | None,
-    extents: Extents,
-) -> Store:
-    """Move parameters, and their state in ``optimizer``, into a new store. A collective.
+def create_store(job: Job, planned: BucketState, parameters: Sequence[nn.Parameter], extents: Extents) -> Store:
+    """Move parameters, and their state in the planned optimizer, into a new store. A collective.
 
     Plain parameters take rank 0's values. Other stores that hold some of the parameters lose them: a store that has
-    lost all is released, and optimizers other than ``optimizer`` get their state back. Takes memory for one whole
-    bucket, and for one whole source bucket, beside what is there already.
+    lost all is released, and other optimizers get their state back. Takes memory for one whole bucket, and for one
+    whole source bucket, beside what is there already.
 
     Args:
-        layout: the new bucket; the slots are those of ``parameters``, in order.
-        specs: the entries of the optimizer state.
-        layouts: by name the layout of each entry that is not 0-d.
-        first_differs: the first update is another program than later ones.
+        planned: the new bucket.
+        parameters: those of its slots, in order.
         extents: where tensors go that are offloaded to files.
 
     Raises:
         OffloadError: a file could not be written.
     """
-    sources = stores_of(parameters)
+    layout, optimizer, sources = planned.layout, planned.optimizer, stores_of(parameters)
     for source in sources:
         if source.optimizer is not optimizer:
             _return_state(source, parameters)
@@ -478,20 +476,11 @@ def create_store(
         whole = _gather_parameters(job, layout, parameters)
         in_buffer = layout.storage.gather_buffer
         shard = _view_of_part(job, layout, whole) if in_buffer else _own_part(job, layout, whole)
-        store = Store(
-            job,
-            layout,
-            tuple(parameters),
-            _stored(shard, extents.get("")),
-            specs=specs,
-            layouts=layouts,
-            fresh=not any(states),
-            first_differs=first_differs,
-            optimizer=optimizer,
-            gather_buffer=whole if in_buffer else None,
-        )
-        del whole, shard
-        for name, spec in specs.items():
+        flat = _stored(shard, extents.get(""))
+        own = planned.specs, planned.layouts, optimizer, not any(states)
+        store = Store(layout, *own, job, tuple(parameters), flat, gather_buffer=whole if in_buffer else None)
+        del whole, shard, flat
+        for name, spec in planned.specs.items():
             store.state[name] = _create_entry(store, name, spec, states, extents.get(name))
         for parameter in parameters:
             parameter._zerograph_store = store  # type: ignore[attr-defined]
@@ -671,7 +660,7 @@ def create_provisional_store(job: Job, layout: Bucket, parameter: nn.Parameter, 
         layout: a split bucket of this parameter alone.
         shard: this rank's part of the bucket, [padded / ranks] or [1, padded / ranks].
     """
-    store = Store(job, layout, (parameter,), shard, sharded_state=ShardedState.PROVISIONAL)
+    store = Store(layout, {}, {}, None, True, job, (parameter,), shard, sharded_state=ShardedState.PROVISIONAL)
     parameter._zerograph_store = store  # type: ignore[attr-defined]
     bind_parameters(store)
     return store
@@ -699,15 +688,15 @@ def plan_provisional_store(
     # State of other shapes is that of an update of whole parameters.
     plain = all(spec.scalar or spec.codec or tuple(shape) == parameter.shape for spec, shape in entries.values())
     return Store(
-        job,
         replace(own, one_by_one=not plain),
+        {name: spec for name, (spec, _) in entries.items()},
+        {name: layout_of(shape, spec.stored_dtype) for name, (spec, shape) in entries.items() if shape},
+        optimizer if entries else None,
+        not entries,
+        job,
         (parameter,),
         torch.empty(0),
         dict.fromkeys(entries, torch.empty(0)),
-        {name: spec for name, (spec, _) in entries.items()},
-        layouts={name: layout_of(shape, spec.stored_dtype) for name, (spec, shape) in entries.items() if shape},
-        fresh=not entries,
-        optimizer=optimizer if entries else None,
         sharded_state=ShardedState.PROVISIONAL,
     )
 

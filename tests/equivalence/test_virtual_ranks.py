@@ -394,7 +394,7 @@ def test_shards_and_parameters_with_owners_begin_at_whole_vectors(ranks: int, st
         model = nn.Sequential(nn.Linear(37, 23, bias=False), nn.Linear(23, 11, bias=False))
         step = TrainStep(model, optimizer(model), stage, virtual_ranks=12)
         prepared = prepare(step, torch.ones(24, 37), torch.zeros(24, dtype=torch.long), ranks=ranks)
-        for bucket in (planned.bucket for planned in prepared.layout):
+        for bucket in (planned.layout for planned in prepared.layout):
             assert bucket.padded // ranks * bucket.dtype.itemsize % VECTOR_BYTES == 0
             if bucket.has_owners:
                 assert all(slot.offset * bucket.dtype.itemsize % VECTOR_BYTES == 0 for slot in bucket.slots)

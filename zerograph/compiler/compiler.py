@@ -541,17 +541,16 @@ class Compiler:
             places: space in files for offloaded state, by bucket name.
         """
         new_buckets = {
-            planned.bucket.name: [members.parameters[slot.name] for slot in planned.bucket.slots]
+            planned.layout.name: [members.parameters[slot.name] for slot in planned.layout.slots]
             for planned in layout
             if planned.store is None
         }
         old_stores = stores_of(parameter for parameters in new_buckets.values() for parameter in parameters)
         stores: dict[str, Store] = {}
         for planned in layout:
-            name, bucket = planned.bucket.name, planned.bucket
+            name, bucket = planned.layout.name, planned.layout
             if planned.store is None:
-                state = planned.specs, planned.layouts, planned.first_differs, planned.keeper
-                stores[name] = create_store(job, bucket, new_buckets[name], *state, places[name])
+                stores[name] = create_store(job, planned, new_buckets[name], places[name])
             elif planned.store.layout.storage != bucket.storage:
                 stores[name] = move(planned.store, bucket, places[name])
             else:
@@ -575,7 +574,7 @@ def _plan_key(layout: Sequence[PlannedBucket]) -> Hashable:
     # The gather buffers follow from the graph.
     return tuple(
         (
-            replace(one.bucket, key=None, storage=replace(one.bucket.storage, gather_buffer=False)),
+            replace(one.layout, key=None, storage=replace(one.layout.storage, gather_buffer=False)),
             one.fresh and one.first_differs,
             tuple(one.specs.items()),
             tuple((name, replace(layout, key=None)) for name, layout in one.layouts.items()),

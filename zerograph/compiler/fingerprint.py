@@ -15,9 +15,9 @@ from zerograph.ir.metadata import boxing_of, meta
 def fingerprint(layout: Sequence[PlannedBucket], graph: fx.GraphModule) -> list[str]:
     """Return the buckets and the emitted graph as lines of text, equal on all ranks that run the same step."""
     lines = [
-        f"{planned.bucket.name}: {', '.join(slot.name for slot in planned.bucket.slots)}; optimizer state "
+        f"{planned.layout.name}: {', '.join(slot.name for slot in planned.layout.slots)}; optimizer state "
         f"{'none yet' if planned.fresh else ', '.join(planned.specs)}"
-        f"{f'; owned by ranks {planned.bucket.owners}' if planned.bucket.has_owners else ''}"
+        f"{f'; owned by ranks {planned.layout.owners}' if planned.layout.has_owners else ''}"
         for planned in layout
     ]
     return [*lines, *graph_lines(graph.graph)]

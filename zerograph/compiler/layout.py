@@ -26,7 +26,7 @@ from zerograph.ir.sbp import broadcast, dims_split, show
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders, used_once
 from zerograph.ir.update_program import StateSpec, UpdateProgram
-from zerograph.runtime.state import Store, flat_state, own_state, store_of
+from zerograph.runtime.state import BucketState, Store, flat_state, own_state, store_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,27 +67,17 @@ class Update:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedBucket:
+@dataclass(eq=False)
+class PlannedBucket(BucketState):
     """A bucket of a step, before its store exists.
 
     Attributes:
-        bucket: the bucket.
         store: its store; None if one must be created.
         updates: the update of each slot; empty if the step does not update the bucket.
-        specs: the optimizer state of its parameters, by entry name.
-        layouts: the layout of each entry that has one value or more for each parameter.
-        keeper: the optimizer that the state belongs to.
-        fresh: there is no state yet.
     """
 
-    bucket: Bucket
     store: Store | None
     updates: tuple[Update, ...]
-    specs: Mapping[str, StateSpec]
-    layouts: Mapping[str, Bucket]
-    keeper: torch.optim.Optimizer | None
-    fresh: bool
 
     @property
     def first_differs(self) -> bool:
@@ -152,13 +142,13 @@ class Layouts:
                 dtype = copies.get(names[0]) if len({copies.get(name) for name in names}) == 1 else None
                 bucket = replace(store.layout, slots=_renamed_slots(store, members), compute_dtype=dtype)
                 store_state = store.specs, store.layouts, store.optimizer, store.fresh
-                layout.append(PlannedBucket(bucket, store, self._updates_of(bucket), *store_state))
+                layout.append(PlannedBucket(bucket, *store_state, store, self._updates_of(bucket)))
             else:
                 loose += names
         layout += self._new_buckets(sorted(loose, key=order.__getitem__))
-        layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.bucket.slots))
+        layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.layout.slots))
         return tuple(
-            replace(planned, bucket=replace(planned.bucket, name=f"bucket{number}"))
+            replace(planned, layout=replace(planned.layout, name=f"bucket{number}"))
             for number, planned in enumerate(layout)
         )
 
@@ -262,7 +252,7 @@ class Layouts:
             own = [states[slot.name] for slot in bucket.slots]
             layouts = _state_layouts(bucket, own[0].specs, [state.shapes for state in own])
             kept = own[0].specs, layouts, own[0].keeper, own[0].fresh
-            planned.append(PlannedBucket(bucket, None, self._updates_of(bucket), *kept))
+            planned.append(PlannedBucket(bucket, *kept, None, self._updates_of(bucket)))
         return planned
 
     def _has_owner(self, parameter: nn.Parameter | Slot, *, one_by_one: bool, by_user: bool) -> bool:

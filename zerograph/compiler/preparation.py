@@ -136,7 +136,7 @@ class Preparation:
     def prepare(self, candidate: Candidate) -> PreparedStep | MemoryBudgetError:
         """Return the candidate's step, or the error if it does not keep the memory budget."""
         captured, layout = self.captured, self._lay_out(candidate)
-        buckets = tuple(planned.bucket for planned in layout)
+        buckets = tuple(planned.layout for planned in layout)
         sizes = () if captured.sizes is None else tuple(captured.sizes.largest_sizes().items())
         key = buckets, candidate.min_recompute_bytes, candidate.offload_activations, sizes
         if key not in self._results:
@@ -207,8 +207,8 @@ class Preparation:
         return Context(
             mesh=self.target.mesh,
             policy=replace(config.policy if trains else OFF, dims=self.layouts.zero_dims),
-            buckets=tuple(planned.bucket for planned in layout),
-            updates={planned.bucket.name: _bucket_update(planned) for planned in layout if planned.updates},
+            buckets=tuple(planned.layout for planned in layout),
+            updates={planned.layout.name: _bucket_update(planned) for planned in layout if planned.updates},
             batch=BatchLayout(
                 inputs=self.batch.sbp,
                 micro_batches=self.micro_batches,

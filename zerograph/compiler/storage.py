@@ -36,7 +36,7 @@ def assign_storage(layout: Sequence[PlannedBucket], config: Config, mesh: Mesh) 
     assigned = []
     for planned in layout:
         if planned.updates:
-            bucket, storage = planned.bucket, planned.bucket.storage
+            bucket, storage = planned.layout, planned.layout.storage
             shard_bytes = math.prod(local_shape(bucket.shape, bucket.sbp, mesh)) * bucket.dtype.itemsize
             stays = bucket.is_whole or shard_bytes <= bytes_left
             parameters = None if stays else _folder(config.memory.offload.parameters)
@@ -44,10 +44,10 @@ def assign_storage(layout: Sequence[PlannedBucket], config: Config, mesh: Mesh) 
             # Whole buckets of an accelerator are updated there.
             state = _folder(config.memory.offload.optimizer) if bucket.storage_device.type == "cpu" else None
             storage = replace(storage, parameters=parameters, state=state)
-            planned = replace(planned, bucket=replace(bucket, storage=storage))
-        if frees and (planned.updates or planned.keeper is None):
-            storage = replace(planned.bucket.storage, gather_buffer=False)
-            planned = replace(planned, bucket=replace(planned.bucket, storage=storage))
+            planned = replace(planned, layout=replace(bucket, storage=storage))
+        if frees and (planned.updates or planned.optimizer is None):
+            storage = replace(planned.layout.storage, gather_buffer=False)
+            planned = replace(planned, layout=replace(planned.layout, storage=storage))
         assigned.append(planned)
     return tuple(assigned)
 
@@ -57,10 +57,10 @@ def keep_gather_buffers(layout: Sequence[PlannedBucket], graph: fx.Graph) -> tup
     names = {meta(node)["role"].bucket for node in placeholders(graph, "gather_buffer")}
     kept = []
     for planned in layout:
-        storage = planned.bucket.storage
+        storage = planned.layout.storage
         # A buffer that exists stays: two steps, of which one uses it, would free and allocate it in turn.
-        storage = replace(storage, gather_buffer=storage.gather_buffer or planned.bucket.name in names)
-        kept.append(replace(planned, bucket=replace(planned.bucket, storage=storage)))
+        storage = replace(storage, gather_buffer=storage.gather_buffer or planned.layout.name in names)
+        kept.append(replace(planned, layout=replace(planned.layout, storage=storage)))
     return tuple(kept)
 
 
@@ -71,7 +71,7 @@ def _check_options(layout: Sequence[PlannedBucket], config: Config) -> None:
             "config.memory.offload: parameters need ZeRO stage 3: below it they are gathered throughout the step\n"
             "Choose config.enable_zero(True, stage=3), or zg.Offload without parameters."
         )
-    if all(planned.bucket.device.type == "cpu" for planned in layout if planned.updates):
+    if all(planned.layout.device.type == "cpu" for planned in layout if planned.updates):
         return
     if offload.parameters is not None and offload.optimizer is None:
         raise ConfigError(
@@ -102,14 +102,14 @@ def reserve_files(layout: Sequence[PlannedBucket], mesh: Mesh, rank: int) -> dic
     """
     extents: dict[str, Extents] = {}
     for planned in layout:
-        storage = planned.bucket.storage
+        storage = planned.layout.storage
         before = ShardStorage() if planned.store is None else planned.store.layout.storage
         moved: dict[str, tuple[Bucket, Folder]] = {}
         if storage.parameters is not None and storage.parameters != before.parameters:
-            moved[""] = planned.bucket, storage.parameters
+            moved[""] = planned.layout, storage.parameters
         if storage.state is not None and storage.state != before.state:
             moved |= {name: (entry, storage.state) for name, entry in planned.layouts.items()}
-        extents[planned.bucket.name] = _reserved(moved, mesh, rank)
+        extents[planned.layout.name] = _reserved(moved, mesh, rank)
     return extents
 
 

@@ -36,9 +36,9 @@ def planned_placements(layout: Iterable[PlannedBucket], mesh_dims: int) -> dict[
     """Return the placements of parameters and states in planned buckets, as :func:`placements` does."""
     by_name: dict[str, NdSbp] = {}
     for planned in layout:
-        for index, slot in enumerate(planned.bucket.slots):
+        for index, slot in enumerate(planned.layout.slots):
             by_name |= _of_slot(
-                slot.name, index, planned.bucket, planned.specs, planned.layouts, all_broadcast(mesh_dims)
+                slot.name, index, planned.layout, planned.specs, planned.layouts, all_broadcast(mesh_dims)
             )
     return {name: sbp[0] if len(sbp) == 1 else sbp for name, sbp in by_name.items()}
 

@@ -56,7 +56,7 @@ def stored_bytes(
     stored = {"device": 0, "host": 0, "files": 0}
     gradients = largest = updated = 0
     for planned in layout:
-        bucket, offload = planned.bucket, planned.bucket.storage
+        bucket, offload = planned.layout, planned.layout.storage
         memory = "host" if bucket.storage_device != bucket.device else "device"
         parameters = _bytes(bucket, mesh)
         state = sum(_bytes(entry, mesh) for entry in planned.layouts.values())

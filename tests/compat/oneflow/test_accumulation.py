@@ -70,6 +70,7 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "sum over the rows' number": each(lambda out, y: out.square().sum() / out.shape[0]),
     "sum times one over the number": each(lambda out, y: out.square().sum() * (1.0 / out.numel())),
     "rows over their number": each(lambda out, y: (out.square() / len(out)).sum()),
+    "columns before rows": each(lambda out, y: (out.T.reshape(-1, 1) @ out.new_ones(1, 3) + out.new_ones(3)).mean()),
     "mean of as many features as rows, sum": each(lambda out, y: (out[:, :1].expand(-1, ROWS).square()).mean(1).sum()),
     "sum of products": each(lambda out, y: torch.einsum("bi,bi->", out, out)),
     "sum over the number of some rows": each(lambda out, y: (out[:, 0] * (y > -1)).sum() / (y > -1).sum().clamp(min=1)),

@@ -14,7 +14,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,12 +75,14 @@ class _Growth:
 
     Attributes:
         dim: the dimension that runs over the batch; None if there is none.
+        step: the distance of two rows along it: 1, or more if rows are flattened with what follows them.
         power: the power of the number of rows with which its elements grow.
         summed: the sum over the batch, if there is one.
         mixed: the operator that adds a sum over the batch to another value, if there is one.
     """
 
     dim: int | None = None
+    step: int = 1
     power: int = 0
     summed: fx.Node | None = None
     mixed: fx.Node | None = None
@@ -89,7 +91,7 @@ class _Growth:
 _CONSTANT = _Growth()
 # Operators whose result grows as their operands, although they are linear in none, or in a number too.
 _AS_OPERANDS = {aten.abs, aten.add, aten.clamp, aten.clamp_min, aten.maximum, aten.relu, aten.rsub, aten.sub}
-_FILLED = {aten.full, aten.scalar_tensor}
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
 def _growth_of(tensor: fx.Node, inputs: Sequence[fx.Node]) -> _Growth:
@@ -107,11 +109,12 @@ def _growths(node: fx.Node, growths: Mapping[tuple[fx.Node, int], _Growth], rows
     """Return the growth of each result of a node."""
     outputs = rules.output_values(node)
     if node.op != "call_function":
-        return [_Growth(power=int(node.op == "get_attr" and _counts(_constant(node), rows)))]
+        return [replace(_CONSTANT, power=int(node.op == "get_attr" and _counts(_constant(node), rows)))]
     if not outputs:
         # A number.
         return []
-    operands = [growths[rules.output_of(tensor)] for tensor in rules.tensor_arguments(node)]
+    tensors = rules.tensor_arguments(node)
+    operands = [growths[rules.output_of(tensor)] for tensor in tensors]
     signatures = rules.signatures_of(node, 1) or ()
     along = signature_along(node, [operand.dim for operand in operands], 1, partly=True)
     if not operands:
@@ -134,13 +137,26 @@ def _growths(node: fx.Node, growths: Mapping[tuple[fx.Node, int], _Growth], rows
     power = _power(node, operands, groups, rows) + sums
     summed = node if sums else next((operand.summed for operand in operands if operand.summed is not None), None)
     mixed = next((operand.mixed for operand in operands if operand.mixed is not None), node if mixes else None)
+    row = next((operand for operand in operands if operand.dim is not None), _CONSTANT)
+    grown = replace(row, power=power, summed=summed, mixed=mixed)
     if along is not None:
         dims = [sbp.dim if isinstance(sbp, Split) else None for sbp in along.outputs]
     else:
         # It mixes rows, as a concatenation does: the result has rows too.
-        row_dims = [operand.dim for operand in operands if operand.dim is not None]
-        dims = [min(row_dims[0], output.dim() - 1) if row_dims and output.dim() else None for output in outputs]
-    return [_Growth(dim, power, summed, mixed) for dim in dims]
+        dims = [None if row.dim is None or not output.dim() else min(row.dim, output.dim() - 1) for output in outputs]
+    if node.target in _VIEWS and row.dim is not None:
+        return [_viewed(grown, hints(tensors[0].meta["val"].shape), hints(outputs[0].shape))]
+    return [replace(grown, dim=dim) for dim in dims]
+
+
+def _viewed(growth: _Growth, shape: Sequence[int], target: Sequence[int]) -> _Growth:
+    """Return the growth of a tensor of this shape after a view, which may flatten its rows with other dimensions."""
+    assert growth.dim is not None
+    distance = growth.step * math.prod(shape[growth.dim + 1 :])
+    inner = [math.prod(target[dim + 1 :]) for dim in range(len(target))]
+    dims = (dim for dim, size in enumerate(target) if inner[dim] <= distance < inner[dim] * size)
+    dim = next(dims, None)
+    return replace(growth, dim=dim, step=1 if dim is None else distance // inner[dim])
 
 
 def _power(node: fx.Node, operands: Sequence[_Growth], groups: Sequence[set[int]], rows: Collection[int]) -> int:
@@ -153,7 +169,7 @@ def _power(node: fx.Node, operands: Sequence[_Growth], groups: Sequence[set[int]
     packet = (_torch.functional_overload(target) or target).overloadpacket if isinstance(target, OpOverload) else None
     powers = [operand.power for operand in operands]
     number: Any = next((value for value in map(_number, node.args) if value is not None), 0)
-    if packet in _FILLED:
+    if packet is aten.full:
         return int(_counts(number, rows))
     if packet in _AS_OPERANDS:
         return max(powers, key=abs)
