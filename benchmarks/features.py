@@ -5,12 +5,13 @@ python benchmarks/features.py bf16 recompute   # these beside "none" only, shown
 make bench-memory                              # the first, in the project's own environment
 
 Two ranks over gloo, a pair of processes for each row, one compute thread each, AdamW(fused=True), backend eager; MiB
-on rank 0. At rest: parameters and optimizer state between steps. Predicted: `step.memory`, from the graph alone. Live:
-the bytes of all tensors alive at an operator of a running step, at most; the columns after it are what the prediction
-consists of. Process: VmHWM over the steps less what the process had before it made the model; glibc gives freed blocks
-back (`MALLOC_MMAP_THRESHOLD_`). Step: median of the last half of 20 steps. Deviation: the largest difference of a loss
-from that of the same step without features, over these 20 steps. The last table: a model whose optimizer state alone
-is more than a limit on the process leaves (RLIMIT_AS), trained plainly and with its state in files.
+on rank 0. At rest: parameters and optimizer state between steps. Predicted: `step.inspect.memory`, from the graph
+alone. Live: the bytes of all tensors alive at an operator of a running step, at most; the columns after it are what the
+prediction consists of. Process: VmHWM over the steps less what the process had before it made the model; glibc gives
+freed blocks back (`MALLOC_MMAP_THRESHOLD_`). Step: median of the last half of 20 steps. Deviation: the largest
+difference of a loss from that of the same step without features, over these 20 steps. The last table: a model whose
+optimizer state alone is more than a limit on the process leaves (RLIMIT_AS), trained plainly and with its state in
+files.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def measure(feature: str, stage: int, folder: str) -> dict[str, Any]:
         losses.append(float(step(*batches[number % len(batches)])))
         seconds.append(time.perf_counter() - began)
     most = most_resident() - before
-    memory = step.memory
+    memory = step.inspect.memory
     return {
         "losses": losses,
         "seconds": statistics.median(seconds[STEPS // 2 :]),

@@ -3,8 +3,9 @@
 python benchmarks/memory.py                    # all models, a minute
 python benchmarks/memory.py small resnet       # these only, shown but not written
 
-Two ranks over gloo, one thread each, fp32, AdamW, backend eager; MiB on rank 0. Predicted: `step.memory`, from the
-emitted graph alone. Live tensors: the bytes of all storages that are alive at an operator of a running step, at most.
+Two ranks over gloo, one thread each, fp32, AdamW, backend eager; MiB on rank 0. Predicted: `step.inspect.memory`, from
+the emitted graph alone. Live tensors: the bytes of all storages that are alive at an operator of a running step, at
+most.
 Allocated: what torch's allocator has given out by then, at most, what C++ takes within an operator or a collective
 included; the profiler's count of a step, on top of what the step finds there.
 """
@@ -39,7 +40,7 @@ def measure(name: str, stage: int) -> tuple[int, int, int, str]:
     # The first update may be another program than the later ones.
     step(*first)
     step(*second)
-    memory = step.memory
+    memory = step.inspect.memory
     live = most_alive_bytes(step, *third)
     allocated = most_allocated_bytes(step, *third) + memory.at_rest + memory.kinds["inputs"]
     return memory.peak, live, allocated, str(memory)

@@ -3,10 +3,10 @@
 python benchmarks/recompute.py                 # a GPT of 12 layers, minutes
 python benchmarks/recompute.py --quick         # one of 3 layers and few rounds, shown but not written
 
-One process, one thread, fp32, AdamW, backend eager. Saved: bytes of the peak below that of `"none"`, as `step.memory`
-predicts them and as the live tensors of running steps show. Time: medians of rounds in which the ways take turns.
-Added time is a share of the time of a step that keeps all, and so are the others. Recomputed: what the nodes that
-backward runs again take by themselves, timed one by one. Allowed: that, and 5 %.
+One process, one thread, fp32, AdamW, backend eager. Saved: bytes of the peak below that of `"none"`, as
+`step.inspect.memory` predicts them and as the live tensors of running steps show. Time: medians of rounds in which the
+ways take turns. Added time is a share of the time of a step that keeps all, and so are the others. Recomputed: what the
+nodes that backward runs again take by themselves, timed one by one. Allowed: that, and 5 %.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def main() -> None:
     layers, width, rounds = (3, 64, 3) if quick else (12, 256, 15)
     task = gpt(layers=layers, width=width, heads=4, vocabulary=1024, context=128, batch=8)
     steps = {way: ready(task, way) for way in ("none", "blocks")}
-    most, least = (one.memory.peak for one in steps.values())
+    most, least = (one.inspect.memory.peak for one in steps.values())
     for name, share in (("auto, three quarters", 0.75), ("auto, half", 0.5)):
         steps[name] = ready(task, "auto", round(least + share * (most - least)))
     batch = task.batches(0)[2]
@@ -96,9 +96,9 @@ def main() -> None:
     again = {way: statistics.median(seconds_again(step, batch) for _ in range(5)) for way, step in steps.items()}
     table = Table(HEADER)
     for way, step in steps.items():
-        predicted, seen = most - step.memory.peak, live["none"] - live[way]
+        predicted, seen = most - step.inspect.memory.peak, live["none"] - live[way]
         longer, share = found[way] / found["none"] - 1, (again[way] - again["none"]) / found["none"]
-        cells = [way, f"{step.memory.peak / 2**20:.1f} MiB", f"{predicted / 2**20:.1f}", f"{seen / 2**20:.1f}"]
+        cells = [way, f"{step.inspect.memory.peak / 2**20:.1f} MiB", f"{predicted / 2**20:.1f}", f"{seen / 2**20:.1f}"]
         cells += [f"{predicted / seen:.3f}" if seen else "", f"{found[way] * 1e3:.0f} ms"]
         cells += [f"{longer:.1%}", f"{share:.1%}", f"{share + 0.05:.1%}"] if seen else ["", "", ""]
         table.add(cells)

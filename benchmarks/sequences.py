@@ -6,7 +6,7 @@ python benchmarks/sequences.py --no-times      # without the times
 
 A GPT and one sequence, fp32, AdamW, ZeRO off, backend eager, one thread per rank; two ranks over gloo split the
 sequence. Activations: bytes that a step holds at its peak beyond those between steps, the batch left out, as
-`step.memory` predicts them and as the live tensors of running steps show; gradients of a bucket are among them.
+`step.inspect.memory` predicts them and as the live tensors of running steps show; gradients of a bucket are among them.
 Longest sequence: the longest one for which a step keeps `memory_budget`, a multiple of 128, found by preparing steps.
 Bytes sent: by each rank, to exchange activations. Step: medians of rounds in which the ways alternate. By hand:
 plain PyTorch, with the all-to-alls of Ulysses written into the model (`all_to_all_single_autograd`, queries, keys and
@@ -73,7 +73,7 @@ def prepared(task: Task, ranks: int, **options: Any) -> Prepared:
     return eager_step(task, **options).prepare(meshes.line(ranks, 0, "sequence"), *batch)
 
 
-def activations(step: Prepared | zg.ZeroGraph) -> int:
+def activations(step: Prepared) -> int:
     memory = step.memory
     return memory.peak - memory.at_rest - memory.kinds.get("inputs", 0)
 
@@ -86,7 +86,7 @@ def live_activations(sizes: dict[str, int], options: dict[str, Any]) -> int:
     # The first update may be another program than the later ones.
     step(*first)
     step(*second)
-    memory = step.memory
+    memory = step.inspect.memory
     return most_alive_bytes(step, *third) - memory.at_rest - memory.kinds.get("inputs", 0)
 
 

@@ -144,7 +144,7 @@ def train(size: str, steps: int, lr: float, options: dict[str, Any]) -> tuple[fl
         before = cross_memory.bytes_read()
         step(*windows(text, starts, length))
         received = cross_memory.bytes_read() - before
-    predicted = sum(one.bytes for one in step.collectives() if "bucket" in one.what)
+    predicted = sum(one.bytes for one in step.inspect.collectives() if "bucket" in one.what)
     stores = step._stores()
     state = sum(value.nbytes for store in stores for value in store.state.values() if isinstance(value, Tensor))
     count = HELD_OUT_BATCHES * batch * zg.world_size()

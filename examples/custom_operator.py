@@ -64,7 +64,7 @@ def main() -> float:
         x = torch.randn(16, 8)
         loss = step(x.chunk(zg.world_size())[zg.rank()])
     if zg.rank() == 0:
-        print(f"loss {loss.item():.5f}", *step.collectives(), sep="\n")
+        print(f"loss {loss.item():.5f}", *step.inspect.collectives(), sep="\n")
     return float(loss.item())
 
 

@@ -292,7 +292,7 @@ def main() -> None:
     table.add_row("compiling the training step", f"{compiling:.1f} s")
     table.add_row("parameters and optimizer state per rank", f"{train.state_bytes():,} bytes")
     table.add_row("the same with plain data parallel", f"{data_parallel:,} bytes")
-    table.add_row("sent by each rank per step", f"{sum(c.bytes for c in train.collectives()):,} bytes")
+    table.add_row("sent by each rank per step", f"{sum(c.bytes for c in train.inspect.collectives()):,} bytes")
     console.print(table)
 
 

@@ -37,8 +37,8 @@ class Step(zg.ZeroGraph):
 step = Step()
 step.config.backend = "eager"
 step(torch.ones(2, 4))
-step.report("report.html", machine="h100")
-print(*zg.__path__, step.passes[0].name, step.text().count("train.py:"))
+step.inspect.report("report.html", machine="h100")
+print(*zg.__path__, step.inspect.passes[0].name, step.inspect.text().count("train.py:"))
 """
 
 

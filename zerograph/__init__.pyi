@@ -50,4 +50,5 @@ from zerograph.state.checkpoint.export import read_checkpoint as read_checkpoint
 from zerograph.state.from_pretrained import from_pretrained as from_pretrained
 from zerograph.state.sharded_init import sharded_init as sharded_init
 
+__all__: list[str]
 __version__: str

@@ -213,10 +213,10 @@ class MemoryOptions(Options):
             "give bytes, more than 0, or a size like '40GiB' or '500MB', or None for no limit",
         ),
         """Maximum memory of a rank during a step, in bytes or as ``"40GiB"``, with parameters and optimizer state: the
-        predicted peak of ``step.memory`` stays below. At stage 3 it decides how many gathered buckets stay gathered
-        between forward and backward, which saves their second all-gather: between none (3 Psi of traffic) and all (2
-        Psi, as at stage 2). At all stages it decides how many collectives are in flight at once. A step that does not
-        fit is an error when it is compiled. Default None: as little memory as the stage promises.""",
+        predicted peak of ``step.inspect.memory`` stays below. At stage 3 it decides how many gathered buckets stay
+        gathered between forward and backward, which saves their second all-gather: between none (3 Psi of traffic) and
+        all (2 Psi, as at stage 2). At all stages it decides how many collectives are in flight at once. A step that
+        does not fit is an error when it is compiled. Default None: as little memory as the stage promises.""",
     )
     activation_checkpointing: Literal["none", "blocks", "auto"] = option(
         "none",

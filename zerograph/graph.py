@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -107,10 +107,12 @@ class ZeroGraph(Inspected):
         for number, scheduler in enumerate(self._schedulers):
             self._compiler.updates.expect_changes(number, scheduler)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_compiler", "_optimizers", "_steps", "_job"):
-            raise ConfigError(f"{type(self).__name__}.__init__() must call super().__init__() first")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    if not TYPE_CHECKING:  # with it mypy would accept unknown names
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("_compiler", "_optimizers", "_steps", "_job"):
+                raise ConfigError(f"{type(self).__name__}.__init__() must call super().__init__() first")
+            return super().__getattr__(name)
 
     @property
     def config(self) -> Config:
@@ -322,7 +324,7 @@ class ZeroGraph(Inspected):
             ConfigError: nothing is compiled yet.
             ArtifactError: a part of the step cannot be written to a file, or the file cannot be written.
         """
-        step = self._inspected() if prepared is None else prepared.step
+        step = self._compiled().prepared if prepared is None else prepared.step
         members = self._members()
         if prepared is not None:
             members = replace(members, meta=prepared.device)

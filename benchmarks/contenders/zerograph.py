@@ -44,5 +44,5 @@ def build(task: Task, grid: bool = False, **options: Any) -> Trainer:
     step = step_of(task, grid=grid, **options)
     if grid:
         step.config.mesh.placement = zg.placement("cpu", ranks=columns(zg.world_size()))
-    listed = lambda: sum(one.between for one in step.collectives())  # noqa: E731
+    listed = lambda: sum(one.between for one in step.inspect.collectives())  # noqa: E731
     return Trainer(step, read_bytes=bytes_read, listed_bytes=listed)

@@ -31,9 +31,9 @@ step of as many processes that exchange nothing, on the same cores. **wire**: by
 the parameters once (stages off to 2: half for the gradients, half for the update or the parameters), one and a half
 times at stage 3. **limit**: the greater of the two, reached if exchanges overlap computation entirely. **/ peer**:
 over the best peer of the stage. **sent**: MB of 10^6 bytes that a host sends in a step, by the counters of its
-interface, headers included. **listed**: those that `step.collectives()` lists; with codes and with hpZ, **wire** is
-the time of these. **predicted**: milliseconds of a step that `zg.plan` predicts for the machine that `zerograph
-calibrate` has measured between the same hosts, and **/ step**: that over the measured one. **flat**: bytes
+interface, headers included. **listed**: those that `step.inspect.collectives()` lists; with codes and with hpZ,
+**wire** is the time of these. **predicted**: milliseconds of a step that `zg.plan` predicts for the machine that
+`zerograph calibrate` has measured between the same hosts, and **/ step**: that over the measured one. **flat**: bytes
 of whole parameters and gradients if every rank sent its pieces to every rank of the other host; a step that exchanges
 rows of an embedding sends less on any number of ranks.
 **losses**: mean over the ranks, of the first steps."""

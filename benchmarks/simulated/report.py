@@ -31,7 +31,7 @@ device computes, as `zg.plan` predicts it for its `h100`, and in brackets over t
 backends.
 **MFU**: model flops (6 for each token and each weight that is multiplied, 12 * layers * width * context for each token
 in attention) over what the card's maker promises dense in bf16. **peak**: the most that torch's allocator had given out
-within a step, in 10^9 bytes; **predicted**: `step.memory.peak` over it; **reserved**: what the allocator held.
+within a step, in 10^9 bytes; **predicted**: `step.inspect.memory.peak` over it; **reserved**: what the allocator held.
 **kernels**, **waits**: kernels, copies and fills of a step, and calls of `cudaStreamSynchronize`, by the profiler.
 **/ FSDP2**: over compiled FSDP2 on as many ranks.
 

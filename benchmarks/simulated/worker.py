@@ -96,7 +96,7 @@ def run(asked: argparse.Namespace, turns: Turns) -> dict[str, Any]:
         "rest": rest,
         "peak": peak,
         "reserved": torch.cuda.max_memory_reserved() if device == "cuda" else None,
-        "predicted": train.memory.peak if isinstance(train, zg.ZeroGraph) else None,
+        "predicted": train.inspect.memory.peak if isinstance(train, zg.ZeroGraph) else None,
         "first_s": first_step,
         "losses": losses,
         "parameters": parameters,

@@ -60,7 +60,13 @@ def train(name: str, stage: int, path: str, micro_batches: int, load: bool) -> t
             step.export_compiled(path)
     losses = [step(*batch) for batch in own]
     state = step.state_dict()["modules"]["model"]
-    views = step.text(), step.text("box"), step.collectives(), str(step.explain("input0")), step.memory.peak
+    views = (
+        step.inspect.text(),
+        step.inspect.text("box"),
+        step.inspect.collectives(),
+        str(step.inspect.explain("input0")),
+        step.inspect.memory.peak,
+    )
     return losses, state, views
 
 

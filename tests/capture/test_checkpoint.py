@@ -78,7 +78,7 @@ def train(way: str) -> tuple[TrainStep, Tensor]:
 
 
 def again(step: TrainStep) -> list[fx.Node]:
-    return [node for node in step.graph("capture").graph.nodes if node.meta.get("recomputed")]
+    return [node for node in step.inspect.graph_after("capture").graph.nodes if node.meta.get("recomputed")]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_forward_is_computed_again_and_no_bit_changes(way: str, products: int) -
         mine = [node for node in again(step) if f"layers.{layer}" in origin(node).module]
         assert sum(node.target is aten.addmm.default for node in mine) == products
         assert any(node.target is aten.exp.default for node in mine)
-    assert step.memory.kinds["activations"] < 0.8 * reference.memory.kinds["activations"]
+    assert step.inspect.memory.kinds["activations"] < 0.8 * reference.inspect.memory.kinds["activations"]
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "reentrant", "inside"])

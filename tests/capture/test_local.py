@@ -80,7 +80,7 @@ class Forward(zg.ZeroGraph):
 
 def nothing_gathered(step: zg.ZeroGraph, parameters: set[str]) -> bool:
     """Return True if all collectives are of parameters, of their gradients, or of a few scalars."""
-    return all(one.tensor_bytes <= 8 or set(one.tensors) <= parameters for one in step.collectives())
+    return all(one.tensor_bytes <= 8 or set(one.tensors) <= parameters for one in step.inspect.collectives())
 
 
 def on_two_ranks() -> dict[str, Any]:
@@ -184,8 +184,8 @@ def test_one_rank_computes_what_the_module_computes() -> None:
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2)
     for x in data(1):
         torch.testing.assert_close(step(x), plain(x).detach())
-    assert step.graph("capture").graph.find_nodes(op="call_function", target=local)
-    assert not step.graph().graph.find_nodes(op="call_function", target=local)
+    assert step.inspect.graph_after("capture").graph.find_nodes(op="call_function", target=local)
+    assert not step.inspect.graph.graph.find_nodes(op="call_function", target=local)
 
 
 def test_outside_a_graph_a_region_is_what_it_was() -> None:
@@ -284,7 +284,7 @@ def train_mixtral() -> tuple[list[Tensor], list[zg.Collective]]:
     with warnings.catch_warnings(action="ignore"):
         step = routed_mixtral()
         losses = [step(part(tokens())) for _ in range(3)]
-    return losses, [one for one in step.collectives() if "mlp" in str(one.tensors) and len(one.tensors) == 1]
+    return losses, [one for one in step.inspect.collectives() if "mlp" in str(one.tensors) and len(one.tensors) == 1]
 
 
 def test_mixtral_routes_without_gathering_tokens(pool: Pool) -> None:

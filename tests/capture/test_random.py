@@ -277,7 +277,7 @@ def test_evaluation_draws_nothing() -> None:
     graph.model = model
     x = batches("mlp", 1)[0][0]
     assert torch.equal(graph(x), graph(x))
-    assert "seed" not in {node.meta["role"].kind for node in graph.graph().graph.find_nodes(op="placeholder")}
+    assert "seed" not in {node.meta["role"].kind for node in graph.inspect.graph.graph.find_nodes(op="placeholder")}
 
 
 @needs_compiler
@@ -310,7 +310,7 @@ def test_what_a_checkpoint_computes_again_has_the_same_mask() -> None:
     x = torch.arange(24.0).view(4, 6) / 24
     kept, again = checkpointed(False), checkpointed(True)
     assert [float(kept(x)) for _ in range(3)] == [float(again(x)) for _ in range(3)]
-    drawn = again.graph("capture").graph.find_nodes(op="call_function", target=uniform)
+    drawn = again.inspect.graph_after("capture").graph.find_nodes(op="call_function", target=uniform)
     assert [node.args[1] for node in drawn] == [0, 1, 0]
 
 

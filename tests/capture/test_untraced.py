@@ -168,7 +168,7 @@ def test_a_padding_mask_that_comes_in_masks() -> None:
     step = step_of(model, logits)
     expected = logits(copy.deepcopy(model), ids, mask)
     torch.testing.assert_close(step(ids, mask), expected.detach(), rtol=1e-6, atol=0)
-    assert squares(step.graph().graph, LENGTH)
+    assert squares(step.inspect.graph.graph, LENGTH)
 
 
 def written(positions: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def test_positions_that_are_known_to_follow_one_another_need_no_mask(name: str) 
 
     step = step_of(model, logits)
     torch.testing.assert_close(step(ids), logits(make("llama without a cache"), ids).detach(), rtol=1e-6, atol=0)
-    assert bool(squares(step.graph().graph, LENGTH)) == masks
+    assert bool(squares(step.inspect.graph.graph, LENGTH)) == masks
 
 
 def holed(mask: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def test_a_padding_mask_that_is_known_to_mask_nothing_is_none(name: str, model_n
 
     step = step_of(model, logits)
     torch.testing.assert_close(step(ids), logits(make(model_name), ids).detach(), rtol=1e-6, atol=0)
-    assert bool(squares(step.graph().graph, LENGTH)) == masks
+    assert bool(squares(step.inspect.graph.graph, LENGTH)) == masks
 
 
 # Each place of transformers that asks whether it is traced, by its code, and what a capture does there. "plain": as

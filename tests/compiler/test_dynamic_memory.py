@@ -51,7 +51,7 @@ def within_maximum(budgets: Sequence[int | None]) -> list[tuple[zg.Memory, list[
         before, step.config.memory.memory_budget = compilations_of(step), budget
         step(*marked(1 + zg.rank(), 3))
         step(*part(2, 5))
-        memory = step.memory
+        memory = step.inspect.memory
         rows = [(MAX_ROWS, MAX_ROWS), (MAX_ROWS, 0), (0, MAX_ROWS), (1, 2)]
         alive = [most_alive_bytes(step, *part(each[zg.rank()], MAX_LENGTH)) for each in rows]
         results.append((memory, alive, compilations_of(step) - before))
@@ -75,11 +75,11 @@ def test_memory_and_its_budget_hold_for_declared_maxima(pool: Pool) -> None:
 def test_memory_without_maxima_is_for_the_largest_sizes_seen() -> None:
     step = step_of()
     step(*part(4, 9))
-    assert step.memory.sizes == {}
+    assert step.inspect.memory.sizes == {}
     step(*part(3, 12))
-    assert step.memory.sizes == {"s0": 4, "s1": 12}
+    assert step.inspect.memory.sizes == {"s0": 4, "s1": 12}
     assert "bytes are for s0 <= 4 (seen), s1 <= 12 (seen)" in str(step)
-    assert step.memory.peak == pytest.approx(most_alive_bytes(step, *part(4, 12)), rel=0.1)
+    assert step.inspect.memory.peak == pytest.approx(most_alive_bytes(step, *part(4, 12)), rel=0.1)
 
 
 def larger_sizes(budget: int) -> tuple[list[str], list[int], list[int], str]:

@@ -1,4 +1,4 @@
-"""``step.memory`` predicts from the graph alone what a running step holds."""
+"""``step.inspect.memory`` predicts from the graph alone what a running step holds."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Deep(LossStep):
 def test_parts_of_a_split_keep_the_whole() -> None:
     step, x = Deep(), torch.randn(8, 64, 32)
     step(x)
-    assert step.memory.peak == pytest.approx(most_alive_bytes(step, x), abs=64)
+    assert step.inspect.memory.peak == pytest.approx(most_alive_bytes(step, x), abs=64)
 
 
 # What the benchmark has in real sizes (benchmarks/memory.py), small.
@@ -116,7 +116,7 @@ def matrices_by_muon(parameters: Any) -> torch.optim.Optimizer:
 
 def predicted_and_seen(name: str, stage: int, optimizer: Any, options: dict[str, Any]) -> tuple[int, int]:
     step = trained(name, stage, optimizer, **options)
-    return step.memory.peak, most_alive_bytes(step, *own_batch(name))
+    return step.inspect.memory.peak, most_alive_bytes(step, *own_batch(name))
 
 
 def at_stages(name: str, stages: list[int]) -> list[tuple[int, int]]:
@@ -126,7 +126,7 @@ def at_stages(name: str, stages: list[int]) -> list[tuple[int, int]]:
     for stage in stages:
         step.config.enable_zero(stage > 0, stage=stage or 1)
         step(*own_batch(name))
-        found.append((step.memory.peak, most_alive_bytes(step, *own_batch(name))))
+        found.append((step.inspect.memory.peak, most_alive_bytes(step, *own_batch(name))))
     return found
 
 
@@ -159,8 +159,8 @@ def reports() -> list[tuple[zg.Memory, int, int, int]]:
         step.config.enable_zero(stage > 0, stage=stage or 1)
         step(*batch)
         # The last stage has everything that may be wrong.
-        seen = most_alive_bytes(step, *batch) if stage == 3 else step.memory.peak
-        found.append((step.memory, seen, step.state_bytes(), sum(tensor.nbytes for tensor in batch)))
+        seen = most_alive_bytes(step, *batch) if stage == 3 else step.inspect.memory.peak
+        found.append((step.inspect.memory, seen, step.state_bytes(), sum(tensor.nbytes for tensor in batch)))
     return found
 
 

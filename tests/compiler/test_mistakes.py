@@ -218,14 +218,14 @@ GRAPHS: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
     (lambda g: zg.read_checkpoint(3), zg.CheckpointError, "3 is not a path of a checkpoint"),
 ]
 FRESH: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
-    (lambda g: g.graph("box"), zg.ConfigError, r"nothing is compiled yet: call the graph, or compile"),
-    (lambda g: g.collectives(), zg.ConfigError, "nothing is compiled yet"),
-    (lambda g: g.memory, zg.ConfigError, "nothing is compiled yet"),
-    (lambda g: g.owners(), zg.ConfigError, "nothing is compiled yet"),
+    (lambda g: g.inspect.graph_after("box"), zg.ConfigError, r"nothing is compiled yet: call the graph, or compile"),
+    (lambda g: g.inspect.collectives(), zg.ConfigError, "nothing is compiled yet"),
+    (lambda g: g.inspect.memory, zg.ConfigError, "nothing is compiled yet"),
+    (lambda g: g.inspect.owners(), zg.ConfigError, "nothing is compiled yet"),
 ]
 DONE: list[tuple[Callable[[Step], Any], type[Exception], str]] = [
-    (lambda g: g.graph("boxx"), zg.ConfigError, "no pass 'boxx'; did you mean 'box'"),
-    (lambda g: g.graph(["box"]), zg.ConfigError, r"no pass \['box'\]\nThere are capture"),
+    (lambda g: g.inspect.graph_after("boxx"), zg.ConfigError, "no pass 'boxx'; did you mean 'box'"),
+    (lambda g: g.inspect.graph_after(["box"]), zg.ConfigError, r"no pass \['box'\]\nThere are capture"),
     (lambda g: g._optimizers[0].step(), zg.SplitParameterError, "Call the graph to update"),
     (
         changed(optimizers=optimizer_state({0: {"momentum_buffer": X}, 1: {"momentum_buffer": X}}, [0, 1])),

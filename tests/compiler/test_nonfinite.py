@@ -242,12 +242,12 @@ def test_nothing_is_looked_at_unless_asked_for() -> None:
     loss = step(*batch(0, a=(1, -1.0)))
     assert loss.isnan()
     assert step.steps_done == 1
-    roles = step.graph().graph.output_node().meta["roles"]
+    roles = step.inspect.graph.graph.output_node().meta["roles"]
     assert {one.kind for one in roles} == {"output"}
-    plain = len(step.graph().graph.nodes)
+    plain = len(step.inspect.graph.graph.nodes)
     step.config.checks.on_nonfinite = "skip"
     step.compile(*batch(0))
-    assert len(step.graph().graph.nodes) > plain
+    assert len(step.inspect.graph.graph.nodes) > plain
 
 
 def scaled(scaler: zg.GradScaler) -> Step:

@@ -79,7 +79,7 @@ def test_what_is_prepared_is_what_runs() -> None:
     mine = step.prepare(line(1, 0, "ranks"), x)
     step(x)
     assert [str(node.target) for node in mine.graph.graph.nodes] == [
-        str(node.target) for node in step.graph().graph.nodes
+        str(node.target) for node in step.inspect.graph.graph.nodes
     ]
 
 

@@ -179,7 +179,7 @@ def masked_losses(micro_batches: int, grid: bool) -> tuple[list[Tensor], set[str
         mask[0] = 1
         expected = update_by(optimizer, masked(plain, x, mask))
         differences.append((step(own_of_any_size(rows, x), own_of_any_size(rows, mask)) - expected).abs())
-    gathers = [collective.tensors for collective in step.collectives() if collective.kind == "all-gather"]
+    gathers = [collective.tensors for collective in step.inspect.collectives() if collective.kind == "all-gather"]
     return differences, {name for names in gathers for name in names}
 
 

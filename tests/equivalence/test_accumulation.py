@@ -172,7 +172,7 @@ def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
     found = []
     for _ in each_stage(step, (1, 2)):
         losses = [step(part(x), part(y)) for x, y in masked("mlp", torch.float32)]
-        graph = step.graph().graph
+        graph = step.inspect.graph.graph
         (loop,) = loops(graph)
         sums = {one.dtype for one in loop.results if one.gradient is not None}
         moved = [node for one in (graph, loop.body.graph) for node in collective_nodes(one)]

@@ -419,10 +419,15 @@ def counted() -> list[dict[str, float]]:
         with sent() as bytes_sent:
             step(tokens[:, :-1], tokens[:, 1:])
         planned = {
-            kind: sum(one.bytes for one in step.collectives() if one.kind == kind and one.bytes > 8)
+            kind: sum(one.bytes for one in step.inspect.collectives() if one.kind == kind and one.bytes > 8)
             for kind in ("all-gather", "reduce-scatter", "all-reduce")
         }
-        numbers = {"rest": step.state_bytes(), **most_held(step.graph().graph), **planned, "sent": sum(bytes_sent)}
+        numbers = {
+            "rest": step.state_bytes(),
+            **most_held(step.inspect.graph.graph),
+            **planned,
+            "sent": sum(bytes_sent),
+        }
         results.append({name: number / psi for name, number in numbers.items()})
     return results
 

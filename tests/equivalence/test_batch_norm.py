@@ -47,7 +47,7 @@ def train() -> tuple[list[Tensor], dict[str, Tensor], list[Any], Tensor, int]:
     model, batch = _made()
     step = local_step(model)
     losses = [step(*map(part, batch)) for _ in range(STEPS)]
-    forward = [one for one in step.collectives() if one.phase == "forward" and one.kind != "slice"]
+    forward = [one for one in step.inspect.collectives() if one.phase == "forward" and one.kind != "slice"]
     state = step.state_dict()["modules"]["model"]
     model.eval()
     evaluated = step(*map(part, batch))

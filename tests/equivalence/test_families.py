@@ -38,7 +38,7 @@ def train_as_rank(name: str, stages: Sequence[Stage]) -> tuple[dict[Stage, Resul
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="no rule says")
         results, step = train(FAMILIES[name], stages=stages)
-    return results, step.collectives()
+    return results, step.inspect.collectives()
 
 
 @functools.cache

@@ -192,7 +192,7 @@ def train(reduction: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[An
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="reduction: 'mean' divides")
         found = step({name: tuple(map(part, one)) for name, one in batch.items()})
-    moved = [(one.kind, one.tensors) for one in step.collectives() if one.kind not in ("all-reduce", "slice")]
+    moved = [(one.kind, one.tensors) for one in step.inspect.collectives() if one.kind not in ("all-reduce", "slice")]
     return found, step.state_dict()["modules"]["model"], moved
 
 

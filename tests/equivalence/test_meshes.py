@@ -50,7 +50,7 @@ def train(name: str, stages: tuple[int, ...], sbp: Any) -> list[Any]:
     results = []
     for _ in each_stage(step, stages):
         losses = [step(own(x, sbp), own(y, sbp)) for x, y in batches(name, STEPS, 8, dtype)]
-        collectives, placements = step.collectives(), {k: str(v) for k, v in step.placements().items()}
+        collectives, placements = step.inspect.collectives(), {k: str(v) for k, v in step.inspect.placements().items()}
         results.append((losses, step.state_dict(), collectives, placements, step.state_bytes()))
     return results
 

@@ -59,13 +59,13 @@ def plainly_and_clipped() -> tuple[dict[tuple[str, int], Any], dict[str, Any]]:
         slot = store.layout.slots[next(i for i, one in enumerate(store.parameters) if one is parameter)]
         # Its values, where they lie on the rank that owns it.
         start = slot.offset - zg.rank() * (store.layout.padded // 2)
-        if step.owners()[f"model.{name}"] == zg.rank():
+        if step.inspect.owners()[f"model.{name}"] == zg.rank():
             held[name] = in_memory(store.flat)[start : start + slot.numel].clone().view(slot.shape)
     return found, {
-        "owners": step.owners(),
+        "owners": step.inspect.owners(),
         "sizes": sizes,
         "held": held,
-        "shown": step.describe(),
+        "shown": step.inspect.describe(),
         "bytes": step.state_bytes(),
     }
 
@@ -192,7 +192,7 @@ def predicted() -> list[tuple[int, int]]:
         step.set_zero_mode("non_distributed", stage=stage)
         for _ in range(2):
             step(part(x), part(y))
-        found.append((step.memory.peak, most_alive_bytes(step, part(x), part(y))))
+        found.append((step.inspect.memory.peak, most_alive_bytes(step, part(x), part(y))))
     return found
 
 
@@ -207,7 +207,7 @@ def on_a_grid() -> tuple[list[Tensor], dict[str, int]]:
     step = split_modules.LossStep(model, split_modules.adamw(model), 3, split_modules.distance)
     step.config.mesh.placement = mesh
     step.set_zero_mode("non_distributed", stage=3)
-    return [step(given(x), given(y)) for x, y in split_modules.data()], step.owners()
+    return [step(given(x), given(y)) for x, y in split_modules.data()], step.inspect.owners()
 
 
 def test_what_is_split_along_another_mesh_dimension_is_dealt_out_too(pool: Pool) -> None:
@@ -227,7 +227,7 @@ def by_muon() -> tuple[dict[str, Tensor], dict[str, int]]:
     step.set_zero_mode("non_distributed", stage=2)
     for x, y in batches("mlp", 2, 8, torch.float64):
         step(part(x), part(y))
-    return step.state_dict()["modules"]["model"], step.owners()
+    return step.state_dict()["modules"]["model"], step.inspect.owners()
 
 
 def test_updates_that_need_whole_parameters_are_as_they_were(pool: Pool) -> None:

@@ -109,10 +109,10 @@ def at_stages(layout: str, stages: tuple[int, ...]) -> list[Any]:
     found = []
     for stage in stages:
         step, losses = trained(layout, stage)
-        sbps = {name: str(sbp) for name, sbp in step.placements().items()}
+        sbps = {name: str(sbp) for name, sbp in step.inspect.placements().items()}
         with step.full_parameters():
             opened = step.model.split.weight.detach().clone()
-        found.append((losses, step.state_dict(), sbps, step.state_bytes(), opened, step.collectives()))
+        found.append((losses, step.state_dict(), sbps, step.state_bytes(), opened, step.inspect.collectives()))
     return found
 
 
@@ -193,7 +193,11 @@ def columns() -> tuple[str, Tensor, list[int]]:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(4, INPUTS, generator=generator).double(), torch.randn(4, 6, generator=generator).double()
     step(x.chunk(2)[zg.rank()], y.chunk(2)[zg.rank()])
-    return str(step.placements()["model.0.weight"]), step.state_dict()["modules"]["model"]["0.weight"], list(held)
+    return (
+        str(step.inspect.placements()["model.0.weight"]),
+        step.state_dict()["modules"]["model"]["0.weight"],
+        list(held),
+    )
 
 
 def test_a_weight_split_by_columns_says_so(pool: Pool) -> None:
@@ -219,7 +223,7 @@ def before_and_after() -> dict[str, Any]:
     start = step.state_dict()["modules"]["model"]
     hidden = type(model.split.weight).__name__
     first = zg.to_local(predict(given(x)))
-    kept = predict.placements()["model.split.weight"]
+    kept = predict.inspect.placements()["model.split.weight"]
     step(given(x), given(y))
     fresh, _, _ = placed("line")
     again = LossStep(fresh, adamw(fresh), 3, distance)

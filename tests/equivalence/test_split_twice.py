@@ -92,7 +92,7 @@ def train(ranks: Any, stages: tuple[int, ...], input_sbp: Any, folder: Path | No
             losses.append(step(*(part(tensor, ranks, input_sbp) for tensor in batch)))
             if folder is not None and stage == stages[-1] and number == 0:
                 step.save(folder)
-        placed = {name: str(sbp) for name, sbp in step.placements().items()}
+        placed = {name: str(sbp) for name, sbp in step.inspect.placements().items()}
         results.append((losses, step.state_dict()["modules"]["model"], placed))
     return results
 

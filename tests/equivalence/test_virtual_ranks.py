@@ -377,7 +377,7 @@ def peaks(slices: int, stage: int) -> tuple[float, int]:
     x, y = torch.randn(48, 512), torch.randint(0, 3, (48,))
     for _ in range(2):
         step(own_rows(x, step), own_rows(y, step))
-    return step.memory.peak, most_alive_bytes(step, own_rows(x, step), own_rows(y, step))
+    return step.inspect.memory.peak, most_alive_bytes(step, own_rows(x, step), own_rows(y, step))
 
 
 @sliced("ranks, slices", [(1, 8), (2, 12)], [(2, 8), (4, 4), (3, 8)])

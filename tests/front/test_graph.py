@@ -172,7 +172,7 @@ def partly(stage: int) -> tuple[dict[str, Tensor], set[str]]:
     step = Regress(model, torch.optim.AdamW(model.parameters(), lr=0.01), stage)
     for x in data:
         step(part(x))
-    return step.state_dict()["modules"]["model"], {str(sbp) for sbp in step.placements().values()}
+    return step.state_dict()["modules"]["model"], {str(sbp) for sbp in step.inspect.placements().values()}
 
 
 def test_frozen_unused_tied_and_tiny_parameters(pool: Pool) -> None:
@@ -245,19 +245,19 @@ def looked_at() -> dict[str, Any]:
     step.compile(part(x), part(y))
     compiled = step.steps_done
     step(part(x), part(y))
-    graph = step.graph("box")
+    graph = step.inspect.graph_after("box")
     return {
         "before": before,
         "page": str(step),
-        "text": step.describe(),
+        "text": step.inspect.describe(),
         "compiled": compiled,
         "done": step.steps_done,
-        "passes": [(p.name, p.summary, p.nodes, p.seconds) for p in step.passes],
+        "passes": [(p.name, p.summary, p.nodes, p.seconds) for p in step.inspect.passes],
         "sbp": all("sbp" in n.meta for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)),
         "readable": graph.print_readable(print_output=False),
-        "c10d": sum("_c10d_functional" in str(n.target) for n in step.graph("localize").graph.nodes),
-        "placements": step.placements(),
-        "collectives": step.collectives(),
+        "c10d": sum("_c10d_functional" in str(n.target) for n in step.inspect.graph_after("localize").graph.nodes),
+        "placements": step.inspect.placements(),
+        "collectives": step.inspect.collectives(),
     }
 
 

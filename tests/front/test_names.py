@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 
 
 def test_dir_and_star_have_every_public_name() -> None:
@@ -78,3 +81,18 @@ def test_former_methods_set_parts_of_one_offload() -> None:
         config.offload_parameters("nvme", nvme_path="/x", max_in_cpu=3)
     files = zg.OffloadTo("nvme", "/x", max_in_cpu=3)
     assert config.memory.offload == zg.Offload(zg.OffloadTo("cpu", pin_memory=False), files)
+
+
+def test_views_have_one_name_on_a_step_and_their_former_ones_with_a_warning() -> None:
+    model = nn.Linear(2, 2)
+    step: Any = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_of_squares)
+    step(torch.ones(2, 2))
+    with pytest.warns(zg.ZeroGraphWarning, match=r"step.text is step.inspect.text now") as seen:
+        assert step.text() == step.inspect.text()
+    assert [warning.filename for warning in seen] == [__file__]
+    with pytest.warns(zg.ZeroGraphWarning, match=r"step.graph is step.inspect.graph_after now"):
+        assert step.graph("place") is step.inspect.graph_after("place")
+    step.memory = nn.Linear(2, 2)
+    assert isinstance(step.memory, nn.Linear)
+    with pytest.raises(AttributeError, match="'LossStep' object has no attribute 'texts'"):
+        _ = step.texts

@@ -1,4 +1,4 @@
-"""``step.report()``: what it says of a step is what the step is, and it says it with the passes' own graphs."""
+"""``step.inspect.report()``: what it says of a step is what the step is, and it says it with the passes' own graphs."""
 
 from __future__ import annotations
 
@@ -190,10 +190,10 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
 def test_a_compiled_step_writes_its_report(tmp_path: Path) -> None:
     step = Small(nn.Linear(4, 4))
     step.compile(torch.ones(2, 4))
-    step.report(tmp_path / "step.html")
+    step.inspect.report(tmp_path / "step.html")
     found = read((tmp_path / "step.html").read_text())
     assert found["title"] == "Small"
-    assert names(found, orders(found)[-1]) == [n.name for n in step.graph().graph.nodes if n.op != "output"]
+    assert names(found, orders(found)[-1]) == [n.name for n in step.inspect.graph.graph.nodes if n.op != "output"]
 
 
 def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
 
 def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
-        Small(nn.Linear(4, 4)).report(tmp_path / "step.html")
+        Small(nn.Linear(4, 4)).inspect.report(tmp_path / "step.html")
 
 
 def test_a_report_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +322,7 @@ def test_no_page_has_the_path_of_an_installed_package(tmp_path: Path, monkeypatc
 def test_a_graph_writes_its_report_beside_another_step(tmp_path: Path) -> None:
     step = Small(nn.Linear(4, 4))
     step.compile(torch.ones(2, 4))
-    step.report(tmp_path / "steps.html", beside=step.prepare(line(2, 0, "ranks"), torch.ones(2, 4)))
+    step.inspect.report(tmp_path / "steps.html", beside=step.prepare(line(2, 0, "ranks"), torch.ones(2, 4)))
     packed = re.search(r'<script id="data"[^>]*>([^<]*)</script>', (tmp_path / "steps.html").read_text())
     assert packed is not None
     titles = [json.loads(gzip.decompress(base64.b64decode(one)))["title"] for one in packed[1].split()]
@@ -333,7 +333,7 @@ def test_a_report_beside_a_graph_that_is_not_compiled_is_an_error(tmp_path: Path
     step = Small(nn.Linear(4, 4))
     step.compile(torch.ones(2, 4))
     with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
-        step.report(tmp_path / "steps.html", beside=Small(nn.Linear(4, 4)))
+        step.inspect.report(tmp_path / "steps.html", beside=Small(nn.Linear(4, 4)))
     assert not list(tmp_path.iterdir())
 
 

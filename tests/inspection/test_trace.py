@@ -30,7 +30,7 @@ def profiled(folder: str) -> dict[str, Any]:
         "text": str(trace),
         "steps": (len(trace.seconds), step.steps_done),
         "flights": [one.collective.node for one in trace.flights],
-        "collectives": [one.node for one in step.collectives()],
+        "collectives": [one.node for one in step.inspect.collectives()],
         "equal": torch.equal(step(x), plain(x)),
     }
 
@@ -66,7 +66,7 @@ def profiled_with(folder: str, backend: str, micro_batches: int, stage: int) -> 
         "path": str(trace.path),
         "text": str(trace),
         "flights": [(one.collective.node, one.collective.kind, one.collective.what) for one in trace.flights],
-        "collectives": [(one.node, one.kind, one.what) for one in step.collectives()],
+        "collectives": [(one.node, one.kind, one.what) for one in step.inspect.collectives()],
         "in flight": [one.seconds >= one.waited >= 0 and one.start >= 0 for one in trace.flights],
     }
 

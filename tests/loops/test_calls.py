@@ -151,7 +151,7 @@ def unsynced(stage: int | None) -> list[tuple[float, float, list[bool]]]:
                 loss = F.cross_entropy(model(x), y) / len(window)
                 loss.backward()
             if stage is not None and number >= len(WINDOWS):
-                text = zg.step_of(model).text()
+                text = zg.step_of(model).inspect.text()
                 reduces.append(any(line.startswith(">>") and ".grad:" in line for line in text.splitlines()))
             if reads:
                 model[0].bias.grad *= 0.5

@@ -462,11 +462,11 @@ def test_the_graphs_of_a_loop_can_be_looked_at(tmp_path: Path) -> None:
         F.cross_entropy(model(X), Y).backward()
         optimizer.step()
     step = zg.step_of(model)
-    assert "zerograph.pause" in step.text()
-    assert step.memory.peak > 0
-    step.report(tmp_path / "step.html")
+    assert "zerograph.pause" in step.inspect.text()
+    assert step.inspect.memory.peak > 0
+    step.inspect.report(tmp_path / "step.html")
     assert (tmp_path / "step.html").stat().st_size
-    assert "addmm" in step.text()
-    assert "addmm" not in zg.step_of(optimizer).text()
+    assert "addmm" in step.inspect.text()
+    assert "addmm" not in zg.step_of(optimizer).inspect.text()
     with pytest.raises(zg.ConfigError, match="has not prepared"):
         zg.step_of(network())

@@ -229,7 +229,7 @@ def in_graph(names: list[str], stages: list[int], dtype: torch.dtype, options: d
         step.config.set(**options)
         for stage in each_stage(step, stages):
             returned = [one for x, y in data(dtype) for one in flat(step(part(x), part(y)))]
-            results[name, stage] = returned, step.state_dict()["modules"]["model"], step.collectives()
+            results[name, stage] = returned, step.state_dict()["modules"]["model"], step.inspect.collectives()
     return results
 
 

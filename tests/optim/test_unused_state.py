@@ -102,7 +102,7 @@ def predicted_state(stage: int, micro_batches: int) -> list[int]:
     for x, momentum in zip(inputs([8] * 2), (0.9, 0.0), strict=True):
         change(step._optimizers[0], {"momentum": momentum})
         step(part(x))
-        predicted.append(step.memory.kinds["optimizer state"])
+        predicted.append(step.inspect.memory.kinds["optimizer state"])
     return predicted
 
 
@@ -118,13 +118,13 @@ def test_a_step_count_that_an_update_does_not_use_counts_in_the_predicted_peak()
     step = step_of(sgd(momentum=0.9))
     x, *_ = inputs([8])
     step(x)
-    before, state = step.memory.kinds["optimizer state"], step.state_dict()
+    before, state = step.inspect.memory.kinds["optimizer state"], step.state_dict()
     for entries in state["optimizers"][0]["state"].values():
         entries["count"] = torch.tensor(3.0)
     step.load_state_dict(state)
     step(x)
     # One fp32 number.
-    assert step.memory.kinds["optimizer state"] == before + 4
+    assert step.inspect.memory.kinds["optimizer state"] == before + 4
 
 
 def test_switching_between_updates_moves_no_state() -> None:

@@ -184,12 +184,12 @@ def work(stage: int, matrices: int) -> tuple[list[str], str]:
     step(part(x), part(y))
     found = [
         str(node.target)
-        for name, own in step.graph("localize").named_children()
+        for name, own in step.inspect.graph_after("localize").named_children()
         if name.startswith("update_")
         for node in own.graph.nodes
         if node.op == "call_module"
     ]
-    return found, step.describe()
+    return found, step.inspect.describe()
 
 
 @sliced("stage", [2], [0])

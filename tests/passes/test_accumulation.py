@@ -61,7 +61,7 @@ def see() -> dict[tuple[int, int], Seen]:
         set_stage(step, stage)
         step.config.set_gradient_accumulation_steps(micro_batches)
         step(x, y)
-        graph = step.graph().graph
+        graph = step.inspect.graph.graph
         inner = list(loops(graph))
         at = next((node for node in graph.nodes if node.op == "call_module"), graph.output_node())
         outer = collective_nodes(graph)
@@ -69,9 +69,9 @@ def see() -> dict[tuple[int, int], Seen]:
             kinds([node for node in outer if node < at]),
             kinds([node for one in inner for node in collective_nodes(one.body.graph)]),
             kinds([node for node in outer if node > at]),
-            Counter(one.kind for one in step.collectives() if one.tensors[0].startswith("model.")),
-            step.passes[-1].nodes,
-            step.memory,
+            Counter(one.kind for one in step.inspect.collectives() if one.tensors[0].startswith("model.")),
+            step.inspect.passes[-1].nodes,
+            step.inspect.memory,
             most_alive_bytes(step, x, y),
         )
     return found
@@ -168,7 +168,7 @@ def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_a_count_over_the_batch_is_made_before_the_loop() -> None:
     step = Step(cross_entropy)
     step.compile(X, Y)
-    graph = step.graph().graph
+    graph = step.inspect.graph.graph
     (loop,) = loops(graph)
     (called,) = graph.find_nodes(op="call_module")
     shapes = [node.meta["val"].shape for node in graph.nodes if node < called and "ne." in str(node.target)]
@@ -176,8 +176,8 @@ def test_a_count_over_the_batch_is_made_before_the_loop() -> None:
     # A graph of one micro-batch, which writes what it leaves and returns nothing.
     assert output_nodes(loop.body.graph) == []
     assert {tuple(node.meta["val"].shape) for node in loop.body.graph.find_nodes(op="placeholder")} >= {(2, 3), (2,)}
-    assert "2 micro-batches" in str(step.graph())
-    assert "accumulate" in str(step.graph())
+    assert "2 micro-batches" in str(step.inspect.graph)
+    assert "accumulate" in str(step.inspect.graph)
 
 
 def contrastive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -51,8 +51,8 @@ def see(step: TrainStep, stage: int, budget: int | None, start: dict[str, Any]) 
     step.config.memory.memory_budget = budget
     step.load_state_dict(start)
     losses = tuple(step(*tokens()).numpy().tobytes() for _ in range(2))
-    sent = sum(one.bytes for one in step.collectives())
-    return Seen(step.memory.peak, most_alive_bytes(step, *tokens()), sent, losses)
+    sent = sum(one.bytes for one in step.inspect.collectives())
+    return Seen(step.inspect.memory.peak, most_alive_bytes(step, *tokens()), sent, losses)
 
 
 def complaint(step: TrainStep, stage: int) -> tuple[str, bool]:
@@ -99,7 +99,7 @@ def report() -> Report:
     for fraction, budget in zip(FRACTIONS, budgets, strict=True):
         under[budget] = see(step, 3, budget, start)
         if fraction == 0.5:
-            names = [int(name.removeprefix("bucket")) for name, _ in gathered_buckets(step.graph().graph)]
+            names = [int(name.removeprefix("bucket")) for name, _ in gathered_buckets(step.inspect.graph.graph)]
             half = sorted(n for n in names if names.count(n) == 1), sorted({n for n in names if names.count(n) == 2})
     return Report(free, least, under, complaints, half)
 

@@ -134,7 +134,7 @@ def gathered_by_torch() -> tuple[bool, int]:
     with by_torch():
         found = trained(step, "mlp")
     target = torch.ops._c10d_functional.all_gather_into_tensor_out.default
-    return equal(found, exchanging), len(step.graph().graph.find_nodes(op="call_function", target=target))
+    return equal(found, exchanging), len(step.inspect.graph.graph.find_nodes(op="call_function", target=target))
 
 
 def test_collectives_of_torch_fill_rooms_as_well(pool: Pool) -> None:
@@ -213,8 +213,8 @@ def predicted_between() -> tuple[bool, bool, int, float]:
         same &= torch.equal(step(part(x), part(y)), other(part(x), part(y)))
         plain.load_state_dict(step.state_dict()["modules"]["model"])
         right &= torch.allclose(predict(part(x)), plain(part(x)), atol=1e-6)
-    filled = len(placeholders(predict.graph().graph, "gather_buffer"))
-    predicted = predict.memory.peak
+    filled = len(placeholders(predict.inspect.graph.graph, "gather_buffer"))
+    predicted = predict.inspect.memory.peak
     return same, right, filled, most_alive_bytes(predict, part(batches("mlp", 1)[0][0])) / predicted
 
 
@@ -327,7 +327,7 @@ def stages_in_turn() -> list[tuple[int, bool, int]]:
     for stage, (x, y) in zip((2, 3, 1), batches("mlp", 3), strict=True):
         step.config.enable_zero(stage=stage)
         same = torch.equal(step(part(x), part(y)), alone(part(x), part(y)))
-        found.append((len(rooms(step)), same, step.memory.at_rest - step.state_bytes()))
+        found.append((len(rooms(step)), same, step.inspect.memory.at_rest - step.state_bytes()))
     return found
 
 

@@ -40,7 +40,7 @@ def _trained(name: str, backend: Any) -> tuple[list[Tensor], TrainStep]:
 
 
 def _targets(step: TrainStep) -> Counter[Any]:
-    return Counter(node.target for node in step.graph().graph.nodes)
+    return Counter(node.target for node in step.inspect.graph.graph.nodes)
 
 
 @pytest.mark.parametrize("name", ["gpt_of_one_block", "conv"])
@@ -73,7 +73,7 @@ def test_gradients_of_products_are_made_in_their_bucket() -> None:
     _, step = _trained("gpt_of_one_block", "eager")
     copied = [
         node.args[1].meta["val"].shape
-        for node in step.graph().graph.find_nodes(op="call_function", target=aten.copy_.default)
+        for node in step.inspect.graph.graph.find_nodes(op="call_function", target=aten.copy_.default)
         if isinstance(node.args[1], fx.Node)
     ]
     # Layer norm yields its gradients with its input's, and an embedding's is scattered.
@@ -90,7 +90,7 @@ def test_what_backward_can_make_again_in_one_pass_is_not_kept() -> None:
     for least, found in ((2**62, kept), (1, remade)):
         with patch.multiple(recompute_cheap, _MIN_BYTES=least, _SHARE=1):
             losses, step = _trained.__wrapped__("gpt", "eager")
-        found += [losses, step.state_dict(), step.memory.kinds["activations"], _targets(step)]
+        found += [losses, step.state_dict(), step.inspect.memory.kinds["activations"], _targets(step)]
     torch.testing.assert_close(kept[:2], remade[:2], rtol=0, atol=0)
     blocks = 2
     # The activation function, and both layer norms; the last norm, before the head, too.

@@ -87,7 +87,7 @@ def gathered_at_once(stage: int) -> tuple[int, int]:
     step(part(x), part(y))
     with _Watch() as watch:
         step(part(x2), part(y2))
-    return watch.most, len({name for name, _ in gathered_buckets(step.graph().graph)})
+    return watch.most, len({name for name, _ in gathered_buckets(step.inspect.graph.graph)})
 
 
 def test_a_running_stage3_step_holds_few_gathered_buckets(pool: Pool) -> None:
@@ -133,7 +133,7 @@ def in_place(stage: int) -> tuple[list[str], list[bool]]:
     step = Case("gpt_of_one_block", stage).step()
     (x, y), *_ = batches("gpt_of_one_block", 1)
     step.compile(part(x), part(y))
-    copies = [state.name for _, state, _ in writes(step.graph().graph)]
+    copies = [state.name for _, state, _ in writes(step.inspect.graph.graph)]
     before = [tensor.data_ptr() for store in stores_of(step) for tensor in (store.flat, *store.state.values())]
     step(part(x), part(y))
     after = [tensor.data_ptr() for store in stores_of(step) for tensor in (store.flat, *store.state.values())]

@@ -94,7 +94,7 @@ def trained(policy: str, folder: str = "", rule: bool = False) -> tuple[list[Ten
     with warnings.catch_warnings(record=True, action="always") as caught:
         losses = [step(part(batch())) for _ in range(3)]
     values = [*losses, step.state_dict()["modules"]["first"]["weight"]]
-    moved = [one.kind for one in step.collectives() if not one.tensors[0].startswith(("first", "second"))]
+    moved = [one.kind for one in step.inspect.collectives() if not one.tensors[0].startswith(("first", "second"))]
     return values, [str(one.message) for one in caught if "rule" in str(one.message)], moved
 
 

@@ -53,7 +53,7 @@ def gpt(layers: int = 3, width: int = 16, tied: bool = True) -> Gpt:
 
 def again(step: zg.ZeroGraph) -> list[Any]:
     """The operators that backward runs again in the emitted graph, those of activation functions and norms included."""
-    return [node for node in step.graph().graph.nodes if node.meta.get("recomputed")]
+    return [node for node in step.inspect.graph.graph.nodes if node.meta.get("recomputed")]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def see(step: TrainStep, data: list[tuple[Tensor, Tensor]], start: dict[str, Any
     numbers = [step(*batch).numpy().tobytes() for batch in data]
     numbers += [value.numpy().tobytes() for value in step.state_dict()["modules"]["model"].values()]
     modules = tuple(dict.fromkeys(origin(node).module for node in again(step)))
-    sent = sum(one.bytes for one in step.collectives())
-    return Seen(tuple(numbers), step.memory.peak, most_alive_bytes(step, *data[0]), sent, modules)
+    sent = sum(one.bytes for one in step.inspect.collectives())
+    return Seen(tuple(numbers), step.inspect.memory.peak, most_alive_bytes(step, *data[0]), sent, modules)
 
 
 def every_stage() -> dict[tuple[int, str], Seen]:
@@ -147,9 +147,9 @@ class Ways:
 
 def test_deep_models_keep_little_more_than_what_enters_them() -> None:
     ways = Ways(gpt(4, 32))
-    losses, plain, live = ways.train("none"), ways.step.memory, most_alive_bytes(ways.step, *ways.data[0])
+    losses, plain, live = ways.train("none"), ways.step.inspect.memory, most_alive_bytes(ways.step, *ways.data[0])
     assert torch.equal(ways.train("blocks"), losses)
-    memory, saved = ways.step.memory, live - most_alive_bytes(ways.step, *ways.data[0])
+    memory, saved = ways.step.inspect.memory, live - most_alive_bytes(ways.step, *ways.data[0])
     assert plain.peak - memory.peak == pytest.approx(saved, rel=0.01)
     # Of each block its input, in fp32; and at the peak one block's own activations, and their gradients.
     inputs, one_block = 4 * 16 * 12 * 32 * 4, plain.kinds["activations"] / 4
@@ -160,14 +160,14 @@ def test_deep_models_keep_little_more_than_what_enters_them() -> None:
 
 def test_a_budget_is_met_with_as_little_work_as_it_takes() -> None:
     ways = Ways(gpt(3, 96))
-    losses, plain, unasked = ways.train("none"), ways.step.memory, ways.products_again()
+    losses, plain, unasked = ways.train("none"), ways.step.inspect.memory, ways.products_again()
     peak, activations = plain.peak, plain.kinds["activations"]
     with pytest.raises(zg.MemoryBudgetError, match=r"config\.memory\.activation_checkpointing = 'auto'"):
         ways.train("none", peak - 1)
     done = []
     for budget in (peak, peak - activations // 20, peak - activations // 3):
         assert torch.equal(ways.train("auto", budget), losses)
-        assert ways.step.memory.peak <= budget
+        assert ways.step.inspect.memory.peak <= budget
         done.append(ways.products_again())
     assert done[0] == unasked
     assert done[0][False] < done[1][False] < done[2][False]
@@ -233,7 +233,7 @@ def test_a_model_of_transformers() -> None:
         one.config.memory.activation_checkpointing = way
         one.load_state_dict(start)
         losses.append([float(one(tokens)) for _ in range(2)])
-        peaks.append(one.memory.peak)
+        peaks.append(one.inspect.memory.peak)
     assert losses[0] == losses[1] == losses[2]
     assert max(peaks[1:]) < 0.75 * peaks[0]
 

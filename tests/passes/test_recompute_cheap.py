@@ -62,7 +62,7 @@ def batch(width: int = 512) -> Tensor:
 def test_no_bit_changes_and_the_peak_falls_as_predicted() -> None:
     step, plain = Step(), Step(disable=("recompute_cheap",))
     assert [float(step(batch())) for _ in range(2)] == [float(plain(batch())) for _ in range(2)]
-    saved = plain.memory.peak - step.memory.peak
+    saved = plain.inspect.memory.peak - step.inspect.memory.peak
     # Of each block before the last at least silu times up, in bf16.
     assert saved >= 0.9 * 2 * 256 * 2 * 512 * 2
     measured = most_alive_bytes(plain, batch()) - most_alive_bytes(step, batch())
@@ -73,7 +73,7 @@ def test_a_narrow_model_saves_what_would_take_long_beside_its_products() -> None
     step = Step(width=8)
     x = torch.randn(2**13, 8)
     step(x)
-    again = [node.target for node in step.graph().graph.nodes if node.meta.get("recomputed")]
+    again = [node.target for node in step.inspect.graph.graph.nodes if node.meta.get("recomputed")]
     assert aten.silu.default not in again
 
 
@@ -82,7 +82,7 @@ def test_the_input_of_two_products_is_cast_once() -> None:
     step(batch())
     casts = [
         node
-        for node in step.graph().graph.find_nodes(op="call_function", target=aten._to_copy.default)
+        for node in step.inspect.graph.graph.find_nodes(op="call_function", target=aten._to_copy.default)
         if node.meta["origin"].phase == "forward" and node.args[0].target is aten.mul.Tensor
     ]
     assert len(casts) == 3

@@ -19,8 +19,8 @@ def check(compute: Computation, operator: object, *, stays: bool) -> None:
     x = torch.randn(6, 6)
     graph = Function(compute)
     assert torch.equal(graph(x), compute(x))
-    assert any(node.target is operator for node in graph.graph("capture").graph.nodes)
-    assert any(node.target is operator for node in graph.graph("simplify").graph.nodes) is stays
+    assert any(node.target is operator for node in graph.inspect.graph_after("capture").graph.nodes)
+    assert any(node.target is operator for node in graph.inspect.graph_after("simplify").graph.nodes) is stays
 
 
 @pytest.mark.parametrize(

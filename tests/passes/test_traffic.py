@@ -74,7 +74,7 @@ def exchanged(name: str, stage: int) -> tuple[list[Collective], int, int]:
         step(part(x), part(y))
     with sent() as messages:
         step(part(x2), part(y2))
-    return step.collectives(), sum(messages), len(messages)
+    return step.inspect.collectives(), sum(messages), len(messages)
 
 
 @sliced("name, stage, ranks", [("conv", 1, 2), ("mlp", 3, 3)], [("gpt_of_one_block", 3, 2)])
@@ -104,7 +104,7 @@ def _traffic(name: str, stage: int) -> tuple[list[Collective], float, Counter[st
     counts = Counter({str(op): n for op, n in debug.get_comm_counts().items() if "c10d_functional" in str(op)})
     counts["c10d_functional.all_reduce_"] = seen.in_place
     counts["gather_pieces"] = seen.gathers
-    return step.collectives(), seen.bytes, counts, len(stores_of(step))
+    return step.inspect.collectives(), seen.bytes, counts, len(stores_of(step))
 
 
 @sliced(

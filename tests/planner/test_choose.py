@@ -48,7 +48,7 @@ def run(budget: int, folder: Path | None) -> tuple[Any, Any, dict[str, Any]]:
     about = {
         "mode": auto.config.zero.mode,
         "stage": auto.config.zero.stage,
-        "peak": auto.memory.peak,
+        "peak": auto.inspect.memory.peak,
         "optimizer": auto.config.memory.offload.optimizer is not None,
         "parameters": auto.config.memory.offload.parameters is not None,
         "files": 0 if folder is None else len(os.listdir(folder)),

@@ -129,7 +129,7 @@ def sent_in_a_step(hosts: str, stage: int, wire_format: str) -> tuple[int, int]:
         with patch.object(dist, "isend", wraps=dist.isend) as send:
             step(x, y)
         # A sum of one number is not cut in two.
-        listed = sum(one.between for one in step.collectives() if one.tensor_bytes > 8)
+        listed = sum(one.between for one in step.inspect.collectives() if one.tensor_bytes > 8)
     return sum(call.args[0].nbytes for call in send.call_args_list if call.args[0].nbytes > 8), listed
 
 

@@ -164,7 +164,7 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
             read = bytes_read() - before
             job = join(timeout)
             assert (direct.hosts(job).groups == (None,)) == sockets
-            planned = sum(one.bytes for one in step.collectives())
+            planned = sum(one.bytes for one in step.inspect.collectives())
             state = step.state_dict()["modules"]["model"]
             results.append(([*losses, *state.values()], 3 * planned, read, 0 if sockets else kept(job)))
     return results

@@ -219,7 +219,7 @@ def test_equal_layers_are_handed_to_inductor_once(monkeypatch: pytest.MonkeyPatc
     step = adam_step("gpt", 2, backend="eager", **OPTIONS)
     (x, y), *_ = batches("gpt", 1)
     step.compile(x, y)
-    graph = step.graph()
+    graph = step.inspect.graph
     found = [inductor.signature(one) for one in cut(graph.graph) if isinstance(one, Piece)]
     compiled: list[fx.GraphModule] = []
 

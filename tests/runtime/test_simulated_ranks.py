@@ -28,7 +28,7 @@ def simulated(rank: int, stage: int) -> tuple[int, list[str]]:
     step = adam_step("gpt_of_one_block", stage)
     for x, y in batches("gpt_of_one_block", 2):
         step(x, y)
-    return step.state_bytes(), [one.kind for one in step.collectives()]
+    return step.state_bytes(), [one.kind for one in step.inspect.collectives()]
 
 
 def test_a_rank_of_simulated_ones_holds_its_part_of_the_state(process: ProcessPoolExecutor) -> None:

@@ -112,7 +112,7 @@ def predicted_and_seen(folder: Path) -> tuple[zg.Memory, int, int, int]:
     batch = [part(tensor) for tensor in batches("gpt_of_one_block", 1)[0]]
     step(*batch)
     everything = sum(parameter.numel() * 4 for parameter in model.parameters())
-    return step.memory, most_alive_bytes(step, *batch), step.state_bytes(), everything
+    return step.inspect.memory, most_alive_bytes(step, *batch), step.state_bytes(), everything
 
 
 def test_the_memory_forecast_knows_what_is_in_files(pool: Pool, tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def under_a_budget(folder: Path) -> tuple[int, int, list[Tensor], list[Tensor]]:
         into_files(step, place)
         losses.append([step(*map(part, batch)) for batch in batches("gpt_of_one_block", 2)])
         # More than half of what rests in memory is missing then: no schedule makes up for that.
-        budget = step.memory.peak - step.memory.at_rest // 2
-    return int(step.config.memory_bytes or 0), step.memory.peak, *losses
+        budget = step.inspect.memory.peak - step.inspect.memory.at_rest // 2
+    return int(step.config.memory_bytes or 0), step.inspect.memory.peak, *losses
 
 
 def test_a_budget_is_kept_that_only_files_can_keep(pool: Pool, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def prepare_for_sizes(prepare: Callable[[], PreparedStep], sizes: Sizes | None, 
 def keeps_budget(step: CompiledStep, batch: Batch) -> bool:
     """Return whether a step keeps its memory budget for the sizes of a call. All ranks return the same.
 
-    Sizes that it keeps the budget for are remembered, and ``step.memory`` is then predicted for them.
+    Sizes that it keeps the budget for are remembered, and ``step.inspect.memory`` is then predicted for them.
     """
     budget, sizes = step.context.memory.budget, step.captured.sizes
     if budget is None or sizes is None:

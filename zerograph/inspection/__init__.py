@@ -3,8 +3,7 @@
 from zerograph.inspection.collectives import Collective
 from zerograph.inspection.diff import Change, Diff, compare
 from zerograph.inspection.lifetime import Event, Life
-from zerograph.inspection.placements import owners, placements
-from zerograph.inspection.step import Inspection, Prepared, Views
+from zerograph.inspection.step import Inspection, Prepared
 
 __all__ = [
     "Change",
@@ -14,8 +13,5 @@ __all__ = [
     "Inspection",
     "Life",
     "Prepared",
-    "Views",
     "compare",
-    "owners",
-    "placements",
 ]

@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 
 def explain(step: PreparedStep, asked: str) -> Life:
-    """Return the lifetime of the tensor of that name; see :meth:`zerograph.inspection.step.Views.explain`."""
+    """Return the lifetime of the tensor of that name; see :meth:`zerograph.inspection.step.Inspection.explain`."""
     name = step.aliases.get(asked, asked)
     finder = _Finder(step, asked)
     for bucket in step.context.buckets:

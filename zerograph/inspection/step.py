@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,19 +30,16 @@ if TYPE_CHECKING:
     import networkx
 
 
-class Views:
-    """Read-only views of a step: text, diffs, the life of a tensor, memory, traffic, exports.
+class Inspection:
+    """Read-only views of a step: text, diffs, the life of a tensor, memory, traffic, exports."""
 
-    ``ZeroGraph`` shows the step that it compiled last, :class:`Inspection` the step of its argument.
-    """
-
-    # Returns the step to look at, or raises ConfigError: nothing is compiled yet.
-    _inspected: Callable[[], PreparedStep]
+    def __init__(self, step: PreparedStep) -> None:
+        self.step = step
 
     @property
     def passes(self) -> tuple[PassRecord, ...]:
         """Return name, summary, graph, number of nodes and seconds of each pass."""
-        return self._inspected().passes
+        return self.step.passes
 
     @property
     def memory(self) -> Memory:
@@ -50,12 +47,11 @@ class Views:
 
         The prediction is exact within some percent if nodes run one by one (backend ``"eager"``).
         """
-        return profile(self._inspected().emitted).memory()
+        return profile(self.emitted).memory()
 
     def collectives(self) -> list[Collective]:
         """List the collectives in order: kind, bytes, tensors, phase. A collective appears once per run."""
-        step = self._inspected()
-        return [each for each, times in collectives(step.emitted, step.context) for _ in range(times)]
+        return [each for each, times in collectives(self.emitted, self.context) for _ in range(times)]
 
     def text(self, pass_name: str | None = None, module: str | None = None) -> str:
         """Show a graph, one node per line: module path and name, operator, dtype, SBP, global and local shape, source.
@@ -66,13 +62,13 @@ class Views:
             module: qualified name of a module: show only its nodes.
 
         Raises:
-            ConfigError: nothing is compiled yet, there is no such pass, or the module has no nodes.
+            ConfigError: there is no such pass, or the module has no nodes.
         """
-        (shown,) = Inspection(self._inspected()).texts(pass_name, module=module)
+        (shown,) = self.texts(pass_name, module=module)
         return "\n".join(shown)
 
     def diff(self, before: str, after: str, module: str | None = None) -> Diff:
-        """Compare the graphs after two passes: ``print(step.diff("place", "box"))``.
+        """Compare the graphs after two passes: ``print(step.inspect.diff("place", "box"))``.
 
         Returns a unified diff of :meth:`text`. Lines that only moved are marked as moved. ``str()`` is coloured in a
         terminal.
@@ -82,9 +78,9 @@ class Views:
             module: qualified name of a module: compare only its nodes.
 
         Raises:
-            ConfigError: nothing is compiled yet, there is no such pass, or the module has no nodes.
+            ConfigError: there is no such pass, or the module has no nodes.
         """
-        old, new = Inspection(self._inspected()).texts(before, after, module=module)
+        old, new = self.texts(before, after, module=module)
         return compare(old, new, (before, after))
 
     def explain(self, name: str) -> Life:
@@ -98,9 +94,9 @@ class Views:
                 module, for its output.
 
         Raises:
-            ConfigError: nothing is compiled yet, or there is no such tensor; the message lists close names.
+            ConfigError: there is no such tensor; the message lists close names.
         """
-        return explain(self._inspected(), name)
+        return explain(self.step, name)
 
     def to_networkx(self, pass_name: str | None = None) -> networkx.MultiDiGraph[str]:
         """Export the graph after a pass, or the graph that runs.
@@ -108,20 +104,9 @@ class Views:
         Its attributes are those of :func:`zerograph.inspection.nodes.to_networkx`; all are numbers and strings.
 
         Raises:
-            ConfigError: nothing is compiled yet, or there is no such pass.
+            ConfigError: there is no such pass.
         """
-        step = Inspection(self._inspected())
-        return to_networkx(step.graph_after(pass_name).graph, step.context)
-
-
-class Inspection(Views):
-    """Views of one step."""
-
-    def __init__(self, step: PreparedStep) -> None:
-        self.step = step
-
-    def _inspected(self) -> PreparedStep:
-        return self.step
+        return to_networkx(self.graph_after(pass_name).graph, self.context)
 
     @property
     def captured(self) -> Captured:
@@ -147,6 +132,11 @@ class Inspection(Views):
     def emitted(self) -> fx.Graph:
         """The graph that a rank runs, with zerograph's metadata in ``node.meta``."""
         return self.step.emitted
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph that a rank runs, as a module; that of a micro-batch is its ``micro_batches.body``."""
+        return self.step.graph
 
     def graph_after(self, name: str | None = None) -> fx.GraphModule:
         """Return the graph after the pass of that name, or after the last one.
@@ -200,11 +190,6 @@ class Prepared(Inspection):
     def update_seconds(self) -> float:
         """Seconds that tracing the optimizers' updates took; 0 if all were cached."""
         return self.step.update_seconds
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """The graph that a rank runs, as a module."""
-        return self.step.graph
 
     def placements(self) -> dict[str, Sbp | NdSbp]:
         """Return the SBP between steps of every parameter and entry of optimizer state, by qualified name."""

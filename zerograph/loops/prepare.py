@@ -299,8 +299,8 @@ def full_parameters(module: nn.Module, *, modifier_rank: int | None = None) -> I
 def step_of(prepared: nn.Module | torch.optim.Optimizer, *others: torch.optim.Optimizer) -> ZeroGraph:
     """Return the graph of a prepared module's last training call, or of the updates of optimizers.
 
-    To look at it: ``zg.step_of(model).report("step.html")``, ``zg.step_of(optimizer).memory``. To save and load the
-    loop's modules and these optimizers in parts: ``zg.step_of(optimizer).save(folder)``.
+    To look at it: ``zg.step_of(model).inspect.report("step.html")``, ``zg.step_of(optimizer).inspect.memory``. To save
+    and load the loop's modules and these optimizers in parts: ``zg.step_of(optimizer).save(folder)``.
 
     Args:
         prepared: a prepared module or optimizer.

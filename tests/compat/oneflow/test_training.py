@@ -77,7 +77,7 @@ def checkpointed() -> dict[str, Any]:
         for block in list(model)[:3]:
             block.to(nn.graph.GraphModule).activation_checkpointing = mode
         losses = trained(graph, batches())
-        again = sum(bool(node.meta.get("recomputed")) for node in graph.graph().graph.nodes)
+        again = sum(bool(node.meta.get("recomputed")) for node in graph.inspect.graph.graph.nodes)
         found[mode] = losses, again, block.to(nn.graph.GraphModule).activation_checkpointing
     return found
 

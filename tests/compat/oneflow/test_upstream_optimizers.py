@@ -242,7 +242,7 @@ def test_hooks_of_a_step_run_once_and_fused_updates_stay_torchs() -> None:
         graph = LossGraph(model, kind(model.parameters(), weight_decay=0.1, fused=True), 0)
         for row in rows[:3]:
             graph(torch.from_numpy(row))
-        names = [str(node.target) for node in graph.graph().graph.nodes]
+        names = [str(node.target) for node in graph.inspect.graph.graph.nodes]
         assert any("fused_adamw" in name for name in names)
     for mine, torchs in zip(*(model.state_dict().values() for model in models), strict=True):
         assert torch.equal(mine, torchs)

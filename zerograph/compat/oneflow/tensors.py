@@ -140,7 +140,7 @@ def _located(x: Tensor, attribute: str) -> tuple[placement | DeviceMesh, NdSbp]:
 
 _MISSING_IN_BUILD = (
     "inside build() only parameters and buffers have .sbp and .placement: the compiler places all other tensors after "
-    "it has traced build(); graph.placements() and print(graph) show its choice"
+    "it has traced build(); graph.inspect.placements() and print(graph) show its choice"
 )
 
 

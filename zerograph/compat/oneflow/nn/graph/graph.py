@@ -355,12 +355,12 @@ def _filled(now: Mapping[str, Mapping[str, Any]], loaded: Mapping[str, Any]) -> 
 
 def _report(graph: ZeroGraph, title: str, level: int) -> str:
     """Return a line at level 0; 1 adds the passes, 2 the operators of the graph, 3 the user's line of each."""
-    seconds = sum(record.seconds for record in graph.passes)
-    lines = [f"{title} compiled in {seconds:.2f} s, {len(graph.collectives())} collectives"]
+    seconds = sum(record.seconds for record in graph.inspect.passes)
+    lines = [f"{title} compiled in {seconds:.2f} s, {len(graph.inspect.collectives())} collectives"]
     if level >= 1:
-        lines += [f"  pass {p.name}: {p.nodes} nodes, {p.seconds:.3f} s. {p.summary}" for p in graph.passes]
+        lines += [f"  pass {p.name}: {p.nodes} nodes, {p.seconds:.3f} s. {p.summary}" for p in graph.inspect.passes]
     if level >= 2:
-        for node in graph.graph().graph.nodes:
+        for node in graph.inspect.graph.graph.nodes:
             sbp = node.meta.get("sbp")
             where = origin(node)
             line = f"  {node.format_node() or node.name}{f'  {show(sbp)}' if isinstance(sbp, tuple) else ''}"
