@@ -1,4 +1,4 @@
-"""What a release has written is read by this version, or refused by name."""
+"""This version reads the files of each release, or refuses a compiled step and names what differs."""
 
 from __future__ import annotations
 
