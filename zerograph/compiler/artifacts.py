@@ -30,7 +30,7 @@ from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
-from zerograph.config import Config
+from zerograph.config import Config, place
 from zerograph.errors import ArtifactError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.dims import Dim
@@ -65,7 +65,7 @@ def requirements(members: Members, facts: Mapping[str, str], config: Config) -> 
         config: the graph's options.
     """
     device = "accelerator" if members.meta is None else members.meta.type
-    options = {f"config.{name}": str(value) for name, value in config.options().items() if name not in _OTHER_OPTIONS}
+    options = {place(name): str(value) for name, value in config.options().items() if name not in _OTHER_OPTIONS}
     return {
         "loss scaling": str(config.scaler is not None),
         **options,

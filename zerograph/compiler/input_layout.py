@@ -72,7 +72,7 @@ def with_rows(mesh: Mesh, config: Config) -> Mesh:
         return mesh
     if mesh.size % ranks:
         option = "context_parallel" if config.mesh.context_parallel > 1 else "expert_parallel"
-        raise PlacementError(f"config.{option} = {ranks} does not divide the {mesh.size} ranks of the job")
+        raise PlacementError(f"config.mesh.{option} = {ranks} does not divide the {mesh.size} ranks of the job")
     groups = tuple(f"{mesh.groups[0]}{dim}" for dim in range(2))
     return Mesh((mesh.size // ranks, ranks), divmod(mesh.position[0], ranks), groups)
 
