@@ -97,7 +97,7 @@ class Loop:
                 check_target(config, resolve(config.backend, device)[1], device)
         self._use_slices(config)
         self.modules, self.optimizers, self.config = dict(modules), list(optimizers), config
-        self.members = {**modules, "loose": nn.ParameterList()}
+        self.members = dict(modules)
         self.schedulers: list[LRScheduler] = []
         self.busy, self.has_loader, self.splits_rows, self.is_scaled = False, False, False, False
         self._forward = Update(self.members, (), config)
@@ -323,10 +323,12 @@ class Loop:
         """Make the parameters of optimizers that no module has, as of a layer that was removed, the loop's own."""
         known = {id(one) for module in self.modules.values() for one in module.parameters()}
         trained = {id(one): one for optimizer in self.optimizers for one in parameters_of(optimizer)}
-        loose = [one for key, one in trained.items() if key not in known]
-        if [*map(id, loose)] != [*map(id, self.members["loose"].parameters())]:
+        loose = {key: one for key, one in trained.items() if key not in known}
+        before = self.members.pop("loose", None)
+        if loose:
             # Graphs look at the modules anew if one is another object.
-            self.members["loose"] = nn.ParameterList(loose)
+            is_same = before is not None and [*map(id, before.parameters())] == [*loose]
+            self.members["loose"] = before if is_same else nn.ParameterList(loose.values())  # type: ignore[assignment]
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
