@@ -41,7 +41,7 @@ class GptStep(zg.ZeroGraph):
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused))
-        self.config.enable_zero(True, stage=3)
+        self.config.zero.stage = 3
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.model(x).flatten(0, 1), y.flatten())

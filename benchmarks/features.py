@@ -74,7 +74,7 @@ def _all_in_files(config: zg.Config, folder: str) -> None:
 
 def _everything(config: zg.Config, folder: str) -> None:
     config.enable_amp(dtype=torch.bfloat16)
-    config.set_gradient_accumulation_steps(4)
+    config.gradient_accumulation_steps = 4
     config.memory.activation_checkpointing = "blocks"
     _all_in_files(config, folder)
 
@@ -83,7 +83,7 @@ FEATURES: Mapping[str, Feature] = {
     "none": lambda config, folder: None,
     "bf16": lambda config, folder: config.enable_amp(dtype=torch.bfloat16),
     "fp16": lambda config, folder: config.enable_amp(dtype=torch.float16),
-    "accumulation": lambda config, folder: config.set_gradient_accumulation_steps(4),
+    "accumulation": lambda config, folder: config.set(gradient_accumulation_steps=4),
     "recompute": lambda config, folder: config.set(activation_checkpointing="blocks"),
     "state in files": _in_files,
     "all in files": _all_in_files,

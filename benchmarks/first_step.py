@@ -67,7 +67,7 @@ def rank_main(kind: str, layers: int, backend: str) -> None:
     began, before = time.perf_counter(), sum(os.times()[:4])
     step: Any = plain_step(trained, model, fused=kind == "fused") if kind in PLAIN else TrainStep(trained, model)
     if kind not in PLAIN:
-        step.config.enable_zero(kind != "0", stage=int(kind) or 1)
+        step.config.set(stage=int(kind))
         step.config.backend = backend
     loss = float(step(x, y))
     print("measured", time.perf_counter() - began, sum(os.times()[:4]) - before, loss, flush=True)

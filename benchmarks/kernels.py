@@ -101,7 +101,7 @@ def ours(size: str, ranks: int) -> Counter[str]:
     batch = [part.to("meta") for part in task.batches(0)[0]]
     step = _Step(task, model)
     step.config.backend = "inductor"
-    step.config.enable_zero(True, stage=2 if ranks == 1 else 3)
+    step.config.zero.stage = 2 if ranks == 1 else 3
     graph = step.prepare(mesh_of(ranks, 0, "ranks"), *batch, device="meta").graph
     with patch.object(_torch, "inductor", _counted):
         program = compile_pieces(graph)

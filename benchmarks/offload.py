@@ -55,7 +55,7 @@ class Step(zg.ZeroGraph):
         super().__init__()
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
-        self.config.enable_zero(True, stage=1)
+        self.config.zero.stage = 1
         self.config.zero.bucket_size = 4 * WIDTH**2
         if folder is not None:
             self.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))

@@ -81,7 +81,7 @@ class Step(zg.ZeroGraph):
         super().__init__()
         self.model = model
         self.add_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-        self.config.enable_zero(stage=1)
+        self.config.zero.stage = 1
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(self.model(x), y)

@@ -22,7 +22,7 @@ def eager_step(task: Task, stage: int = 0, **options: Any) -> TrainStep:
         options: further options of its configuration.
     """
     step = TrainStep(task, task.model())
-    step.config.enable_zero(stage > 0, stage=stage or 1)
+    step.config.zero.stage = stage
     step.config.backend = "eager"
     step.config.set(**options)
     return step

@@ -20,7 +20,7 @@ GROUPS: tuple[tuple[str, str, str], ...] = (
     (
         "What is sharded, and where",
         "[stages](stages.md), [meshes](meshes.md)",
-        "mode stage shard_min_size bucket_size shard_dims placement input_sbp",
+        "stage shard_by shard_min_size bucket_size shard_dims placement input_sbp",
     ),
     (
         "Sequences and experts",

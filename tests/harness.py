@@ -168,7 +168,7 @@ def batch_on(step: zg.ZeroGraph, ranks: Mesh, *args: Any, **kwargs: Any) -> Batc
 
 def set_stage(step: zg.ZeroGraph, stage: int) -> None:
     """Set a ZeRO stage; 0 is plain data parallel."""
-    step.set_zero_mode("distributed_split" if stage else "off", stage=stage or 1)
+    step.config.set(stage=stage)
 
 
 def each_stage(step: zg.ZeroGraph, stages: Iterable[int]) -> Iterator[int]:

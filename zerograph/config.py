@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -39,7 +40,7 @@ from zerograph.ir.pass_edits import PassEdit
 from zerograph.ir.precision import LOW_DTYPES
 from zerograph.ir.sbp import Sbp, Split, broadcast
 from zerograph.ir.wire import WireFormat, block_of, wire_complaint
-from zerograph.ir.zero import DEFAULT_STAGE, MODES, STAGES, Mode, Stage, ZeroPolicy, policy
+from zerograph.ir.zero import DEFAULT_STAGE, STAGES, ShardBy, Stage, ZeroPolicy, mode_of, options_of_mode, policy
 
 
 class Options:
@@ -68,25 +69,25 @@ class Options:
 class ZeroOptions(Options):
     """ZeRO: what is sharded, and how. ``config.zero``."""
 
-    mode: Mode = option(
-        "off",
-        one_of(*MODES, advice=f"unknown ZeRO mode; choose one of {', '.join(map(repr, MODES))}"),
-        """``"distributed_split"`` (ZeRO with shards that cut through parameters), ``"non_distributed"`` (ZeRO with
-        whole parameters on each rank, balanced by size) or ``"off"`` (plain data parallel, the default). The mode does
-        not change numbers, except that fused kernels may round the last few elements of a shard differently. All
-        shards of a bucket are as long as the longest one: with ``"non_distributed"``, a parameter larger than all
-        others together takes as much memory on every rank as on its owner.""",
-    )
     stage: Stage = option(
-        DEFAULT_STAGE,
+        0,
         Check(
-            lambda value: (type(value) is int and value in STAGES) or is_one_of(value, "auto"),
-            "unknown ZeRO stage; choose 1, 2 or 3, or 'auto', or the mode 'off', which zg.prepare(stage=0) sets",
+            lambda value: (type(value) is int and (value == 0 or value in STAGES)) or is_one_of(value, "auto"),
+            "unknown ZeRO stage; choose 0, 1, 2 or 3, or 'auto'",
         ),
-        """1, 2 or 3: what is split between the ranks; see :mod:`zerograph.ir.zero`. Default 2. Ignored while the mode
-        is ``"off"``. ``"auto"``, in any mode: the first call searches for the fastest plan that fits ``memory_budget``,
-        with recomputation, offload and accumulation as needed, and writes it into these options; see
-        :mod:`zerograph.planner.choose`. Files are used only if ``offload_optimizer`` names a directory.""",
+        """What is split between the ranks: 1: optimizer state, 2: gradients too, 3: parameters too; see
+        :mod:`zerograph.ir.zero`. 0 (default): nothing, plain data parallel. The stage does not change numbers, except
+        that fused kernels may round the last few elements of a shard differently. ``"auto"``: the first call searches
+        for the fastest plan that fits ``memory_budget``, with recomputation, offload and accumulation as needed, and
+        writes it into these options; see :mod:`zerograph.planner.choose`. Files are used only if ``offload`` names a
+        directory.""",
+    )
+    shard_by: ShardBy = option(
+        "elements",
+        one_of("elements", "parameters"),
+        """``"elements"`` (default): shards cut through parameters. ``"parameters"``: each rank stores and updates whole
+        parameters, balanced by size. All shards of a bucket are as long as the longest one: a parameter larger than all
+        others together takes as much memory on every rank as on its owner.""",
     )
     shard_min_size: int = option(0, whole_number(0, "elements"), "Smaller parameters stay on every rank. Default 0.")
     bucket_size: int | None = option(
@@ -408,17 +409,18 @@ class Config(Options):
             if name not in _FORMER:
                 super().__setattr__(name, value)
             else:
-                new, value = _current(name, value, self.memory.offload)
-                warn_user(f"config.{name} is {place(new)}{_part(name)} now; the old name goes in 0.3")
-                setattr(self._home(new), new, value)
+                warn_user(f"config.{name} is {_FORMER[name]} now; {_UNTIL}")
+                self.set(**_today(name, value, self))
 
         def __getattr__(self, name: str) -> Any:
             if name not in _FORMER:
                 return super().__getattr__(name)
-            new = _successor(name)
-            warn_user(f"config.{name} is {place(new)}{_part(name)} now; the old name goes in 0.3")
-            value = getattr(self._home(new), new)
-            return getattr(value, _OFFLOADS[name]) if name in _OFFLOADS else value
+            warn_user(f"config.{name} is {_FORMER[name]} now; {_UNTIL}")
+            if name == "mode":
+                return mode_of(self.zero.stage, self.zero.shard_by)
+            if name in _OFFLOADS:
+                return getattr(self.memory.offload, _OFFLOADS[name])
+            return self.options()[RENAMED.get(name, name)]
 
     def _home(self, name: str) -> Options:
         """Return the object that has the option."""
@@ -431,7 +433,7 @@ class Config(Options):
         Raises:
             ConfigError: an option does not exist or cannot have its value.
         """
-        options = option_values(options, self.memory.offload)
+        options = option_values(options, self)
         for config in (copy.copy(self), self) if options else ():
             for name, value in options.items():
                 setattr(config._home(name), name, value)
@@ -443,20 +445,6 @@ class Config(Options):
     def parts(self) -> list[Options]:
         """Return the objects that have the options: the groups, and the configuration itself."""
         return [*(getattr(self, name) for name in _GROUPS), self]
-
-    def enable_zero(self, mode: bool | Mode = True, *, stage: Stage = DEFAULT_STAGE, shard_min_size: int = 0) -> None:
-        """Set ZeRO's ``mode``, ``stage`` and ``shard_min_size``.
-
-        Args:
-            mode: True means ``"distributed_split"``, False means ``"off"``.
-
-        Raises:
-            ConfigError: there is no such mode or stage. Nothing is changed.
-        """
-        if not isinstance(mode, (str, bool)):
-            raise ConfigError(f"enable_zero({mode!r:.60}): give True, False or a mode, and the stage as stage=")
-        mode_name: Mode = mode if isinstance(mode, str) else "distributed_split" if mode else "off"
-        self.set(mode=mode_name, stage=stage, shard_min_size=shard_min_size)
 
     def enable_amp(self, enabled: bool = True, *, dtype: torch.dtype = torch.bfloat16) -> None:
         """Turn mixed precision on or off: compute in ``dtype``, keep fp32 master weights. For fp16 the loss is scaled.
@@ -485,8 +473,14 @@ class Config(Options):
         scaler = self.precision.grad_scaler
         return scaler if scaler is not None and scaler.enabled else None
 
+    def enable_zero(self, mode: bool | str = True, *, stage: Stage = DEFAULT_STAGE, shard_min_size: int = 0) -> None:
+        """Set ``config.zero``, under a former name."""
+        warn_user(f"config.enable_zero() is config.zero.stage and config.zero.shard_by now; {_UNTIL}")
+        self.set(**options_of_mode(mode, stage), shard_min_size=shard_min_size)
+
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Set ``gradient_accumulation_steps``, under OneFlow's name."""
+        """Set ``config.gradient_accumulation_steps``, under a former name."""
+        warn_user(f"config.set_gradient_accumulation_steps() is config.gradient_accumulation_steps now; {_UNTIL}")
         self.gradient_accumulation_steps = steps
 
     def offload_optimizer(
@@ -518,23 +512,21 @@ class Config(Options):
             f"config.offload_{part}(...) is config.memory.offload = zg.Offload({part}=...) now; the old name goes in "
             "0.3"
         )
-        self.set(offload=_with(self.memory.offload, part, None if device is None else OffloadTo(device, *target)))
+        new: dict[str, Any] = {part: None if device is None else OffloadTo(device, *target)}
+        self.memory.offload = replace(self.memory.offload, **new)
 
     @property
     def policy(self) -> ZeroPolicy:
-        """The ZeRO policy of the mode and stage.
+        """The ZeRO policy of the stage.
 
         Raises:
             ConfigError: the stage is ``"auto"``, and not chosen yet.
         """
-        mode, stage = self.zero.mode, self.zero.stage
-        if stage != "auto":
-            return policy(mode, stage)
-        if mode == "off":
-            return policy(mode, 1)
+        if self.zero.stage != "auto":
+            return policy(self.zero.stage, self.zero.shard_by)
         raise ConfigError(
             "config.zero.stage is 'auto': the first call of the graph chooses the stage\n"
-            "Call it, or set 1, 2 or 3; zg.plan(..., stage='auto') searches for it without running anything."
+            "Call it, or set 0, 1, 2 or 3; zg.plan(..., stage='auto') searches for it without running anything."
         )
 
     @property
@@ -552,16 +544,15 @@ class Config(Options):
         return tuple(map(hashable, self.options().values()))
 
     def shown(self, *, changed: bool = False) -> str:
-        """Return the options as text that is equal on all ranks; with ``changed`` only mode, stage and changed ones."""
+        """Return the options as text that is equal on all ranks; with ``changed`` only the stage and changed ones."""
         values = self.options()
         if changed:
             default = Config().options()
-            values = {k: v for k, v in values.items() if k in ("mode", "stage") or v != default[k]}
-            if self.zero.mode == "off" and self.zero.stage != "auto":
-                del values["stage"]
+            values = {k: v for k, v in values.items() if k == "stage" or v != default[k]}
         return ", ".join(f"{k}={_shown(v)}" for k, v in values.items())
 
 
+_UNTIL = "the old name goes in 0.3"
 # Names of before 0.1.0, for two minor releases.
 RENAMED = {
     "attention": "context_parallel_method",
@@ -572,6 +563,7 @@ RENAMED = {
 }
 
 
+# Parts of what is one option today.
 _OFFLOADS = {
     "optimizer_offload": "optimizer",
     "parameter_offload": "parameters",
@@ -579,43 +571,35 @@ _OFFLOADS = {
 }
 
 
-def option_values(options: Mapping[str, Any], offload: Offload) -> dict[str, Any]:
+def option_values(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Return options that were given as keywords, by name; former names are translated with a warning.
 
     Args:
         options: the keywords.
-        offload: the value of ``offload`` that former names of its parts change.
+        config: the options that are not given.
 
     Raises:
         ConfigError: there is no such option; names the closest one.
     """
     values: dict[str, Any] = {}
-    for name, value in options.items():
-        new, values_of_today = _current(name, value, values.get("offload", offload))
-        if new != name:
-            warn_user(f"the option {name!r} is called {new!r} now{_part(name)}; the old name goes in 0.3")
-        values[new] = values_of_today
+    # The mode decides with a stage, wherever that is given.
+    for name, value in sorted(options.items(), key=lambda item: item[0] == "mode"):
+        if name not in OPTIONS and name in _FORMER:
+            warn_user(f"the option {name!r} is {_FORMER[name]} now; {_UNTIL}")
+        values |= _today(name, value, config, values)
     return values
 
 
-def _current(name: Any, value: Any, offload: Offload) -> tuple[str, Any]:
-    """Return the name and value of an option today."""
-    new = _successor(name)
+def _today(name: Any, value: Any, config: Config, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return what an option sets today; ``given`` are options that are set with it."""
+    if name == "mode":
+        return options_of_mode(value, given.get("stage", config.zero.stage) or DEFAULT_STAGE)
+    if name in _OFFLOADS:
+        return {"offload": replace(given.get("offload", config.memory.offload), **{_OFFLOADS[name]: value})}
+    new = RENAMED.get(name, name)
     if new not in OPTIONS:
         raise ConfigError(_unknown(name))
-    return new, _with(offload, _OFFLOADS[name], value) if name in _OFFLOADS else value
-
-
-def _successor(name: Any) -> Any:
-    return "offload" if name in _OFFLOADS else RENAMED.get(name, name)
-
-
-def _with(offload: Offload, part: str, value: Any) -> Offload:
-    return replace(offload, **{part: value})
-
-
-def _part(name: str) -> str:
-    return f" = zg.Offload({_OFFLOADS[name]}=...)" if name in _OFFLOADS else ""
+    return {new: value}
 
 
 def place(name: str) -> str:
@@ -647,7 +631,12 @@ _GROUPS = {
 _PLACED = [(group, each) for group, options in {**_GROUPS, "": Config}.items() for each in declared(options)]
 OPTIONS = {each.name: each for _, each in _PLACED}
 _GROUP_OF = {each.name: group for group, each in _PLACED}
-# Attributes of Config that options had before they were in groups.
-_FORMER = {*RENAMED, *_OFFLOADS, *(name for name, group in _GROUP_OF.items() if group)}
+# Attributes of Config before options were in groups, and keywords of former names, with what they are today.
+_FORMER = {
+    **{name: place(name) for name, group in _GROUP_OF.items() if group},
+    **{name: place(new) for name, new in RENAMED.items()},
+    **{name: f"config.memory.offload = zg.Offload({part}=...)" for name, part in _OFFLOADS.items()},
+    "mode": "config.zero.stage, 0 for 'off', and config.zero.shard_by",
+}
 for _options in (*_GROUPS.values(), Config):
     document(_options)

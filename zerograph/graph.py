@@ -38,7 +38,7 @@ from zerograph.ir import finite_check
 from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.step_graph import FOUND_INF, found_inf_optimizer
-from zerograph.ir.zero import DEFAULT_STAGE, Mode, Stage
+from zerograph.ir.zero import DEFAULT_STAGE, Mode, Stage, options_of_mode
 from zerograph.optim.step_hooks import check_step, guard, run_hooks_after
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.job.exchange import broadcast_number
@@ -166,12 +166,13 @@ class ZeroGraph(Inspected):
         """Set ZeRO's mode, ``"distributed_split"``, ``"non_distributed"`` or ``"off"``, and its stage, 1, 2 or 3.
 
         ``set_zero_mode("distributed_split", stage="auto")`` chooses the fastest stage that fits
-        ``config.memory.memory_budget``. The same as ``config.enable_zero``; see :class:`zerograph.config.ZeroOptions`.
+        ``config.memory.memory_budget``. These are OneFlow's names of ``config.zero.stage`` and ``shard_by``, see
+        :class:`zerograph.config.ZeroOptions`.
 
         Raises:
             ConfigError: no such mode or stage.
         """
-        self.config.enable_zero(mode, stage=stage, shard_min_size=self.config.zero.shard_min_size)
+        self.config.set(**options_of_mode(mode, stage))
 
     @interruptible("a step")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

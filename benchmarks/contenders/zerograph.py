@@ -33,7 +33,7 @@ def step_of(task: Task, stage: str, backend: str, wire: str = "exact", grid: boo
     step = TrainStep(task, task.model())
     step.config.precision.wire = wire
     step.config.zero.shard_dims = (0, 1) if grid else None
-    step.config.enable_zero(stage != "off", stage=1 if stage == "off" else int(stage))
+    step.config.set(stage=0 if stage == "off" else int(stage))
     step.config.backend = backend
     # As all the others do: each rank normalises its part of the batch.
     step.config.batch_norm = "local"

@@ -51,7 +51,7 @@ class Native(zg.ZeroGraph):
         super().__init__()
         self.model, self.clips = module, clips
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(True, stage=stage)
+        self.config.zero.stage = stage
         self.config.backend = "eager"
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def build(contender: Contender, task: Task, model: nn.Module, device: str) -> St
 
 def _ours(contender: Contender, task: Task, model: nn.Module, device: str) -> Step:
     step = TrainStep(task, model, device)
-    step.config.enable_zero(True, stage=contender.stage)
+    step.config.zero.stage = contender.stage
     step.config.backend = contender.backend
     if contender.offload:
         step.config.memory.offload = zg.Offload(optimizer="cpu")

@@ -193,8 +193,8 @@ class _Norm:
         if bucket.has_owners:
             raise ConfigError(
                 "config.virtual_ranks: a norm of gradients adds up parameters that ranks own whole, in an order that "
-                f"depends on the number of ranks\n{bucket.slots[0].name} has an owner: use the mode "
-                "'distributed_split' and an elementwise optimizer, or do not clip."
+                f"depends on the number of ranks\n{bucket.slots[0].name} has an owner: set "
+                "config.zero.shard_by = 'elements' and take an elementwise optimizer, or do not clip."
             )
         size = bucket.norm_block
         blocks = self.emit(aten.view.default, self.powers(term), [bucket.padded // size, size])

@@ -101,7 +101,7 @@ class Step(zg.ZeroGraph):
         torch.manual_seed(0)
         self.model, self.options = nn.Linear(4, width), {"power": 2}
         self.add_optimizer(torch.optim.AdamW(self.model.parameters()))
-        self.config.enable_zero(stage=stage)
+        self.config.zero.stage = stage
 
     def build(self, x: Tensor) -> Tensor:
         loss = scaled(self.model(x)).pow(self.options["power"]).mean()

@@ -111,7 +111,7 @@ def test_micro_batches_are_cut_from_tensors_alone() -> None:
     plain, made, (x,) = model(), model(), inputs([8])
     loss_of(plain, x, **GIVEN[0]).backward()
     step = Step(made)
-    step.config.set_gradient_accumulation_steps(2)
+    step.config.gradient_accumulation_steps = 2
     step(x, **GIVEN[0])
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None

@@ -123,7 +123,7 @@ def in_a_loop(prepare: Callable[..., Any], rows: tuple[slice, slice]) -> list[fl
 
 
 def dynamic_in_a_loop() -> list[float]:
-    config = zg.Config(mode="distributed_split", dynamic_shapes=True)
+    config = zg.Config(stage=2, dynamic_shapes=True)
     whole, uneven = (slice(2 * zg.rank(), 2 * zg.rank() + 2), slice(zg.rank(), 1 + 3 * zg.rank()))
     return in_a_loop(lambda *objects: zg.prepare(*objects, config=config), (uneven, whole))
 

@@ -27,7 +27,7 @@ class Step(zg.ZeroGraph):
         super().__init__()
         self.model = model
         self.add_optimizer(optimizer(model))
-        self.config.enable_zero(stage=stage)
+        self.config.zero.stage = stage
 
     def build(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self.model(x, y)

@@ -57,7 +57,7 @@ class Step(zg.ZeroGraph):
         super().__init__()
         self.model = Model(16, 16)
         self.add_optimizer(torch.optim.Adam(self.model.parameters()))
-        self.config.enable_zero(stage=3)
+        self.config.zero.stage = 3
 
     def build(self, x):
         loss = self.model(x)

@@ -135,7 +135,7 @@ def test_one_script_has_one_precision(script: str) -> None:
         assert by_call.precision == by_command["precision"]
     asked = CliRunner().invoke(app, ["inspect", f"{script}:low", "--json"])
     assert json.loads(asked.stdout)["precision"] == "bf16 with fp32 masters"
-    assert "in fp32: mode=" in CliRunner().invoke(app, ["inspect", f"{script}:planned"]).stdout
+    assert "in fp32: stage=" in CliRunner().invoke(app, ["inspect", f"{script}:planned"]).stdout
     assert "each on h100, in fp32" in run(f"{script}:planned", "--stage", "2")[1]
 
 

@@ -193,7 +193,7 @@ class Step(zg.ZeroGraph):
         torch.manual_seed(0)
         self.body, self.extra, self._hidden = Body(width), (1.0, (2.0,)), 0.125
         self.add_optimizer(make(self.body.parameters(), **options))
-        self.config.enable_zero(stage=2)
+        self.config.zero.stage = 2
 
     def build(self, x: Tensor) -> Tensor:
         loss = self.body(x).mean() * self.extra[1][0] + self._hidden

@@ -19,7 +19,7 @@ from zerograph.runtime.backends import pieces
 
 def indivisible() -> tuple[str, int, bool]:
     step = adam_step("mlp", 2)
-    step.config.set_gradient_accumulation_steps(2)
+    step.config.gradient_accumulation_steps = 2
     ((x, y),) = batches("mlp", 1, size=6)
     before = [parameter.clone() for parameter in step.model.parameters()]
     mesh = zg.placement("cpu", ranks=[0, 1])
@@ -118,7 +118,7 @@ def test_other_values_are_refused(name: str, value: Any) -> None:
 
 def losses(backend: Any) -> tuple[list[Tensor], TrainStep]:
     step = adam_step("mlp", 2, backend=backend)
-    step.config.set_gradient_accumulation_steps(2)
+    step.config.gradient_accumulation_steps = 2
     return [step(x, y) for x, y in batches("mlp", 2)], step
 
 

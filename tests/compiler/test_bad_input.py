@@ -330,8 +330,8 @@ class Tokens(zg.ZeroGraph):
         self.norm: nn.Module = nn.BatchNorm1d(3) if norm else nn.Identity()
         self.embedding, self.head = nn.Embedding(11, 3), nn.Linear(3, 5)
         self.add_optimizer(torch.optim.AdamW([*self.embedding.parameters(), *self.head.parameters()]))
-        self.config.enable_zero(stage=3)
-        self.config.set_gradient_accumulation_steps(micro_batches)
+        self.config.zero.stage = 3
+        self.config.gradient_accumulation_steps = micro_batches
 
     def build(self, x: Tensor, tokens: Tensor, classes: Tensor) -> Tensor:
         loss = nn.functional.cross_entropy(self.head(self.norm(x) + self.embedding(tokens)), classes)

@@ -124,7 +124,7 @@ def at_stages(name: str, stages: list[int]) -> list[tuple[int, int]]:
     step = trained(name, stages[0], fused_adamw)
     found = []
     for stage in stages:
-        step.config.enable_zero(stage > 0, stage=stage or 1)
+        step.config.zero.stage = stage
         step(*own_batch(name))
         found.append((step.inspect.memory.peak, most_alive_bytes(step, *own_batch(name))))
     return found
@@ -156,7 +156,7 @@ def reports() -> list[tuple[zg.Memory, int, int, int]]:
     found = []
     step, batch = trained("gpt mid", 0, fused_adamw), own_batch("gpt mid")
     for stage in (0, 2, 3):
-        step.config.enable_zero(stage > 0, stage=stage or 1)
+        step.config.zero.stage = stage
         step(*batch)
         # The last stage has everything that may be wrong.
         seen = most_alive_bytes(step, *batch) if stage == 3 else step.inspect.memory.peak

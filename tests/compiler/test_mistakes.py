@@ -53,16 +53,16 @@ def here() -> Any:
 OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: setattr(zg.Config(), "bucketsize", 3), "'bucketsize'; did you mean 'bucket_size'"),
     (lambda: zg.Config().bucketsize, "'bucketsize'; did you mean 'bucket_size'"),  # type: ignore[attr-defined]
-    (lambda: delattr(zg.Config().zero, "mode"), "'mode' cannot be deleted: set it to its default, 'off'"),
+    (lambda: delattr(zg.Config().zero, "stage"), "'stage' cannot be deleted: set it to its default, 0"),
     (lambda: zg.Config(bucketsize=3), "'bucketsize'; did you mean 'bucket_size'"),
     (lambda: setattr(Step(), "config", {"stage": 1}), r"config = {'stage': 1}: assign a zerograph.Config"),
     (lambda: setattr(zg.Config(), "zero", 3), "config.zero is a group of options: set those"),
     (lambda: setattr(zg.Config().zero, "memory_budget", 3), "'memory_budget' here: it is config.memory.memory_budget"),
-    (option("mode", ["off"]), r"mode = \['off'\]: unknown ZeRO mode"),
-    (option("stage", "2"), "stage = '2': unknown ZeRO stage; choose 1, 2 or 3"),
-    (option("stage", 2.0), "stage = 2.0: .* choose 1, 2 or 3"),
-    (option("stage", [1]), r"stage = \[1\]: .* choose 1, 2 or 3"),
-    (option("stage", True), "stage = True: .* choose 1, 2 or 3"),
+    (option("shard_by", ["elements"]), r"shard_by = \['elements'\]: choose 'elements' or 'parameters'"),
+    (option("stage", "2"), "stage = '2': unknown ZeRO stage; choose 0, 1, 2 or 3"),
+    (option("stage", 2.0), "stage = 2.0: .* choose 0, 1, 2 or 3"),
+    (option("stage", [1]), r"stage = \[1\]: .* choose 0, 1, 2 or 3"),
+    (option("stage", True), "stage = True: .* choose 0, 1, 2 or 3"),
     (option("bucket_size", "1MB"), "bucket_size = '1MB': give a whole number of bytes, 1 or more"),
     (option("bucket_size", 0), "bucket_size = 0: give a whole number of bytes, 1 or more"),
     (option("shard_min_size", -1), "shard_min_size = -1: give a whole number of elements, 0 or more"),
@@ -97,9 +97,6 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (option("on_nonfinite", "warn"), "on_nonfinite = 'warn': .*choose 'ignore', 'skip' or 'raise'"),
     (option("check_replicas", 1.5), "check_replicas = 1.5: .*whole number of steps"),
     (option("accumulation_outputs", "mean"), "accumulation_outputs = 'mean': choose 'whole' or 'packed'"),
-    (lambda: zg.Config().enable_zero(2), r"enable_zero\(2\): .* the stage as stage="),  # type: ignore[arg-type]
-    (lambda: zg.Config().enable_zero("on"), "mode = 'on': unknown ZeRO mode; choose one of"),
-    (lambda: zg.Config().enable_zero(stage=0), "stage = 0: .* choose 1, 2 or 3"),
     (lambda: zg.Config().enable_amp(torch.bfloat16), r"enable_amp\(torch.bfloat16\): .* the dtype as dtype="),  # type: ignore[arg-type]
     (lambda: zg.Config().enable_amp(dtype="bf16"), "amp_dtype = 'bf16': give torch.bfloat16"),  # type: ignore[arg-type]
     (lambda: zg.Offload(optimizer="disk"), "'disk'.* choose 'cpu', 'nvme', or None"),  # type: ignore[arg-type]

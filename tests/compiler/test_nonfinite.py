@@ -101,7 +101,7 @@ def made(optimizer: Callable[[nn.Module], torch.optim.Optimizer], stage: int, **
     step = (InParts if parts else Step)(model, optimizer(model))
     if zg.world_size() == 4:
         step.config.mesh.placement, step.config.mesh.input_sbp = zg.placement("cpu", ranks=GRID), (zg.sbp.split(0),) * 2
-    step.set_zero_mode(options.pop("mode", "distributed_split") if stage else "off", stage=stage or 1)
+    step.config.set(stage=stage)
     if (folder := options.pop("files", None)) is not None:
         files = zg.OffloadTo("nvme", folder)
         step.config.memory.offload = zg.Offload(optimizer=files, parameters=files)
@@ -144,7 +144,7 @@ def raising(optimizer: Any, stage: int, options: dict[str, Any]) -> dict[str, tu
 # Each optimizer, stage and option once.
 ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "data parallel": (momentum, 0, {}),
-    "stage 1, dealt": (momentum, 1, {"mode": "non_distributed"}),
+    "stage 1, dealt": (momentum, 1, {"shard_by": "parameters"}),
     "stage 2, fused": (adamw, 2, {"clip_grad_norm": 1.0}),
     "stage 3, micro-batches": (adamw, 3, {"gradient_accumulation_steps": 2, "batch_norm": "local"}),
     "stage 3, recomputed": (adamw, 3, {"recomputed": True}),

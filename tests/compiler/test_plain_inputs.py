@@ -370,7 +370,7 @@ def test_offsets_that_end_with_the_last_bag_are_refused() -> None:
 
 def test_offsets_are_not_cut_into_micro_batches() -> None:
     step = step_of(Bags("sum"), of_bags)
-    step.config.set_gradient_accumulation_steps(2)
+    step.config.gradient_accumulation_steps = 2
     with pytest.raises(zg.InputError, match="has boundaries, the offsets of"):
         step.prepare(mesh.line(1, 0, "one"), torch.arange(8), torch.tensor([0, 2, 4, 6]), classes(4))
 

@@ -93,7 +93,7 @@ def everything(cases: Sequence[tuple[int, int]], grid: bool = False) -> list[Res
         step.config.mesh.placement = zg.placement("cpu", ranks=[[0, 1], [2, 3]])
     initial, found = step.state_dict(), []
     for stage, micro_batches in cases:
-        step.config.enable_zero(stage > 0, stage=stage or 1)
+        step.config.zero.stage = stage
         step.config.gradient_accumulation_steps = micro_batches
         step.load_state_dict(initial)
         results = []

@@ -332,7 +332,7 @@ class TwoRanks(zg.ZeroGraph):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1))
-        self.config.enable_zero(stage=3)
+        self.config.zero.stage = 3
 
     def build(self, x: Tensor) -> Tensor:
         unread()

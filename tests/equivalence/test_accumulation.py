@@ -38,7 +38,7 @@ def train(name: str, cases: list[Case], dtype: torch.dtype) -> list[Any]:
     results = []
     for stage, micro_batches in cases:
         set_stage(step, stage)
-        step.config.set_gradient_accumulation_steps(micro_batches)
+        step.config.gradient_accumulation_steps = micro_batches
         step.load_state_dict(initial)
         results.append(train_on(step, masked(name, dtype)))
     return results
@@ -168,7 +168,7 @@ def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
     """At stages 1 and 2: losses, dtypes that gradients are summed in over micro-batches, and that they travel in."""
     step = adam_step("mlp")
     step.config.enable_amp(True, dtype=torch.bfloat16)
-    step.config.set_gradient_accumulation_steps(4)
+    step.config.gradient_accumulation_steps = 4
     found = []
     for _ in each_stage(step, (1, 2)):
         losses = [step(part(x), part(y)) for x, y in masked("mlp", torch.float32)]

@@ -118,6 +118,6 @@ def test_one_value_per_channel_is_refused_as_by_torch() -> None:
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         Vectors()(torch.randn(1, 3))
     step = local_step(Vectors())
-    step.config.set_gradient_accumulation_steps(2)
+    step.config.gradient_accumulation_steps = 2
     with pytest.raises(zg.CaptureError, match=r"batch norm of 2 samples in 2 parts.*no variance"):
         step(torch.randn(2, 3))

@@ -1,4 +1,5 @@
-"""The mode "non_distributed": whole parameters dealt out to the ranks, and the same numbers, bit by bit."""
+"""``config.zero.shard_by = "parameters"``: whole parameters dealt out to the ranks, and the same numbers, bit by
+bit."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.pool import Pool
 from zerograph.runtime.state import in_memory, store_of
 
 NAME, STEPS = "gpt_tied_of_one_block", 2
-MODES = ("distributed_split", "non_distributed")
+WAYS = ("elements", "parameters")
 
 
 def fused(model: nn.Module) -> torch.optim.AdamW:
@@ -29,12 +30,12 @@ def runs(step: TrainStep, stages: tuple[int, ...], name: str = NAME) -> dict[tup
     """Cut through at the first stage, dealt out at all, from the same beginning; one graph: it is captured once."""
     initial = step.state_dict()
     found: dict[tuple[str, int], Any] = {}
-    for mode, stage in [(MODES[0], stages[0]), *((MODES[1], stage) for stage in stages)]:
-        step.set_zero_mode(mode, stage=stage)
+    for way, stage in [(WAYS[0], stages[0]), *((WAYS[1], stage) for stage in stages)]:
+        step.config.set(stage=stage, shard_by=way)
         step.load_state_dict(initial)
         losses = [step(part(x), part(y)) for x, y in batches(name, STEPS)]
         state = step.state_dict()
-        found[mode, stage] = (losses, state["modules"]["model"], state["optimizers"][0]["state"], step.steps_done)
+        found[way, stage] = (losses, state["modules"]["model"], state["optimizers"][0]["state"], step.steps_done)
     return found
 
 
@@ -85,13 +86,13 @@ def test_they_are_those_of_one_device(trained: list[Any]) -> None:
     optimizer = adamw(model)
     for x, y in batches(NAME, STEPS):
         update_by(optimizer, TokenLoss()(model(x), y), clip=0.5)
-    state = trained[0][0]["non_distributed", 3][1]
+    state = trained[0][0]["parameters", 3][1]
     for name, value in model.state_dict().items():
         assert deviation(state[name], value) <= 1e-5, name
 
 
 def test_each_parameter_is_whole_on_one_rank(trained: list[Any]) -> None:
-    owners, state = trained[0][1]["owners"], trained[0][0]["non_distributed", 3][1]
+    owners, state = trained[0][1]["owners"], trained[0][0]["parameters", 3][1]
     assert owners == trained[1][1]["owners"]
     # The head is the embedding: the owner is one.
     assert owners["model.head.weight"] == owners["model.tokens.weight"]
@@ -115,7 +116,7 @@ def test_ranks_get_parameters_of_about_one_size(trained: list[Any]) -> None:
 
 def test_the_printed_step_says_whose_each_parameter_is(trained: list[Any]) -> None:
     shown = trained[0][1]["shown"]
-    assert "ZeRO stage 3, non-distributed" in shown
+    assert "ZeRO stage 3, whole parameters" in shown
     assert "AdamW, elementwise, whole parameters dealt out to ranks" in shown
     owner = trained[0][1]["owners"]["model.blocks.0.up.weight"]
     assert f"model.blocks.0.up.weight (128, 32)  rank {owner}" in shown
@@ -157,10 +158,10 @@ class Infinite(TrainStep):
 
 def skipped() -> dict[str, Any]:
     found = {}
-    for mode in MODES:
+    for way in WAYS:
         model = make("mlp")
         step = Infinite(model, adamw(model), grad_scaler=zg.GradScaler(init_scale=8.0))
-        step.set_zero_mode(mode, stage=2)
+        step.config.set(stage=2, shard_by=way)
         states = []
         for number, (x, y) in enumerate(batches("mlp", 3)):
             step(part(x), part(y), zg.replicated(torch.full((1,), float("inf") if number == 1 else 1.0)))
@@ -168,16 +169,16 @@ def skipped() -> dict[str, Any]:
             states.append(
                 (step.state_dict()["modules"]["model"], step.config.precision.grad_scaler.get_scale(), step.steps_done)
             )
-        found[mode] = states
+        found[way] = states
     return found
 
 
 def test_an_overflow_changes_nothing_that_is_dealt_out(pool: Pool) -> None:
     found = pool.run(2, skipped)[0]
-    first, second, third = found["non_distributed"]
+    first, second, third = found["parameters"]
     assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
     assert [one[1:] for one in (first, second, third)] == [(8.0, 1), (4.0, 1), (4.0, 2)]
-    for one, other in zip(found["non_distributed"], found["distributed_split"], strict=True):
+    for one, other in zip(found["parameters"], found["elements"], strict=True):
         assert one[1:] == other[1:]
         assert all(torch.equal(one[0][name], value) for name, value in other[0].items())
 
@@ -189,7 +190,7 @@ def predicted() -> list[tuple[int, int]]:
     (x, y), *_ = batches("gpt", 1)
     found = []
     for stage in (2, 3):
-        step.set_zero_mode("non_distributed", stage=stage)
+        step.config.set(stage=stage, shard_by="parameters")
         for _ in range(2):
             step(part(x), part(y))
         found.append((step.inspect.memory.peak, most_alive_bytes(step, part(x), part(y))))
@@ -206,7 +207,7 @@ def on_a_grid() -> tuple[list[Tensor], dict[str, int]]:
     model, mesh, given = split_modules.placed("grid")
     step = split_modules.LossStep(model, split_modules.adamw(model), 3, split_modules.distance)
     step.config.mesh.placement = mesh
-    step.set_zero_mode("non_distributed", stage=3)
+    step.config.set(stage=3, shard_by="parameters")
     return [step(given(x), given(y)) for x, y in split_modules.data()], step.inspect.owners()
 
 
@@ -224,7 +225,7 @@ def by_muon() -> tuple[dict[str, Tensor], dict[str, int]]:
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     step = TrainStep(model, torch.optim.Muon(model.parameters(), lr=0.02))
-    step.set_zero_mode("non_distributed", stage=2)
+    step.config.set(stage=2, shard_by="parameters")
     for x, y in batches("mlp", 2, 8, torch.float64):
         step(part(x), part(y))
     return step.state_dict()["modules"]["model"], step.inspect.owners()

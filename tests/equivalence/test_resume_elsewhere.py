@@ -28,10 +28,8 @@ def new_step(stage: int, options: dict[str, Any]) -> TrainStep:
     torch.manual_seed(0)
     model = make("mlp")
     options = dict(options)
-    offloaded, mode = options.pop("offloaded", None), options.pop("mode", None)
+    offloaded = options.pop("offloaded", None)
     step = TrainStep(model, adamw(model), stage, backend="eager", **options)
-    if mode:
-        step.set_zero_mode(mode, stage=stage)
     if offloaded:
         files = zg.OffloadTo("nvme", offloaded)
         step.config.memory.offload = zg.Offload(optimizer=files, parameters=files if stage == 3 else None)
@@ -117,7 +115,7 @@ def test_from_any_ranks_and_stage_to_any(runs: Saved, ranks: int, stage: int) ->
 
 CHANGES: dict[str, dict[str, Any]] = {
     "smaller buckets": {"bucket_size": 256},
-    "whole parameters dealt out": {"mode": "non_distributed"},
+    "whole parameters dealt out": {"shard_by": "parameters"},
     "small parameters whole": {"shard_min_size": 20},
     "in files": {"offloaded": "the folder"},
 }

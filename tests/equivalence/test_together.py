@@ -19,7 +19,7 @@ STEPS, SIZE = 3, 16
 def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """(losses, state of the model) at each stage, over two micro-batches; ``spared``: with everything that saves."""
     step = adam_step("gpt_tied", bucket_size=16384)
-    step.config.set_gradient_accumulation_steps(2)
+    step.config.gradient_accumulation_steps = 2
     step.config.enable_amp(dtype=torch.float16)
     step.config.precision.reduce_dtype = torch.float32
     initial = step.state_dict()

@@ -46,7 +46,7 @@ def train(name: str, stages: tuple[int, ...], options: dict[str, Any]) -> list[A
     [
         ("mlp", (1,), {}),
         ("mlp", (3,), {"gradient_accumulation_steps": 2, "bucket_size": 256}),
-        ("mlp", (3,), {"mode": "non_distributed", "memory_budget": 2**24}),
+        ("mlp", (3,), {"shard_by": "parameters", "memory_budget": 2**24}),
     ],
     [("mlp", (0, 1, 2, 3), {}), ("gpt_of_one_block", (3,), {"gradient_accumulation_steps": 2, "bucket_size": 2048})],
 )

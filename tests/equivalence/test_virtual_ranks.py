@@ -456,7 +456,7 @@ def test_a_sum_in_a_tree_adds_pairs() -> None:
         (1, {"memory_budget": "1GiB"}, "memory_budget without bucket_size"),
         (1, {"backend": "cudagraph"}, "config.backend = 'eager', or 'inductor' on the CPU"),
         (2, {"context_parallel": 2}, "context_parallel"),
-        (2, {"mode": "non_distributed", "clip_grad_norm": 1.0}, "has an owner"),
+        (2, {"shard_by": "parameters", "clip_grad_norm": 1.0}, "has an owner"),
     ],
 )
 def test_what_would_depend_on_the_number_of_ranks_is_refused(ranks: int, options: dict[str, Any], message: str) -> None:

@@ -266,7 +266,7 @@ class Step(zg.ZeroGraph):
         )
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.add_optimizer(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, options.decay()))
-        self.config.enable_zero(bool(options.stage), stage=options.stage or 2)  # type: ignore[arg-type]
+        self.config.set(stage=options.stage)
         self.config.virtual_ranks = options.virtual
 
     def build(self, x: torch.Tensor) -> torch.Tensor:

@@ -84,8 +84,8 @@ def options(draw: st.DrawFn, dtype: torch.dtype) -> dict[str, Any]:
     found = {name: draw(every[name]) for name in sorted(set(picked))}
     if rarely(draw):
         found |= draw(st.sampled_from([{"shard_dims": 1}, {"memory_budget": 1}, {"amp_dtype": torch.bfloat16}]))
-    found["mode"] = draw(st.sampled_from(["off", "distributed_split", "distributed_split", "non_distributed"]))
-    return {**found, "stage": draw(st.sampled_from([1, 2, 3, 3])), "backend": "eager", "timeout": 120}
+    found["shard_by"] = draw(st.sampled_from(["elements", "elements", "parameters"]))
+    return {**found, "stage": draw(st.sampled_from([0, 1, 2, 3, 3])), "backend": "eager", "timeout": 120}
 
 
 OPTIMIZER = [
@@ -191,7 +191,7 @@ def test_an_update_within_another_ones_turn_waits_for_its_own_file(pool: Pool, t
         torch.float32,
         ((4,), (4,)),
         (("ASGD", groups), ("SGD", ({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1}))),
-        {"bucket_size": 10**9, "mode": "distributed_split", "stage": 3, "backend": "eager"},
+        {"bucket_size": 10**9, "stage": 3, "backend": "eager"},
         {"parameters": {"device": "nvme", "nvme_path": "folder", "max_in_cpu": 200}},
     )
     assert [one.kind for one in pool.run(2, tried, drawn, str(tmp_path))] == ["equal", "equal"]

@@ -31,7 +31,7 @@ class TrainStep(zg.ZeroGraph):
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 2048))
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3))
-        self.config.enable_zero(stage=2)
+        self.config.zero.stage = 2
         self.config.checks.timeout = {TIMEOUT}
 
     def build(self, x):

@@ -49,6 +49,11 @@ def enabled(graph: Any) -> zg.Config:
     return graph.config  # type: ignore[no-any-return]
 
 
+def former(use: Callable[[], zg.Config]) -> zg.Config:
+    with pytest.warns(zg.ZeroGraphWarning, match="the old name goes in"):
+        return use()
+
+
 def strategy() -> zg.Config:
     lightning = pytest.importorskip("zerograph.integrations.lightning", exc_type=ImportError)
     return lightning.ZeroStrategy().zero_config  # type: ignore[no-any-return]
@@ -57,8 +62,8 @@ def strategy() -> zg.Config:
 DOORS: dict[str, Callable[[], zg.Config]] = {
     "prepare": prepared,
     "set_zero_mode": lambda: with_mode(zg.ZeroGraph()),
-    "enable_zero": lambda: enabled(zg.ZeroGraph()),
-    "a configuration's mode": lambda: zg.Config(mode="distributed_split"),
+    "enable_zero": lambda: former(lambda: enabled(zg.ZeroGraph())),
+    "a configuration's mode": lambda: former(lambda: zg.Config(mode="distributed_split")),
     "zero=None of Trainer and Accelerator": lambda: config_of(None),
     "zero={} of Trainer and Accelerator": lambda: config_of({"backend": "eager"}),
     "Lightning": strategy,
@@ -70,7 +75,7 @@ DOORS: dict[str, Callable[[], zg.Config]] = {
 @pytest.mark.parametrize("door", DOORS)
 def test_the_stage_is_2_at_every_door(door: str) -> None:
     config = DOORS[door]()
-    assert (config.zero.mode, config.zero.stage) == ("distributed_split", 2)
+    assert (config.zero.stage, config.zero.shard_by) == (2, "elements")
 
 
 def test_a_plan_of_a_module_is_of_stage_2() -> None:

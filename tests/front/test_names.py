@@ -67,10 +67,31 @@ def test_a_former_name_of_an_option_works_with_a_warning_at_the_users_line(name:
 @pytest.mark.parametrize("name", sorted({*FORMER} - {"stage", "timeout"}))
 def test_a_former_name_works_as_a_keyword(name: str) -> None:
     value, new = FORMER[name]
-    with pytest.warns(zg.ZeroGraphWarning, match=f"the option {name!r} is called .* now") as seen:
+    with pytest.warns(zg.ZeroGraphWarning, match=f"the option {name!r} is config.{new[:13]}.* now") as seen:
         config = zg.Config(**{name: value})
     assert len(seen) == 1
     assert operator.attrgetter(new)(config) == value
+
+
+MODES = {"distributed_split": (3, "elements"), "non_distributed": (3, "parameters"), "off": (0, "elements")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_former_mode_is_a_stage_and_what_is_sharded(mode: str) -> None:
+    config: Any = zg.Config(stage=3)
+
+    def use() -> None:
+        config.mode = mode
+        assert config.mode == mode
+
+    with pytest.warns(
+        zg.ZeroGraphWarning, match=r"config.mode is config.zero.stage, 0 for 'off', and config.zero.shard_by"
+    ):
+        use()
+    assert (config.zero.stage, config.zero.shard_by) == MODES[mode]
+    for order in (("mode", "stage"), ("stage", "mode")):
+        with pytest.warns(zg.ZeroGraphWarning, match="the option 'mode' is"):
+            assert zg.Config(**{name: {"mode": mode, "stage": 3}[name] for name in order}) == config
 
 
 def test_former_methods_set_parts_of_one_offload() -> None:

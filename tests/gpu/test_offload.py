@@ -22,7 +22,7 @@ class Step(zg.ZeroGraph):
         torch.manual_seed(0)
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).cuda()
         self.add_optimizer(torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True))
-        self.config.enable_zero(True, stage=stage)
+        self.config.zero.stage = stage
         self.config.zero.bucket_size = 4 * WIDTH * (WIDTH + 1)
         self.config.backend = "eager"
         self.config.enable_amp(amp)

@@ -48,7 +48,7 @@ class Step(LossStep):
 
 def prepared(rank: int = 0, ranks: int = 2, micro_batches: int = 1, **options: object) -> Prepared:
     step = Step(**options)  # type: ignore[arg-type]
-    step.config.set_gradient_accumulation_steps(micro_batches)
+    step.config.gradient_accumulation_steps = micro_batches
     return step.prepare(line(ranks, rank, "ranks"), torch.empty(2 * micro_batches, 16, device="meta"))
 
 

@@ -57,7 +57,7 @@ def test_a_trace_names_nodes_and_collectives(pool: Pool, tmp_path: Path) -> None
 def profiled_with(folder: str, backend: str, micro_batches: int, stage: int) -> dict[str, Any]:
     step = Step(stage=stage, device="cpu")
     step.config.backend = backend
-    step.config.set_gradient_accumulation_steps(micro_batches)
+    step.config.gradient_accumulation_steps = micro_batches
     # As many rows as make a chain of operators worth compiling.
     x = torch.ones(512 * micro_batches, 16)
     step(x)

@@ -53,7 +53,7 @@ def test_a_script_on_two_ranks_prints_and_saves_what_one_process_does(
 
 def prepared_with(name: str, option: str, folder: str, options: dict[str, Any]) -> Seen:
     config = zg.Config()
-    config.enable_zero(True, stage=3)
+    config.zero.stage = 3
     if option == "inductor":
         config.backend = "inductor"
     elif option == "offload":

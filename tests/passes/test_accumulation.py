@@ -59,7 +59,7 @@ def see() -> dict[tuple[int, int], Seen]:
     found = {}
     for stage, micro_batches in [(3, 1), *((stage, 2) for stage in STAGES), (3, 8)]:
         set_stage(step, stage)
-        step.config.set_gradient_accumulation_steps(micro_batches)
+        step.config.gradient_accumulation_steps = micro_batches
         step(x, y)
         graph = step.inspect.graph.graph
         inner = list(loops(graph))
@@ -238,7 +238,7 @@ def test_what_needs_the_whole_batch_is_refused(loss: Any, model: nn.Module | Non
     assert all(map(torch.equal, before, step.model.parameters()))
     assert step.steps_done == 0
     # Nothing has been changed that would keep it from going on as one batch.
-    step.config.set_gradient_accumulation_steps(1)
+    step.config.gradient_accumulation_steps = 1
     with warnings.catch_warnings():
         # On one rank an operator without a rule is no matter.
         warnings.simplefilter("error")

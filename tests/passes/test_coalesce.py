@@ -17,7 +17,7 @@ def step_of(together: bool, stage: int, batch_norm: str, micro_batches: int) -> 
     model = make("conv")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     step = TrainStep(model, optimizer, stage, backend="eager", batch_norm=batch_norm)
-    step.config.set_gradient_accumulation_steps(micro_batches)
+    step.config.gradient_accumulation_steps = micro_batches
     if not together:
         step.config.passes = (PassEdit.disable("coalesce"),)
     return step

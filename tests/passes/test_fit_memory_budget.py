@@ -211,7 +211,7 @@ def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=bucket_size)
     step.config.enable_amp(True, dtype=torch.bfloat16)
     step.config.memory.activation_checkpointing = "auto"
-    step.config.set_gradient_accumulation_steps(micro_batches)
+    step.config.gradient_accumulation_steps = micro_batches
     return step
 
 

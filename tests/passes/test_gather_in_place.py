@@ -325,7 +325,7 @@ def stages_in_turn() -> list[tuple[int, bool, int]]:
     step, alone = TrainStep(model, adamw(model), 3, **TINY), TrainStep(other, adamw(other), 3, **TINY)
     found = []
     for stage, (x, y) in zip((2, 3, 1), batches("mlp", 3), strict=True):
-        step.config.enable_zero(stage=stage)
+        step.config.zero.stage = stage
         same = torch.equal(step(part(x), part(y)), alone(part(x), part(y)))
         found.append((len(rooms(step)), same, step.inspect.memory.at_rest - step.state_bytes()))
     return found

@@ -46,7 +46,6 @@ def run(budget: int, folder: Path | None) -> tuple[Any, Any, dict[str, Any]]:
         auto.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
     expected, found = trained(plain), trained(auto)
     about = {
-        "mode": auto.config.zero.mode,
         "stage": auto.config.zero.stage,
         "peak": auto.inspect.memory.peak,
         "optimizer": auto.config.memory.offload.optimizer is not None,
@@ -110,7 +109,7 @@ def test_on_the_cpu_it_needs_a_budget(pool: Pool) -> None:
 
 def test_before_the_first_call_nothing_is_chosen() -> None:
     step = Wide()
-    step.config.enable_zero(True, stage="auto")
+    step.config.zero.stage = "auto"
     assert "to be chosen" in repr(step)
     with pytest.raises(zg.ConfigError, match="the first call of the graph chooses the stage"):
         step.config.policy  # noqa: B018

@@ -98,13 +98,13 @@ def test_the_weights_and_the_configuration_stay_as_they_are() -> None:
     assert step.config.key() == options
 
 
-def test_a_plan_shows_the_mode_and_stage_that_it_is_of() -> None:
+def test_a_plan_shows_the_stage_that_it_is_of() -> None:
     step = Squares()
-    step.config.enable_zero(stage=3)
+    step.config.zero.stage = 3
     shown = {stage: str(zg.plan(step, X, world_size=4, stage=stage)).splitlines()[1] for stage in ("off", 1, None)}
-    assert shown["off"] == "mode=off, backend=inductor"
-    assert shown[1] == "mode=distributed_split, stage=1, backend=inductor"
-    assert shown[None] == "mode=distributed_split, stage=3, backend=inductor"
+    assert shown["off"] == "stage=0, backend=inductor"
+    assert shown[1] == "stage=1, backend=inductor"
+    assert shown[None] == "stage=3, backend=inductor"
 
 
 def slow_network(rate: float) -> Machine:

@@ -72,7 +72,7 @@ def same_with_and_without(folder: Path, optimizer: Optimizer, stages: list[int],
     for stage in stages:
         losses, states = [], []
         for place in (None, folder):
-            step.config.enable_zero(stage > 0, stage=stage or 1)
+            step.config.zero.stage = stage
             into_files(step, place)
             step.load_state_dict(initial)
             before = run(step, 2)

@@ -100,9 +100,7 @@ def prepare(
     if stage is not None:
         if stage not in range(4):
             raise ConfigError(f"there is no stage {stage}: stages are 1, 2 and 3, and 0 is none")
-        mode = "distributed_split" if step.config.zero.mode == "off" else step.config.zero.mode
-        number: Any = stage or 1
-        step.config.enable_zero(mode if stage else "off", stage=number, shard_min_size=step.config.zero.shard_min_size)
+        step.config.set(stage=stage)
     with tracing(step):
         return step.prepare(mesh, *inputs, device=device, transport=transport)
 

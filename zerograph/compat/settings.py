@@ -126,11 +126,9 @@ def zero_options(
             f"{stage_key} 3"
         )
     options: dict[str, Any] = {
-        "mode": "distributed_split" if stage else "off",
+        "stage": stage,
         "offload": Offload(state, parameters),
     }
-    if stage:
-        options["stage"] = stage
     if stage == 3 and zero.get(whole_key, "auto") != "auto":
         # Both systems keep parameters of at most this many elements whole, zerograph those below shard_min_size.
         options["shard_min_size"] = zero.whole(whole_key) + 1

@@ -194,7 +194,7 @@ def remedies(least: Memory, context: Context) -> list[str]:
 
     advice = [
         (count("inputs", "activations"), "activations and inputs", "a smaller batch"),
-        (count("activations"), "activations", "more micro-batches (config.set_gradient_accumulation_steps)"),
+        (count("activations"), "activations", "more micro-batches (config.gradient_accumulation_steps)"),
     ]
     if context.memory.recompute != "auto" and context.updates:
         advice.append(

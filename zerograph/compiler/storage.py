@@ -69,7 +69,7 @@ def _check_options(layout: Sequence[PlannedBucket], config: Config) -> None:
     if offload.parameters is not None and not (policy.split and policy.reshard_after_forward):
         raise ConfigError(
             "config.memory.offload: parameters need ZeRO stage 3: below it they are gathered throughout the step\n"
-            "Choose config.enable_zero(True, stage=3), or zg.Offload without parameters."
+            "Set config.zero.stage = 3, or choose zg.Offload without parameters."
         )
     if all(planned.layout.device.type == "cpu" for planned in layout if planned.updates):
         return
@@ -81,7 +81,7 @@ def _check_options(layout: Sequence[PlannedBucket], config: Config) -> None:
     if offload.optimizer is not None and not policy.split:
         raise ConfigError(
             "config.memory.offload: the optimizer of a model on an accelerator needs ZeRO: only shards are offloaded\n"
-            "Choose config.enable_zero(True, stage=1), which works on a single rank too."
+            "Set config.zero.stage = 1, which works on a single rank too."
         )
 
 

@@ -29,10 +29,7 @@ def config_of(zero: Zero) -> Config:
     stage: Any = options.pop("stage", DEFAULT_STAGE)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3), a dict of options, or a zg.Config")
-    config = Config()
-    config.enable_zero(stage != 0, stage=stage or DEFAULT_STAGE)
-    config.set(**options)
-    return config
+    return Config(stage=stage, **options)
 
 
 def refuse(framework: str, unsupported: Iterable[tuple[str, Any, str]]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+from zerograph.base.options import is_one_of
+from zerograph.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,41 @@ STAGES = {
     2: ZeroPolicy("stage 2", split=True, reshard_after_forward=False, reduce_early=True),
     3: ZeroPolicy("stage 3", split=True, reshard_after_forward=True, reduce_early=True),
 }
+Stage = Literal[0, 1, 2, 3, "auto"]
+ShardBy = Literal["elements", "parameters"]
 Mode = Literal["distributed_split", "non_distributed", "off"]
-Stage = Literal[1, 2, 3, "auto"]
 # What every door takes where ZeRO is on and no stage is named: it sends no more than plain data parallel does.
 DEFAULT_STAGE: Literal[2] = 2
-MODES = ("distributed_split", "non_distributed", "off")
+# OneFlow's names of what is sharded.
+_MODES: dict[Any, ShardBy] = {"distributed_split": "elements", "non_distributed": "parameters"}
 
 
-def policy(mode: str, stage: int) -> ZeroPolicy:
-    """Return the policy of a mode and stage that :class:`zerograph.config.Config` has checked."""
-    if mode == "off":
+def policy(stage: int, shard_by: ShardBy) -> ZeroPolicy:
+    """Return the policy of options that :class:`zerograph.config.Config` has checked."""
+    if stage == 0:
         return OFF
     chosen = STAGES[stage]
-    if mode == "non_distributed":
-        return replace(chosen, name=f"{chosen.name}, non-distributed", assigns_owners=True)
+    if shard_by == "parameters":
+        return replace(chosen, name=f"{chosen.name}, whole parameters", assigns_owners=True)
     return chosen
+
+
+def options_of_mode(mode: Any, stage: Stage) -> dict[str, Any]:
+    """Return the options of one of OneFlow's modes, True for ``"distributed_split"`` or False for ``"off"``.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    if mode is False or mode == "off":
+        return {"stage": 0}
+    if mode is not True and not is_one_of(mode, *_MODES):
+        raise ConfigError(
+            f"mode = {mode!r:.60}: unknown ZeRO mode; choose one of {', '.join(map(repr, (*_MODES, 'off')))}, and give "
+            "the stage as stage="
+        )
+    return {"stage": stage, "shard_by": "elements" if mode is True else _MODES[mode]}
+
+
+def mode_of(stage: Stage, shard_by: ShardBy) -> Mode:
+    """Return OneFlow's name of what options shard."""
+    return "off" if stage == 0 else "distributed_split" if shard_by == "elements" else "non_distributed"

@@ -79,11 +79,7 @@ def prepare(*objects: Any, stage: Stage | None = None, config: Config | None = N
         )
     if stage is not None:
         config = copy.copy(config)
-        # False is no stage.
-        if type(stage) is int and stage == 0:
-            config.enable_zero(False)
-        else:
-            config.enable_zero(stage=stage)  # type: ignore[arg-type]
+        config.zero.stage = stage
     modules = [one for one in objects if isinstance(one, nn.Module)]
     # A wrapper, such as SAM, runs as it is written: its step() calls that of the optimizer inside.
     wrappers = {one: held for one in objects if (held := held_optimizer(one)) is not None}

@@ -17,7 +17,6 @@ from zerograph.base.sizes import show_bytes
 from zerograph.compiler.members import Members
 from zerograph.compiler.virtual_ranks import slices_per_rank
 from zerograph.errors import ConfigError, MemoryBudgetError
-from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Call
 from zerograph.planner.plan_data import Candidate
@@ -61,10 +60,10 @@ def choose(
 
 
 def _search(graph: Preparable, job: Job, members: Members, call: Call, transport: Transport) -> Search:
-    if graph.config.zero.mode == "non_distributed":
+    if graph.config.zero.shard_by == "parameters":
         raise ConfigError(
-            "config.zero.stage = 'auto' searches modes that split parameters; 'non_distributed' keeps them whole\n"
-            "Choose config.enable_zero(True, stage='auto'), or a stage of your own."
+            "config.zero.stage = 'auto' searches shards that cut through parameters\n"
+            "Set config.zero.shard_by = 'elements', or a stage of your own."
         )
     if graph.config.virtual_ranks is not None:
         slices_per_rank(graph.config, job.mesh)
@@ -107,8 +106,7 @@ def _machine(device: torch.device) -> Machine:
 
 def _chosen(best: Candidate) -> dict[str, Any]:
     """Return the options to set. The user's budget stays unless the search set one: it holds for later batches too."""
-    chosen = {"stage": DEFAULT_STAGE, **best.options}
-    return {name: value for name, value in chosen.items() if name != "memory_budget" or value is not None}
+    return {name: value for name, value in best.options.items() if name != "memory_budget" or value is not None}
 
 
 def _line(candidate: Candidate) -> str:

@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def stage(self) -> str:
-        """The ZeRO stage: ``"off"``, ``"stage 2"`` or ``"stage 2, non-distributed"``."""
+        """The ZeRO stage: ``"off"``, ``"stage 2"`` or ``"stage 2, whole parameters"``."""
         return self.prepared.context.policy.name
 
     @property

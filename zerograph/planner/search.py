@@ -24,8 +24,8 @@ from zerograph.planner.timeline import Timeline
 from zerograph.runtime.wire.selection import Transport
 
 STAGES: dict[str, dict[str, Any]] = {
-    "off": {"mode": "off"},
-    **{str(stage): {"mode": "distributed_split", "stage": stage} for stage in (1, 2, 3)},
+    "off": {"stage": 0},
+    **{str(stage): {"stage": stage} for stage in (1, 2, 3)},
 }
 
 

@@ -97,7 +97,7 @@ def test_initialize_names_the_argument_that_is_wrong() -> None:
 
 def test_initialize_prints_what_differs_from_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     colossalai.initialize(make("mlp"), config={"zero": {"level": 2}, "fp16": False})
-    assert capsys.readouterr().out == "zerograph: mode=distributed_split, stage=2\n"
+    assert capsys.readouterr().out == "zerograph: stage=2\n"
 
 
 def of_own_rows() -> None:

@@ -64,7 +64,7 @@ def test_false_undoes_a_switch() -> None:
 
 def test_without_a_mode_the_switches_mean_nothing() -> None:
     with switches(3):
-        assert Made().config.zero.mode == "off"
+        assert Made().config.zero.stage == 0
 
 
 def test_enable_zero_wins_over_the_switches() -> None:
@@ -84,12 +84,12 @@ def test_disabled_group_boxing_alone_is_stage_1_and_says_so() -> None:
 def test_enable_zero_has_oneflows_defaults() -> None:
     config = GraphConfig()
     config.set_zero_redundancy_optimizer_mode("non_distributed")
-    assert (config.zero.mode, config.zero.stage) == ("non_distributed", 1)
+    assert (config.zero.shard_by, config.zero.stage) == ("parameters", 1)
     config.enable_zero()
     # On one rank a slice is the whole.
-    assert (config.zero.mode, config.zero.stage, config.zero.shard_min_size) == ("distributed_split", 2, 1024)
+    assert (config.zero.shard_by, config.zero.stage, config.zero.shard_min_size) == ("elements", 2, 1024)
     config.enable_zero(False)
-    assert config.zero.mode == "off"
+    assert config.zero.stage == 0
 
 
 def small_slices() -> list[int]:
@@ -154,7 +154,7 @@ def test_zerographs_own_options_are_there_and_unknown_ones_are_refused() -> None
 
 MISTAKES: list[tuple[Any, str]] = [
     (lambda c: c.set_zero_redundancy_optimizer_mode("split"), "unknown ZeRO mode"),
-    (lambda c: c.enable_zero(stage=4), "choose 1, 2 or 3"),
+    (lambda c: c.enable_zero(stage=4), "choose 0, 1, 2 or 3"),
     (lambda c: c.enable_zero(shard_min_size=0), "1 or more"),
     (lambda c: c.enable_zero(shard_restore_level=3), "0, 1 or 2"),
     (lambda c: c.enable_amp("fp16"), "True or False"),

@@ -131,10 +131,10 @@ def _file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _without_zero(top: Section) -> dict[str, Any]:
     if _bf16(top):
-        return {"mode": "off", **precision_options(torch.bfloat16)}
+        return {"stage": 0, **precision_options(torch.bfloat16)}
     fp16 = top.get("fp16")
     if fp16 in (None, False) or (isinstance(fp16, Mapping) and fp16.get("mode") is None):
-        return {"mode": "off", **precision_options(None)}
+        return {"stage": 0, **precision_options(None)}
     names = {"init_scale": "init_scale", "initial_scale": "init_scale", "min_scale": "min_scale"}
     names |= {key: key for key in ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "enabled")}
     values = Section({"mode": "torch"} if fp16 is True else fp16, "fp16", ["mode", *names])
@@ -146,7 +146,7 @@ def _without_zero(top: Section) -> dict[str, Any]:
     if mode == "apex":
         raise ConfigError("fp16.mode: NVIDIA's Apex is not supported; choose 'torch' or 'naive'")
     scaler = GradScaler(**{names[key]: value for key, value in values.items()})
-    return {"mode": "off", **precision_options(torch.float16, scaler)}
+    return {"stage": 0, **precision_options(torch.float16, scaler)}
 
 
 def _bf16(top: Section) -> bool:

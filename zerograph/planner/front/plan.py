@@ -15,10 +15,10 @@ from zerograph._torch import pytree
 from zerograph.base.progress import tell
 from zerograph.base.sizes import in_bytes, show_bytes
 from zerograph.compiler.input_layout import is_sequence, length_of, ranks_of_row, with_rows
-from zerograph.config import option_values
+from zerograph.config import Config, option_values
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
-from zerograph.ir.offload import Offload
+from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import grid_of, planned, tensors
 from zerograph.planner.plan_data import Candidate, Plan
@@ -34,7 +34,7 @@ class Training(ZeroGraph):
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, loss: Loss | None) -> None:
         super().__init__()
-        self.config.enable_zero()
+        self.config.zero.stage = DEFAULT_STAGE
         self.model = model
         self._loss = loss
         if optimizer is not None:
@@ -145,9 +145,9 @@ def plan(
     """
     if "machine" in options:
         raise ConfigError("plan(machine=): the machine is device=")
-    options = option_values(options, Offload())
-    if stage is not None and (both := options.keys() & {"mode", "stage"}):
-        raise ConfigError(f"plan(stage={stage!r}, {both.pop()}=): give one of them")
+    if stage is not None and "mode" in options:
+        raise ConfigError(f"plan(stage={stage!r}, mode=): give one of them")
+    options = option_values(options, Config())
     described = machine(device)
     memory = described.device.memory if fit is None else _size("fit", fit)
     free = default_headroom(memory, accelerator=described.device.accelerator)

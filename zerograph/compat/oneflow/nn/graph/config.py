@@ -14,7 +14,7 @@ from zerograph.compat.oneflow.boxing import nccl
 from zerograph.compat.oneflow.placements import placement
 from zerograph.config import Config, MeshOptions, ZeroOptions
 from zerograph.errors import ConfigError, UnknownOptionError, did_you_mean
-from zerograph.ir.zero import DEFAULT_STAGE
+from zerograph.ir.zero import DEFAULT_STAGE, options_of_mode
 from zerograph.runtime.job.process_group import world_size
 
 # OneFlow's own: elements of a shard.
@@ -110,7 +110,7 @@ class GraphConfig(Config):
         Raises:
             ConfigError: the mode does not exist.
         """
-        self.zero.mode = mode  # type: ignore[assignment]
+        self.set(**options_of_mode(mode, DEFAULT_STAGE))
         if not self.zero.shard_min_size:
             self.set_zero_redundancy_optimizer_min_size_after_split(_MIN_SHARD)
         self.zero.follow_switches()
@@ -152,7 +152,11 @@ class GraphConfig(Config):
         if shard_restore_level != 1:
             call_without_effect("enable_zero(shard_restore_level=)", "the stage decides when parameters are resharded")
         least = _whole_number(shard_min_size if min_shard_size is None else min_shard_size, "shard_min_size")
-        super().enable_zero(mode, stage=stage, shard_min_size=least * world_size())  # type: ignore[arg-type]
+        self.set(**options_of_mode(mode, stage), shard_min_size=least * world_size())  # type: ignore[arg-type]
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Set ``gradient_accumulation_steps``."""
+        self.gradient_accumulation_steps = steps
 
     def enable_amp(self, mode: bool = True, *, dtype: torch.dtype = torch.float16) -> None:
         """Enable mixed precision in fp16 (OneFlow's default) or bf16, with fp32 masters.

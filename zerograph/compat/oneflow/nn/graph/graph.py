@@ -23,13 +23,12 @@ from zerograph.compat.oneflow.optim.base import check_clipping, check_options, c
 from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
-from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.metadata import origin
 from zerograph.ir.sbp import show
-from zerograph.ir.zero import DEFAULT_STAGE
+from zerograph.ir.zero import DEFAULT_STAGE, options_of_mode
 from zerograph.runtime.job.process_group import Job, rank
 
 
@@ -145,7 +144,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
 
     def set_zero_mode(self, mode: str, stage: int | Literal["auto"] = DEFAULT_STAGE) -> None:
         """Call :meth:`zerograph.ZeroGraph.set_zero_mode`."""
-        Config.enable_zero(self.config, mode, stage=stage, shard_min_size=self.config.zero.shard_min_size)  # type: ignore[arg-type]
+        self.config.set(**options_of_mode(mode, stage))  # type: ignore[arg-type]
 
     def debug(
         self,
