@@ -153,10 +153,9 @@ class Pool:
 
     def _seconds(self) -> float:
         """Return how long all workers have computed."""
-        # Their fields 14 and 15, behind a name that may have spaces.
-        texts = [
-            Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split() for process, _ in self._workers
-        ]
+        paths = [Path(f"/proc/{process.pid}/stat") for process, _ in self._workers]
+        # Their fields 14 and 15, behind a name that may have spaces. One that is gone has none.
+        texts = [path.read_text().rpartition(")")[2].split() for path in paths if path.exists()]
         return sum(int(fields[11]) + int(fields[12]) for fields in texts) / os.sysconf("SC_CLK_TCK")
 
     def _traces(self) -> Path:

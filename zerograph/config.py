@@ -390,7 +390,9 @@ class Config(Options):
     def __init__(self, **options: Any) -> None:
         for each in fields(self):
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            object.__setattr__(self, each.name, default)
+            # dataclasses.replace() passes groups.
+            is_group = each.name in _GROUPS and isinstance(options.get(each.name), Options)
+            object.__setattr__(self, each.name, copy.copy(options.pop(each.name)) if is_group else default)
         self.set(**options)
 
     def __repr__(self) -> str:
@@ -582,8 +584,8 @@ def option_values(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
         ConfigError: there is no such option; names the closest one.
     """
     values: dict[str, Any] = {}
-    # The mode decides with a stage, wherever that is given.
-    for name, value in sorted(options.items(), key=lambda item: item[0] == "mode"):
+    # The mode decides with a stage, wherever that is given, and a part of offload adds to it.
+    for name, value in sorted(options.items(), key=lambda item: item[0] == "mode" or item[0] in _OFFLOADS):
         if name not in OPTIONS and name in _FORMER:
             warn_user(f"the option {name!r} is {_FORMER[name]} now; {_UNTIL}")
         values |= _today(name, value, config, values)
@@ -593,7 +595,7 @@ def option_values(options: Mapping[str, Any], config: Config) -> dict[str, Any]:
 def _today(name: Any, value: Any, config: Config, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return what an option sets today; ``given`` are options that are set with it."""
     if name == "mode":
-        return options_of_mode(value, given.get("stage", config.zero.stage) or DEFAULT_STAGE)
+        return options_of_mode(value, given.get("stage", config.zero.stage or DEFAULT_STAGE))
     if name in _OFFLOADS:
         return {"offload": replace(given.get("offload", config.memory.offload), **{_OFFLOADS[name]: value})}
     new = RENAMED.get(name, name)

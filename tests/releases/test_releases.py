@@ -44,6 +44,6 @@ def loaded(folder: Path) -> list[float] | str:
 def test_a_compiled_step_of_a_release_runs_or_is_refused_with_what_differs(pool: Pool, folder: Path) -> None:
     (found,) = pool.run(1, loaded, folder)
     if isinstance(found, str):
-        assert "the version of" in found
+        assert "is of another step than this one\n  the " in found
     else:
         assert found == losses(Step(), 0)

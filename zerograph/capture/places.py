@@ -56,7 +56,7 @@ WRAPPERS: dict[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords", "__dict__"),
 }
 # Longer containers are compared by length only. Nothing nested deeper, and no more values, are compared.
-MAX_LENGTH, _MAX_DEPTH, _MAX_VALUES = 1000, 6, 50_000
+MAX_LENGTH, MAX_DEPTH, _MAX_VALUES = 1000, 6, 50_000
 # Attributes of torch in every module.
 _MODULES_OWN = frozenset(vars(nn.Module()))
 
@@ -309,7 +309,7 @@ def walk(
         place, value = waiting.pop()
         if place.own and isinstance(value, Tensor) and (names is None or place.is_in_root):
             continue
-        inside = [*_inside(value, names)] if len(place.steps) <= _MAX_DEPTH else []
+        inside = [*_inside(value, names)] if len(place.steps) <= MAX_DEPTH else []
         is_entered = bool(inside) or isinstance(value, CONTAINERS)
         if is_entered and (id(value) in entered or number > _MAX_VALUES):
             if names is not None:

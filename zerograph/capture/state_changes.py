@@ -47,6 +47,8 @@ from zerograph.capture.module_attributes import lost_tensors, refuse_fakes
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
+    MAX_DEPTH,
+    MAX_LENGTH,
     MISSING,
     Place,
     PythonState,
@@ -125,7 +127,9 @@ class Snapshot:
         self.restores |= {place.key: functools.partial(place.assign, value) for place, value in places}
         for place, value, is_entered in walk(places):
             if place.own and isinstance(value, (*CONTAINERS, set)):
-                self.contents.append(value)
+                # The walk leaves out what is deep inside, or in long containers.
+                is_whole = len(place.steps) <= MAX_DEPTH and len(value) <= MAX_LENGTH
+                self.contents += [value] if is_whole else _containers(value, {})
             if (functions := generator_functions(value)) is not None:
                 self.random.setdefault(place.name, Generator(functions))
             elif not is_entered:
@@ -141,6 +145,7 @@ class Snapshot:
             if isinstance(value, CONTAINERS):
                 length = place.at(("len", place.own))
                 self.values[length.key] = length, length.read()
+        self.restores |= {id(one): _restorer(one) for one in self.contents if id(one) not in self.restores}
         self.random["random"] = Generator((random.getstate, random.setstate))
         if (numpy := sys.modules.get("numpy")) is not None:
             read = functools.partial(numpy.random.get_state, legacy=False)
@@ -544,6 +549,15 @@ def _restorer(value: Any) -> Callable[..., None]:
                 del entries[key]
 
     return restore
+
+
+def _containers(value: Any, found: dict[int, Any]) -> list[Any]:
+    """Return a container and all containers inside of it, to any depth."""
+    if isinstance(value, (*CONTAINERS, tuple)) and id(value) not in found:
+        found[id(value)] = value
+        for entry in value.values() if isinstance(value, dict) else value:
+            _containers(entry, found)
+    return [one for one in found.values() if not isinstance(one, tuple)]
 
 
 def _put_back(value: Any, before: Any, _: object = None) -> None:

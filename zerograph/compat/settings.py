@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,7 +65,10 @@ class Settings:
         if not isinstance(config, Config):
             raise ConfigError(f"configure() takes a graph's config, not {type(config).__name__}")
         # A loss scaler has state: each graph gets its own copy.
-        config.set(**{k: copy.deepcopy(v) if isinstance(v, GradScaler) else v for k, v in self.options.items()})
+        options = {k: copy.deepcopy(v) if isinstance(v, GradScaler) else v for k, v in self.options.items()}
+        if isinstance(offload := options.get("offload"), Offload):
+            options["offload"] = replace(offload, activations=config.memory.offload.activations or offload.activations)
+        config.set(**options)
 
     def set_up(self, graph: ZeroGraph, parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
         """Configure the graph and register the configuration's optimizer and schedule.

@@ -105,7 +105,7 @@ class World:
         if not is_counted or part.dtype == torch.bool or part.shape in self._counted:
             return
         self._counted.add(part.shape)
-        if bool((part.detach().flatten() == torch.arange(len(part), device=part.device)).all()):
+        if bool((part.detach().flatten().to(torch.int64) == torch.arange(len(part), device=part.device)).all()):
             self.warn(
                 f"a tensor of {len(part)} rows of this rank has the numbers 0 to {len(part) - 1}. If it counts the "
                 "rows of the batch, as torch.arange(len(x)) does in one process, the next ranks' are wrong\n"

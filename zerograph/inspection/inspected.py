@@ -11,6 +11,7 @@ from torch import nn
 from zerograph.base.source import warn_user
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.members import Members
+from zerograph.errors import UnknownOptionError
 from zerograph.inspection import placements
 from zerograph.inspection.step import Inspection
 from zerograph.ir.sbp import NdSbp, Sbp
@@ -77,8 +78,8 @@ class Compiled(Inspection):
     def owners(self) -> dict[str, int]:
         """Return the rank that stores and updates each parameter that is dealt out whole, by qualified name.
 
-        Whole parameters are dealt out in the mode ``"non_distributed"``, and to optimizers that need them whole. On a
-        mesh of several dimensions the rank is the index along the dimension that ZeRO splits along.
+        Whole parameters are dealt out with ``config.zero.shard_by = "parameters"``, and to optimizers that need them
+        whole. On a mesh of several dimensions the rank is the index along the dimension that ZeRO splits along.
         """
         return placements.owners(self._members())
 
@@ -100,6 +101,8 @@ class Inspected(Stateful):
         def __getattr__(self, name: str) -> Any:
             if name not in _FORMER:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            if self._latest is None:
+                raise UnknownOptionError(f"step.{name}: nothing is compiled yet: call the graph, or compile(*inputs)")
             new = _FORMER[name] or name
             warn_user(f"step.{name} is step.inspect.{new} now; the old name goes in 0.3")
             return getattr(self.inspect, new)

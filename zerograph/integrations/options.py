@@ -27,7 +27,7 @@ def config_of(zero: Zero) -> Config:
         return copy.copy(zero)
     options = dict(zero) if isinstance(zero, Mapping) else {} if zero is None else {"stage": zero}
     stage: Any = options.pop("stage", DEFAULT_STAGE)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3) or not all(isinstance(name, str) for name in options):
         raise ConfigError(f"zero={zero!r:.60}: give a stage (0 to 3), a dict of options, or a zg.Config")
     return Config(stage=stage, **options)
 

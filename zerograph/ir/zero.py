@@ -60,7 +60,7 @@ def options_of_mode(mode: Any, stage: Stage) -> dict[str, Any]:
     """Return the options of one of OneFlow's modes, True for ``"distributed_split"`` or False for ``"off"``.
 
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: there is no such mode, or it has no such stage.
     """
     if mode is False or mode == "off":
         return {"stage": 0}
@@ -69,6 +69,8 @@ def options_of_mode(mode: Any, stage: Stage) -> dict[str, Any]:
             f"mode = {mode!r:.60}: unknown ZeRO mode; choose one of {', '.join(map(repr, (*_MODES, 'off')))}, and give "
             "the stage as stage="
         )
+    if stage == 0:
+        raise ConfigError(f"stage = 0 with the mode {mode!r}: choose stage 1, 2 or 3, or the mode 'off'")
     return {"stage": stage, "shard_by": "elements" if mode is True else _MODES[mode]}
 
 

@@ -128,16 +128,24 @@ def _check(objects: Sequence[Any], modules: Sequence[nn.Module], optimizers: Seq
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> None:
-    """Raise a ConfigError if the optimizer trains a module of another loop."""
+    """Raise a ConfigError if the optimizer trains what is no parameter, or a parameter of another loop."""
     for parameter in parameters_of(optimizer):
+        if not isinstance(parameter, nn.Parameter):
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is no parameter\n"
+                "Make it a torch.nn.Parameter, or leave the optimizer out of zg.prepare(): every rank then runs it."
+            )
         loop = getattr(parameter, "_zerograph_loop", None)
-        others = () if loop is None else (one for one in loop.modules.values() if loop_of(one) is loop)
-        for other in others:
-            if not any(other is one for one in modules) and any(parameter is one for one in other.parameters()):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} holds a parameter of a {type(other).__name__} that is prepared "
-                    "already: pass all that belongs together to one zg.prepare()"
-                )
+        if loop is None:
+            continue
+        others = [
+            one for one in loop.modules.values() if loop_of(one) is loop and not any(one is own for own in modules)
+        ]
+        if others and any(parameter is one for member in loop.members.values() for one in member.parameters()):
+            raise ConfigError(
+                f"{type(optimizer).__name__} holds a parameter that is prepared already: pass all that belongs "
+                "together to one zg.prepare()"
+            )
 
 
 def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -355,7 +363,13 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
 
     def add_param_group(group: dict[str, Any]) -> None:
         loop.graph()
+        before = len(optimizer.param_groups)
         plain.add_param_group(optimizer, group)
+        try:
+            _check_parameters(optimizer, [*loop.modules.values()])
+        except BaseException:
+            del optimizer.param_groups[before:]
+            raise
         loop.adopt(optimizer)
 
     def state_dict() -> dict[str, Any]:

@@ -37,7 +37,7 @@ def step(model: Any, stage: int = 2) -> Train:
     model.to_global(placement=everybody(), sbp=B)
     optimizer = adamw(model)
     scheduler = flow.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    return Train(model, optimizer, lr_sch=scheduler, mode="distributed_split", stage=stage)
+    return Train(model, optimizer, lr_sch=scheduler, stage=stage)
 
 
 def saved_and_resumed(folder: str) -> dict[str, Any]:

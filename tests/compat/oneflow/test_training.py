@@ -31,7 +31,7 @@ from tests.compat.oneflow.samples import (
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
-STAGE3 = {"mode": "distributed_split", "stage": 3}
+STAGE3 = {"stage": 3}
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "sgd": lambda model: flow.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),

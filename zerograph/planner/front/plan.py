@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from zerograph._torch import pytree
 from zerograph.base.progress import tell
 from zerograph.base.sizes import in_bytes, show_bytes
 from zerograph.compiler.input_layout import is_sequence, length_of, ranks_of_row, with_rows
-from zerograph.config import Config, option_values
+from zerograph.config import option_values
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.zero import DEFAULT_STAGE
@@ -147,7 +148,6 @@ def plan(
         raise ConfigError("plan(machine=): the machine is device=")
     if stage is not None and "mode" in options:
         raise ConfigError(f"plan(stage={stage!r}, mode=): give one of them")
-    options = option_values(options, Config())
     described = machine(device)
     memory = described.device.memory if fit is None else _size("fit", fit)
     free = default_headroom(memory, accelerator=described.device.accelerator)
@@ -155,6 +155,9 @@ def plan(
         free = 0 if headroom in (0, "0") else _size("headroom", headroom)
     described = replace(described, device=replace(described.device, memory=memory, headroom=free))
     graph = graph_of(model, optimizer, loss)
+    options = option_values(options, graph.config)
+    # Before a search, whose candidates report what they cannot be compiled with.
+    copy.copy(graph.config).set(**options)
     size, order = _shape(world_size, mesh)
     described, grid = replace(described, order=order), grid_of(size)
     with configured(graph, **{key: value for key, value in options.items() if key in _OF_ROWS}) as config:

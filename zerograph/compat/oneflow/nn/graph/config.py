@@ -102,7 +102,7 @@ class GraphConfig(Config):
                 )
 
     def set_zero_redundancy_optimizer_mode(self, mode: str = "distributed_split") -> None:
-        """Enable ZeRO with the mode ``"distributed_split"`` or ``"non_distributed"``.
+        """Enable ZeRO with the mode ``"distributed_split"`` or ``"non_distributed"``; ``"off"`` disables it.
 
         The first gives every rank a slice of each variable, the second assigns whole variables to ranks, balanced by
         size. The stage is 1, or that of ``flow.boxing.nccl``'s switches at the end of the graph's construction.
@@ -113,7 +113,8 @@ class GraphConfig(Config):
         self.set(**options_of_mode(mode, DEFAULT_STAGE))
         if not self.zero.shard_min_size:
             self.set_zero_redundancy_optimizer_min_size_after_split(_MIN_SHARD)
-        self.zero.follow_switches()
+        if self.zero.stage != 0:
+            self.zero.follow_switches()
 
     def set_zero_redundancy_optimizer_min_size_after_split(self, value: int) -> None:
         """Keep variables whole if a rank's slice would have fewer than ``value`` elements. Default 1024.
