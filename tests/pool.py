@@ -154,7 +154,7 @@ class Pool:
     def _seconds(self) -> float:
         """Return how long all workers have computed."""
         paths = [Path(f"/proc/{process.pid}/stat") for process, _ in self._workers]
-        # Their fields 14 and 15, behind a name that may have spaces. One that is gone has none.
+        # A name that may have spaces precedes fields 14 and 15. A worker that has ended has no file.
         texts = [path.read_text().rpartition(")")[2].split() for path in paths if path.exists()]
         return sum(int(fields[11]) + int(fields[12]) for fields in texts) / os.sysconf("SC_CLK_TCK")
 

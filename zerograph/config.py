@@ -75,7 +75,7 @@ class ZeroOptions(Options):
             lambda value: (type(value) is int and (value == 0 or value in STAGES)) or is_one_of(value, "auto"),
             "unknown ZeRO stage; choose 0, 1, 2 or 3, or 'auto'",
         ),
-        """What is split between the ranks: 1: optimizer state, 2: gradients too, 3: parameters too; see
+        """Stage of ZeRO: 1 splits optimizer state between the ranks, 2 gradients too, 3 parameters too; see
         :mod:`zerograph.ir.zero`. 0 (default): nothing, plain data parallel. The stage does not change numbers, except
         that fused kernels may round the last few elements of a shard differently. ``"auto"``: the first call searches
         for the fastest plan that fits ``memory_budget``, with recomputation, offload and accumulation as needed, and
@@ -234,8 +234,8 @@ class MemoryOptions(Options):
     offload: Offload = option(
         Offload(),
         Check(lambda value: isinstance(value, Offload), "give a zg.Offload"),
-        """A :class:`zerograph.Offload`: optimizer state, parameters or activations in CPU memory or files. Numbers stay
-        the same. Default ``Offload()``: nothing.""",
+        """Store optimizer state, parameters or activations in CPU memory or files, as :class:`zerograph.Offload` says.
+        Numbers stay the same. Default ``Offload()``: nothing.""",
     )
     keep_freed_memory: bool = option(
         True,

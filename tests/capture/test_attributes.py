@@ -185,6 +185,39 @@ def test_what_is_collected_and_not_read_is_lost_with_a_warning() -> None:
     assert made.seen == []
 
 
+class Collecting(zg.ZeroGraph):
+    """It collects a tensor in containers that are longer or nested deeper than what a trace compares."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = model(), kind
+        self.long: list[list[Any]] = [[0.0] for _ in range(1500)]
+        self.many: set[Any] = {*range(1500)}
+        self.deep: list[Any] = [0.0]
+        for _ in range(9):
+            self.deep = [self.deep]
+
+    def build(self, x: Tensor) -> Tensor:
+        loss = self.model(x).square().mean()
+        found: Any = self.long[7] if self.kind == "long" else self.deep
+        while isinstance(found[0], list):
+            found = found[0]
+        if self.kind == "many":
+            self.many.add(loss)
+        else:
+            found[0] = loss
+        return loss
+
+
+@pytest.mark.parametrize("kind", ["long", "many", "deep"])
+def test_no_tensor_of_a_trace_stays_in_long_or_nested_containers(kind: str) -> None:
+    step = Collecting(kind)
+    before = repr((step.long, step.deep)), {*step.many}
+    with pytest.warns(UserWarning, match=f"stores tensors in self.{kind}: after the step they are not there"):
+        step(*inputs([4]))
+    assert (repr((step.long, step.deep)), step.many) == before
+
+
 def scale_by(made: Any, x: Tensor) -> Tensor:
     kept = made._factor * made.tensor * (1 if made.nothing is None else 5)
     return made.function(made(x) * kept).square().mean()

@@ -129,7 +129,7 @@ class Snapshot:
             if place.own and isinstance(value, (*CONTAINERS, set)):
                 # The walk leaves out what is deep inside, or in long containers.
                 is_whole = len(place.steps) <= MAX_DEPTH and len(value) <= MAX_LENGTH
-                self.contents += [value] if is_whole else _containers(value, {})
+                self.contents += [value] if is_whole else _containers(value, set())
             if (functions := generator_functions(value)) is not None:
                 self.random.setdefault(place.name, Generator(functions))
             elif not is_entered:
@@ -145,7 +145,10 @@ class Snapshot:
             if isinstance(value, CONTAINERS):
                 length = place.at(("len", place.own))
                 self.values[length.key] = length, length.read()
-        self.restores |= {id(one): _restorer(one) for one in self.contents if id(one) not in self.restores}
+        for one in self.contents:
+            if id(one) not in self.restores:
+                is_set = isinstance(one, set)
+                self.restores[id(one)] = functools.partial(_put_back, one, one.copy()) if is_set else _restorer(one)
         self.random["random"] = Generator((random.getstate, random.setstate))
         if (numpy := sys.modules.get("numpy")) is not None:
             read = functools.partial(numpy.random.get_state, legacy=False)
@@ -551,13 +554,14 @@ def _restorer(value: Any) -> Callable[..., None]:
     return restore
 
 
-def _containers(value: Any, found: dict[int, Any]) -> list[Any]:
-    """Return a container and all containers inside of it, to any depth."""
-    if isinstance(value, (*CONTAINERS, tuple)) and id(value) not in found:
-        found[id(value)] = value
+def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield a container and all containers inside of it, to any depth, except tuples, which cannot change."""
+    if isinstance(value, (*CONTAINERS, tuple, set)) and id(value) not in seen:
+        seen.add(id(value))
+        if not isinstance(value, tuple):
+            yield value
         for entry in value.values() if isinstance(value, dict) else value:
-            _containers(entry, found)
-    return [one for one in found.values() if not isinstance(one, tuple)]
+            yield from _containers(entry, seen)
 
 
 def _put_back(value: Any, before: Any, _: object = None) -> None:

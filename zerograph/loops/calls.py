@@ -43,7 +43,7 @@ class Calls:
         self._kinds: dict[Hashable, Kind] = {}
         # What a checkpoint says of kinds: their number of results, and those that the loop differentiates.
         self._expected: dict[str, tuple[int, frozenset[int]]] = {}
-        self._trees = {id(module): _Tree(name, module) for name, module in owner.modules.items()}
+        self._trees = {id(module): _Tree(name, module, owner.find_loose) for name, module in owner.modules.items()}
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a call of a prepared module.
@@ -55,8 +55,6 @@ class Calls:
         key: list[Hashable] = []
         tensors: list[Tensor] = []
         with_gradient, tree = torch.is_grad_enabled(), self._trees[id(module)]
-        if not tree.is_unchanged():
-            self._owner.find_loose()
         can_be_graph = tree.is_plain() and _is_plain_here() and _described((args, kwargs), key, tensors)
         if not can_be_graph or (with_gradient and not self._can_accumulate(tree)):
             return self._owner.run_eagerly(module, args, kwargs)
@@ -144,22 +142,22 @@ class Calls:
 class _Tree:
     """A prepared module with its submodules, as they were when it was prepared.
 
+    Args:
+        changed: called before each call of a module that holds other objects than at the last look.
+
     Attributes:
         name: of the module in the graphs.
         parameters: those of the module.
     """
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self._module, self._tensors = name, module, _tensors_of(module)
+    def __init__(self, name: str, module: nn.Module, changed: Callable[[], None]) -> None:
+        self.name, self._module, self._tensors, self._changed = name, module, _tensors_of(module), changed
         self._look()
-
-    def is_unchanged(self) -> bool:
-        """Return whether the module holds the objects that it held at the last look."""
-        return self._tables.are_same()
 
     def is_plain(self) -> bool:
         """Return whether a graph sees what a call would: no hooks, and the same parameters and buffers."""
         if not self._tables.are_same():
+            self._changed()
             if _tensors_of(self._module) != self._tensors:
                 return False
             self._look()
