@@ -1,4 +1,4 @@
-"""Two hosts on one machine: each has processes, a host name and a network of its own; a veth pair joins them.
+"""Hosts on one machine: each has processes, a host name and a network of its own; a bridge joins them.
 
 The namespaces have no names. They last as long as their first process, which ends when its standard input does: nothing
 remains, however the process that made them ends.
@@ -80,11 +80,19 @@ class Host:
         return [process for process in members if process != self.first]
 
 
+def two_hosts(
+    rate: str | None = None, addresses: str = "10.77.0.{}"
+) -> contextlib.AbstractContextManager[tuple[Host, ...]]:
+    """Make two hosts, as :func:`make_hosts`."""
+    return make_hosts(2, rate, addresses)
+
+
 @contextlib.contextmanager
-def two_hosts(rate: str | None = None, addresses: str = "10.77.0.{}") -> Iterator[tuple[Host, Host]]:
-    """Make two hosts, and end all their processes at the end.
+def make_hosts(count: int, rate: str | None = None, addresses: str = "10.77.0.{}") -> Iterator[tuple[Host, ...]]:
+    """Make hosts, and end all their processes at the end.
 
     Args:
+        count: how many.
         rate: what each of them can send, as ``tc`` writes it; None: no limit.
         addresses: of the hosts, with a host's number in place of ``{}``; of IPv4 or IPv6.
 
@@ -94,19 +102,22 @@ def two_hosts(rate: str | None = None, addresses: str = "10.77.0.{}") -> Iterato
     if reason := unavailable():
         raise RuntimeError(reason)
     with contextlib.ExitStack() as stack:
-        firsts = [_first_process(stack) for _ in range(2)]
+        switch, *firsts = [_first_process(stack) for _ in range(count + 1)]
+        # Processes have these numbers only outside of their own namespaces.
+        outside = ("nsenter", "--target", str(switch), "--net", "--", "ip", "link")
+        _run(*outside, "add", "bridge", "type", "bridge")
+        _run(*outside, "set", "bridge", "up")
         hosts = tuple(Host(f"host{at}", addresses.format(at + 1), first) for at, first in enumerate(firsts))
-        # The peer's process has this number only outside of the first host's own namespace of processes.
-        outside = ("nsenter", "--target", str(firsts[0]), "--net", "--")
-        _run(*outside, "ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(firsts[1]))
         for host in hosts:
+            _run(*outside, "add", host.name, "type", "veth", "peer", "name", LINK, "netns", str(host.first))
+            _run(*outside, "set", host.name, "master", "bridge", "up")
             host.run("hostname", host.name)
             host.run("ip", "link", "set", "lo", "up")
             host.run("ip", "addr", "add", f"{host.address}/24", "dev", LINK, "nodad")
             host.run("ip", "link", "set", LINK, "up")
             if rate is not None:
                 host.shape(rate)
-        yield hosts[0], hosts[1]
+        yield hosts
 
 
 def unavailable() -> str:

@@ -585,7 +585,7 @@ def run(
 
 
 class Launchers:
-    """Launchers of a job of two hosts with two ranks each; a context, at whose end none runs."""
+    """Launchers of a job of hosts with two ranks each; a context, at whose end none runs."""
 
     def __init__(
         self,
@@ -599,7 +599,8 @@ class Launchers:
         self.hosts, self.folder = hosts, folder
         self.names = names or [host.address for host in hosts]
         self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": self.names}
-        self.arguments |= {"least": 1, "most": 4, "restarts": 0, "patience": 5.0, "port": 29500, "shared": shared}
+        self.arguments |= {"least": 1, "most": 2 * len(hosts), "restarts": 0, "patience": 5.0}
+        self.arguments |= {"port": 29500, "shared": shared}
         self.processes: dict[Host, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Launchers:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typer.testing import CliRunner
 
 import zerograph as zg
-from benchmarks.measure.hosts import two_hosts, unavailable
+from benchmarks.measure.hosts import make_hosts, two_hosts, unavailable
 from tests.faults.elastic_jobs import (
     PATIENCE,
     STEPS,
@@ -297,6 +297,32 @@ def test_a_host_that_is_lost_at_a_drawn_moment_changes_nothing(
     # If the wire is cut either side goes on.
     check_same(replace(outcome, code=min(abs(code) for code in codes)), expected(options))
     tally(f"elastic: host {lost + 1} is lost: {event}").add(True, lost_steps=outcome.repeated())
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+@pytest.mark.parametrize("number", range(KILLS // 50))
+def test_three_hosts_of_which_two_are_lost_one_after_the_other(
+    tmp_path: Path, expected: Callable[[Options], Outcome], tally: Callable[[str], Tally], number: int
+) -> None:
+    draw = random.Random(number)
+    options = Options(stage=draw.choice([1, 2, 3]), loop=draw.random() < 0.3, every=draw.choice([1, 2]), pace=0.4)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    lost, event = draw.sample(range(3), 2), draw.choice(["their launchers are killed", "their wires are cut"])
+    if number == 0:
+        lost = [0, 1]
+    with make_hosts(3) as hosts, Launchers(hosts, tmp_path, options, shared=shared) as launchers:
+        for losses, host in enumerate(lost):
+            launchers.wait_for(lambda job, after=losses: any(line[0] >= 3 and line[1] > after for line in job.lines))
+            time.sleep(draw.uniform(0, 0.6))
+            hosts[host].cut() if "wires" in event else launchers.kill(hosts[host])
+        outcome, codes = launchers.wait()
+    assert codes.count(0) == 1, outcome.output
+    # Of three hosts the two go on that reach each other; of two either.
+    assert codes[lost[0]] != 0, outcome.output
+    check_same(replace(outcome, code=0), expected(options))
+    tally(f"elastic: two of three hosts, {event}").add(True, lost_steps=outcome.repeated())
 
 
 FACTOR = 1.0

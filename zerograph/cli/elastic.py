@@ -31,6 +31,8 @@ import typer
 # Seconds between two looks, until a process that has just been started must have shown a sign of life, in which a
 # process that is told to end may do so, between two signs of a launcher in a folder, and for an answer by the network.
 _LOOK, _STARTED, _TERMINATED, _SIGN, _ANSWERS = 0.02, 600.0, 30.0, 1.0, 2.0
+# How many times its patience a launcher waits that has lost most of the processes with their hosts.
+_FEW_WAIT = 3
 # More than the workers of a job that a launcher may not know.
 _MANY = 10_000
 # The exit code of a worker that is lost with its host.
@@ -181,6 +183,8 @@ class Supervisor:
     _answered_at: float = 0.0
     _began: float = 0.0
     _awaited: set[str] = field(default_factory=set)
+    # Since when only a minority of the last generation's processes is of hosts that are here; 0: more are.
+    _few_since: float = 0.0
     # The launchers of other hosts that live, by number; how many have come; in which generation, and since when,
     # processes are too few.
     _launchers: dict[int, _Launcher] = field(default_factory=dict)
@@ -540,7 +544,13 @@ class Supervisor:
             return
         now, hosts_lack = time.monotonic(), len(self._launchers) + 1 < len(self.hosts)
         here = {self.host, *(launcher.host for launcher in self._launchers.values())}
-        if now < self._began or (not self._awaited <= here and now < self._began + self.patience):
+        majority = 2 * sum(host in here for host in self._generation.hosts) - len(self._generation.hosts)
+        # Most that are lost may only be cut off: then they go on, and this host does not.
+        few = majority < 0 and self._claims is not None
+        self._few_since = (self._few_since or now) if few else 0.0
+        if few and now < self._few_since + _FEW_WAIT * self.patience:
+            return
+        if (now < self._began and majority <= 0) or (not self._awaited <= here and now < self._began + self.patience):
             return
         # Those that hold snapshots first, in the order of their ranks.
         order = [number for number in workers if number in waiting]
