@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,30 @@ def test_a_workflow_runs_targets_that_exist(workflow: Path) -> None:
     commands = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"\bmake ([\w-]+)", "\n".join(commands))) <= set(targets)
+
+
+def test_a_version_is_tagged_once_the_changelog_gives_it_a_date(tmp_path: Path) -> None:
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "wheels.yml").read_text())["jobs"]["tag"]
+    script, origin, checkout = job["steps"][-1]["run"], tmp_path / "origin.git", tmp_path / "checkout"
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], check=True, capture_output=True, text=True).stdout
+
+    def tags(changelog: str) -> list[str]:
+        (checkout / "CHANGELOG.md").write_text(changelog)
+        git("-C", str(checkout), "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam", "A change")
+        subprocess.run(["bash", "-e", "-c", script], cwd=checkout, check=True, capture_output=True)
+        return git("-C", str(origin), "tag").split()
+
+    git("init", "-q", "--bare", str(origin))
+    git("clone", "-q", str(origin), str(checkout))
+    (checkout / "zerograph").mkdir()
+    (checkout / "zerograph" / "__init__.py").write_text((ROOT / "zerograph" / "__init__.py").read_text())
+    (checkout / "CHANGELOG.md").write_text("")
+    git("-C", str(checkout), "add", "--all")
+    dated = f"## {zg.__version__}, 2026-11-30\n"
+    assert tags(f"## {zg.__version__}, unreleased\n") == []
+    assert tags(dated) == tags(f"{dated}More\n") == [f"v{zg.__version__}"]
 
 
 def test_every_public_name_has_one_tier() -> None:
