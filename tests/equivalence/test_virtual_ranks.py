@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 import zerograph as zg
 from tests.harness import (
@@ -464,9 +465,9 @@ def test_what_would_depend_on_the_number_of_ranks_is_refused(ranks: int, options
         graph_of(ranks, **options)
 
 
-def test_a_compiler_that_contracts_products_and_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.cpp.enable_floating_point_contract_flag", "fast")
-    with pytest.raises(zg.ConfigError, match="lets the C\\+\\+ compiler contract"):
+def test_a_compiler_that_contracts_products_and_sums_is_refused() -> None:
+    contracts = inductor_config.patch({"cpp.enable_floating_point_contract_flag": "fast"})
+    with contracts, pytest.raises(zg.ConfigError, match="lets the C\\+\\+ compiler contract"):
         graph_of(2, backend="inductor")
 
 

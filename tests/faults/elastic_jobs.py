@@ -22,7 +22,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +116,11 @@ class Fault:
             last = self.occurrence
 
             class Connecting(dist.ProcessGroupGloo):
-                def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+                def __init__(self, store: Any, rank: int, size: int, **options: Any) -> None:
                     if calls[0] == last - 1:
                         publish_address(store, rank, size, folder / "busy")
                     act()
-                    super().__init__(store, rank, size, timeout=timeout)
+                    super().__init__(store, rank, size, **options)
 
             distributed_c10d.ProcessGroupGloo = Connecting  # type: ignore[misc]
         else:
