@@ -214,6 +214,37 @@ def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch)
     assert losses == [losses[0], losses[1]] * 2 + [losses[0]]
 
 
+class Gelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gelu = nn.Linear(4, 4), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gelu(self.linear(x)).relu() - torch.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("space", "name"),
+    [(torch, "tanh"), (nn.functional, "gelu"), (nn.Linear, "forward"), (nn.GELU, "forward"), (Tensor, "__sub__")],
+)
+def test_a_function_of_torch_that_is_replaced_between_two_steps_is_called(
+    space: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = LossStep(model := Gelu(), torch.optim.SGD(model.parameters(), lr=0.0), loss=lambda model, x: model(x).sum())
+    x, original = torch.ones(2, 4), getattr(space, name)
+    first = [step(x).item() for _ in range(4)]
+    with monkeypatch.context() as patch:
+        # Of another module's names no step depends.
+        patch.setattr(torch, "_a_name_of_nobody", 1, raising=False)
+        assert step(x).item() == first[0]
+        patch.setattr(space, name, lambda *args, **kwargs: original(*args, **kwargs) * 2)
+        plain = model(x).sum().item()
+        assert plain != first[0]
+        assert [step(x).item() for _ in range(3)] == pytest.approx([plain] * 3)
+    assert [step(x).item() for _ in range(3)] == first[:3]
+    assert compilations_of(step) == 2
+
+
 def test_a_value_that_changes_in_every_step_is_named() -> None:
     step = LossStep(model := Model(), torch.optim.SGD(model.parameters(), lr=0.0), loss=loss_of)
     x = torch.ones(2, 4, dtype=torch.float64)

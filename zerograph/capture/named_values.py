@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from zerograph._torch import dict_version
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
@@ -85,7 +86,7 @@ class NamedValues:
             place = Place(space, space.__name__, (("attr", "*"),))
             self.places[place.key] = place
             self.tokens[place.key] = tuple(map(vars(space).get, _callables_of(space)))
-            self._checks.append(_is_equal(functools.partial(list[Any], vars(space).values())))
+            self._checks.append(_has_callables(space))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
@@ -185,6 +186,22 @@ def _is_equal(read: Callable[[], Any]) -> Callable[[], bool]:
     """Return a check that a value is equal to what it is now."""
     now = read()
     return lambda: read() == now
+
+
+def _has_callables(space: Any) -> Callable[[], bool]:
+    """Return a check that a class has the same values, or a module the same functions."""
+    table, names = vars(space), _callables_of(space)
+    if isinstance(space, type):
+        return _is_equal(functools.partial(list[Any], table.values()))
+    version, now = dict_version(table), [*map(table.get, names)]
+
+    def check() -> bool:
+        nonlocal version
+        if (latest := dict_version(table)) != version and [*map(table.get, names)] == now:
+            version = latest
+        return latest == version
+
+    return check
 
 
 def _has_objects(holder: Any, steps: Sequence[Step], values: Sequence[Any]) -> Callable[[], bool]:
