@@ -10,9 +10,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
-
-# Another number after each change of a dict. To compare the 1,500 names of torch takes 20 microseconds.
-from torch._C._dynamo.guards import dict_version
 from torch.nn.modules import module as _every_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad, parametrize
