@@ -89,6 +89,19 @@ def test_autocast_is_seen() -> None:
         assert not recognised(step, x, 0.5)
 
 
+def test_a_step_of_autocast_serves_calls_in_it_only() -> None:
+    class Multiply(zg.ZeroGraph):
+        def build(self, x: Tensor, y: Tensor) -> Tensor:
+            return x @ y
+
+    step, x, dtypes = Multiply(), torch.ones(2, 2), []
+    for dtype in (torch.bfloat16, torch.float16, None, torch.bfloat16, None):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            dtypes += [step(x, x).dtype for _ in range(3)]
+    wanted = (torch.bfloat16, torch.float16, torch.float32, torch.bfloat16, torch.float32)
+    assert dtypes == [dtype for dtype in wanted for _ in range(3)]
+
+
 def test_other_values_and_another_learning_rate_run_the_same_step() -> None:
     step, _ = repeated()
     step.adamw.param_groups[0]["lr"] = 0.0

@@ -347,8 +347,13 @@ def capture_facts(
             )
             for number, optimizer in enumerate(optimizers)
         ),
-        "autocast": tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)),
+        "autocast": autocast_facts(),
     }
+
+
+def autocast_facts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the dtype of each kind of device for which ``torch.autocast`` is on around a call."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
 
 
 def layout_facts(members: Members) -> tuple[Any, ...]:

@@ -6,8 +6,9 @@ running a small step. Any difference leads back to those facts, which decide.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from zerograph import _torch
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.batch import Batch, collect_leaves
 from zerograph.compiler.dimensions import Kind, Mode
-from zerograph.compiler.members import Optimizers, Tree
+from zerograph.compiler.members import Optimizers, Tree, autocast_facts
 from zerograph.config import Config
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.marks import marks_of
@@ -121,7 +122,7 @@ def texts_of_facts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 # No compiled step depends on these values.
 _NOT_COMPARED = frozenset({"params", "lr", "initial_lr"})
-_IS_FRESH = operator.attrgetter("fresh")
+_METADATA = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 _IMMUTABLE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -159,19 +160,13 @@ class Snapshot:
     """
 
     def __init__(self, call: Call, tree: Tree, batch: Batch, key: StepKey) -> None:
-        self.key, self.stores = key, stores_of(tree.members.parameters.values())
-        self._job, self._config, self._tree = call.job, call.config, tree
-        self._attributes, self._values = list(call.attributes), list(call.attributes.values())
-        parameters: Iterable[nn.Parameter] = tree.members.parameters.values()
-        self._tensors: list[Tensor] = [*parameters, *tree.members.buffers.values()]
-        self._metadata = _metadata(self._tensors)
-        self._fresh = list(map(_IS_FRESH, self.stores))
+        self._parameters: list[nn.Parameter] = [*tree.members.parameters.values()]
+        self.key, self.stores, self._tree = key, stores_of(self._parameters), tree
+        self._tensors: list[Tensor] = [*self._parameters, *tree.members.buffers.values()]
         hooks = [table for optimizer in call.optimizers for table in _torch.step_pre_hook_tables(optimizer)]
         # A parameter's own attributes are its annotation and its store.
-        self._dictionaries = Dictionaries([*map(vars, call.config.parts()), *map(vars, parameters), *hooks])
-        self._optimizers, self._classes = list(call.optimizers), list(map(type, call.optimizers))
-        self._groups = [_Group(group) for optimizer in call.optimizers for group in optimizer.param_groups]
-        self._of_optimizers, self._default_dtype = call.of_optimizers(), torch.get_default_dtype()
+        self._dictionaries = Dictionaries([*map(vars, call.config.parts()), *map(vars, self._parameters), *hooks])
+        self._objects, self._values = _objects(call), self._read_values(call)
         leaves: list[Any] = []
         self._nesting = collect_leaves(call.arguments, leaves)
         # Without its tensors, which live no longer than their step.
@@ -185,29 +180,23 @@ class Snapshot:
 
     def match(self, call: Call) -> Batch | None:
         """Return the call's arguments as a batch of the step, or None if anything differs from the snapshot."""
-        groups = [group for optimizer in call.optimizers for group in optimizer.param_groups]
+        objects = _objects(call)
         unchanged = (
-            call.job is self._job
-            and call.config is self._config
-            and (call.request is self.key.request or call.request == self.key.request)
+            len(objects) == len(self._objects)
+            and all(map(operator.is_, objects, self._objects))
             and self._dictionaries.are_same()
-            and list(call.attributes) == self._attributes
-            and all(map(operator.is_, call.attributes.values(), self._values))
             and self._tree.is_same_below()
-            and _metadata(self._tensors) == self._metadata
-            and not _torch.has_gradient_hooks(self._tree.members.parameters.values())
-            and list(map(_IS_FRESH, self.stores)) == self._fresh
-            and len(call.optimizers) == len(self._optimizers)
-            and all(map(operator.is_, call.optimizers, self._optimizers))
-            and list(map(type, call.optimizers)) == self._classes
-            and len(groups) == len(self._groups)
-            and all(before.is_same(group) for before, group in zip(self._groups, groups, strict=True))
-            and call.of_optimizers() == self._of_optimizers
-            and torch.get_default_dtype() is self._default_dtype
-            and not torch.is_autocast_enabled("cpu")
-            and not torch.is_autocast_enabled("cuda")
+            and not _torch.has_gradient_hooks(self._parameters)
+            and self._read_values(call) == self._values
         )
         return self._read(call.arguments) if unchanged else None
+
+    def _read_values(self, call: Call) -> tuple[Any, ...]:
+        """Return what must be equal besides."""
+        with _torch.plain_tensors():
+            metadata = [*map(_METADATA, self._tensors)]
+        fresh = [store.fresh for store in self.stores]
+        return call.request, list(call.attributes), metadata, fresh, call.of_optimizers(), autocast_facts()
 
     def _read(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Batch | None:
         """Return the arguments as a batch, or None if their nesting, metadata or constants differ."""
@@ -242,52 +231,31 @@ def take_snapshot(call: Call, tree: Tree, batch: Batch, key: StepKey) -> Snapsho
     That is so for global tensors, hooks on gradients, and hyperparameters that can change in place. Pieces of whole
     sequences are cut at each call. The arguments are those of :class:`Snapshot`.
     """
-    groups = (group for optimizer in call.optimizers for group in optimizer.param_groups)
+    groups = [group for optimizer in call.optimizers for group in optimizer.param_groups]
     if (
         batch.mesh is not None
         or batch.passed
         or _torch.has_gradient_hooks(tree.members.parameters.values())
-        or not all(map(_Group.is_comparable, groups))
+        or not all(map(_is_immutable, itertools.chain.from_iterable(map(_hyperparameters, groups))))
     ):
         return None
     return Snapshot(call, tree, batch, key)
 
 
-@dataclass(eq=False)
-class _Group:
-    """The parameters of an optimizer's group, and the hyperparameters that a compiled step depends on."""
+def _objects(call: Call) -> list[Any]:
+    """Return the objects that a call depends on, each in its place."""
+    objects = [call.job, call.config, torch.get_default_dtype(), *call.attributes.values()]
+    for optimizer in call.optimizers:
+        objects += [optimizer, type(optimizer)]
+        for group in optimizer.param_groups:
+            # A rate may be None.
+            objects += [group, group.get("lr") is None, *group["params"], *group, *_hyperparameters(group)]
+    return objects
 
-    group: Mapping[str, Any]
 
-    def __post_init__(self) -> None:
-        self._size, self._has_rate = len(self.group), self.group.get("lr") is not None
-        self._names = [name for name in self.group if name not in _NOT_COMPARED]
-        self._values = [self.group[name] for name in self._names]
-        self._parameters = list(self.group["params"])
-
-    def is_same(self, group: Mapping[str, Any]) -> bool:
-        """Return True if this is the same group, with the same objects."""
-        parameters: Sequence[Any] = group["params"]
-        return (
-            group is self.group
-            and len(group) == self._size
-            and (group.get("lr") is not None) == self._has_rate
-            and all(map(operator.is_, map(group.get, self._names), self._values))
-            and len(parameters) == len(self._parameters)
-            and all(map(operator.is_, parameters, self._parameters))
-        )
-
-    @staticmethod
-    def is_comparable(group: Mapping[str, Any]) -> bool:
-        """Return True if no hyperparameter can change in place."""
-        values = (value for name, value in group.items() if name not in _NOT_COMPARED)
-        return all(map(_is_immutable, values))
+def _hyperparameters(group: Mapping[str, Any]) -> list[Any]:
+    return [value for name, value in group.items() if name not in _NOT_COMPARED]
 
 
 def _is_immutable(value: Any) -> bool:
     return all(map(_is_immutable, value)) if type(value) is tuple else type(value) in _IMMUTABLE
-
-
-def _metadata(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    with _torch.plain_tensors():
-        return [*map(operator.attrgetter("shape", "dtype", "device", "requires_grad"), tensors)]
