@@ -18,7 +18,7 @@ from zerograph.artifact.file import write_file
 from zerograph.base.contexts import given
 from zerograph.base.source import warn_user
 from zerograph.capture.wrappers import inner_optimizer
-from zerograph.compiler.artifacts import artifact_content, read_artifact
+from zerograph.compiler.artifacts import artifact_content, read_artifact, requirements
 from zerograph.compiler.batch import Batch, arrange_outputs
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
@@ -306,7 +306,9 @@ class ZeroGraph(Inspected):
         if isinstance(transport, str):
             transport = named_transport(transport, mesh)
         target = Target(mesh, mesh.rank, transport.exchanges, transport.hosts)
-        step = self._compiler.prepare(target, members, batch, key, self._steps.dependencies(members).texts())
+        texts = self._steps.dependencies(members).texts()
+        required = requirements(members, texts, self.config, self._request, mesh, batch)
+        step = self._compiler.prepare(target, members, batch, key, required)
         logs.tell(step, type(self).__name__)
         return Prepared(step, members.meta)
 
@@ -346,7 +348,7 @@ class ZeroGraph(Inspected):
         with agreeing(self._join(), f"loading {os.fspath(path)}"):
             members = self._adopted()
             texts = self._steps.dependencies(members).texts()
-            required = self._compiler.requirements(members, texts, self._request)
+            required = requirements(members, texts, self.config, self._request)
             self._compiler.loaded.add(read_artifact(path, members), required)
 
     @one_thread("lay_out()", collective=False)

@@ -30,6 +30,7 @@ from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.members import Members
 from zerograph.compiler.memory_search import Candidate
+from zerograph.compiler.step_key import StepRequest
 from zerograph.config import Config, place
 from zerograph.errors import ArtifactError
 from zerograph.ir.buckets import Bucket
@@ -54,8 +55,15 @@ _OF_INPUTS = (_MESH, "the nesting of the inputs", "input ")
 _MOST_DIFFERENCES = 8
 
 
-def requirements(members: Members, facts: Mapping[str, str], config: Config) -> dict[str, str]:
-    """Return what must be equal to use a captured graph again, besides code, inputs and versions, as text by name.
+def requirements(
+    members: Members,
+    facts: Mapping[str, str],
+    config: Config,
+    request: StepRequest,
+    mesh: Mesh | None = None,
+    batch: Batch | None = None,
+) -> dict[str, str]:
+    """Return what must be equal to use a captured graph again, besides code and versions, as text by name.
 
     Each compilation asks for them; versions are a matter of reading and writing files.
 
@@ -63,28 +71,24 @@ def requirements(members: Members, facts: Mapping[str, str], config: Config) -> 
         members: the graph's modules and tensors.
         facts: what a captured graph depends on besides its inputs, as text by name.
         config: the graph's options.
+        request: what the caller asks for.
+        mesh, batch: the ranks and the inputs, which decide requirements too; None to leave these out.
     """
     device = "accelerator" if members.meta is None else members.meta.type
-    options = {place(name): str(value) for name, value in config.options().items() if name not in _OTHER_OPTIONS}
-    return {
+    required = {
         "loss scaling": str(config.scaler is not None),
-        **options,
+        **{place(name): str(value) for name, value in config.options().items() if name not in _OTHER_OPTIONS},
         **{name: _without_index(text, device) for name, text in facts.items()},
+        **request.texts(),
     }
-
-
-def input_requirements(mesh: Mesh, batch: Batch) -> dict[str, str]:
-    """Return the part of the requirements that inputs and ranks decide."""
+    if mesh is None or batch is None:
+        return required
     inputs = {
         f"input {name}": f"({', '.join(map(_size, spec.shape))}) {spec.dtype} {spec.device.type} {show(sbp)}"
         for name, spec, sbp in zip(batch.names, batch.specs, batch.sbp, strict=True)
     }
-    return {
-        _MESH: "x".join(map(str, mesh.shape)),
-        "the nesting of the inputs": str(batch.tree),
-        **dict(batch.constants),
-        **inputs,
-    }
+    nesting = {_MESH: "x".join(map(str, mesh.shape)), "the nesting of the inputs": str(batch.tree)}
+    return {**required, **nesting, **dict(batch.constants), **inputs}
 
 
 def _size(size: Any) -> str:

@@ -21,7 +21,7 @@ from zerograph.capture.experts import in_groups
 from zerograph.capture.named_values import NAMED_VALUES, NamedValues, ValueStates
 from zerograph.capture.places import Place, PythonState
 from zerograph.capture.some_results import of_results
-from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, input_requirements, requirements
+from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, requirements
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep, PreparedStep, bind_step
 from zerograph.compiler.dependencies import Dependencies
@@ -135,15 +135,14 @@ class Compiler:
         comparison = compare_inputs(job, batch, doing) if key.request.compares_inputs else NO_COMPARISON
         target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, comparison)
         self.observer.started()
-        facts = dependencies.texts()
-        present = {**self.requirements(members, facts, key.request), **input_requirements(job.mesh, batch)}
-        source = StepSource(job, members, batch, present, dependencies)
+        required = requirements(members, dependencies.texts(), self.config, key.request, job.mesh, batch)
+        source = StepSource(job, members, batch, required, dependencies)
         if may_be_cached and kept is None:
             source.look_up()
         try:
             if kept is None:
                 with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
-                    prepared = self.prepare(target, members, batch, key, facts)
+                    prepared = self.prepare(target, members, batch, key, required)
                 source.send(prepared)
                 with job.liveness.busy(f"compiling {doing} with the backend"):
                     backend, function = self._run_backend(members, prepared.graph)
@@ -189,14 +188,14 @@ class Compiler:
             self._source = None
 
     def prepare(
-        self, target: Target, members: Members, batch: Batch, key: StepKey, facts: Mapping[str, str]
+        self, target: Target, members: Members, batch: Batch, key: StepKey, required: Mapping[str, str]
     ) -> PreparedStep:
         """Capture, lay out and rewrite a step for one rank. Changes no state and needs no process group.
 
         Args:
             target: the rank to prepare for.
             members, batch, key: as for :meth:`compile`; tensors may be on the meta device.
-            facts: what the captured graph depends on besides its inputs, as text by name.
+            required: the :func:`zerograph.compiler.artifacts.requirements`.
 
         Raises:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
@@ -204,7 +203,6 @@ class Compiler:
         self.observer.started()
         self._check(members)
         mesh, comparison, request = target.mesh, target.comparison, key.request
-        required = {**self.requirements(members, facts, request), **input_requirements(mesh, batch)}
         source = self._source
         artifact = self.loaded.find(required, batch) or (None if source is None else source.artifact)
         with explain_failure(batch, comparison):
@@ -232,10 +230,6 @@ class Compiler:
         step = prepare_for_sizes(lambda: self._fit_memory_budget(preparation, artifact), captured.sizes, batch)
         self.observer.prepared(step, target.rank)
         return step
-
-    def requirements(self, members: Members, facts: Mapping[str, str], request: StepRequest) -> dict[str, str]:
-        """Return what must be equal where the captured graph is used again, besides code and inputs."""
-        return {**requirements(members, facts, self.config), **request.texts()}
 
     def recording_of(self, step: PreparedStep, members: Members, request: StepRequest) -> Recording:
         """Return what the trace of a step ran; ``build()`` is traced once more if that was not recorded.
@@ -422,11 +416,19 @@ class Compiler:
         """Return whether a rank's part of the batch is cut, or would be on fewer ranks."""
         return self.config.virtual_ranks is not None or self.micro_batches(mesh) > 1
 
-    def _flags(self, request: StepRequest) -> tuple[bool, bool]:
-        """Return whether the graph scales the loss, and whether it returns if losses and gradients are finite."""
-        updates = request.gradients in ("update", "accumulated")
-        scaled = self.config.scaler is not None and bool(self.optimizers) and updates
-        return scaled, self.config.checks.on_nonfinite != "ignore" and updates
+    def _capture_options(self, mesh: Mesh, request: StepRequest) -> dict[str, Any]:
+        """Return the arguments of a capture that options decide; the first is the number of parts of the batch."""
+        config, updates = self.config, request.gradients in ("update", "accumulated")
+        parts = config.virtual_ranks or mesh.size * self.micro_batches(mesh)
+        return {
+            "ranks": parts,
+            "clip_grad_norm": config.clip_grad_norm if self.optimizers else None,
+            "batch_norm_groups": parts if config.batch_norm == "local" else 1,
+            "amp_dtype": config.precision.amp_dtype,
+            "scaled": config.scaler is not None and bool(self.optimizers) and updates,
+            "checked": config.checks.on_nonfinite != "ignore" and updates,
+            "accumulated": request.accumulated,
+        }
 
     def _capture(
         self, members: Members, batch: Batch, mesh: Mesh, key: StepKey, artifact: Artifact | None = None
@@ -438,39 +440,31 @@ class Compiler:
             key: selects the step; the capture depends on a part of it.
             artifact: has the captured graph, if it was loaded from a file.
         """
-        micro_batches, places = self.micro_batches(mesh), key.request.differentiated
-        clip = self.config.clip_grad_norm if self.optimizers else None
-        parts = self.config.virtual_ranks or mesh.size * micro_batches
-        groups = tuple(expert_groups(members, mesh, self.config, micro_batches).values())
-        batch_norm_groups = parts if self.config.batch_norm == "local" else 1
-        options = (
-            self._is_cut(mesh),
-            self.config.precision.amp_dtype,
-            *self._flags(key.request),
-            key.request.accumulated,
-        )
-        own = (key.of_capture(batch), clip, batch_norm_groups, groups, *options, places)
+        parts, *options = self._capture_options(mesh, key.request).values()
+        places, groups = key.request.differentiated, self._expert_groups(mesh, members).values()
+        own = (key.of_capture(batch), *options, self._is_cut(mesh), tuple(groups), places)
         cached = self._captures.get(own)
         # Only local regions depend on the number of parts.
         if cached is not None and (not cached[0].regions or cached[2] == parts):
             return cached[:2]
         start = time.perf_counter()
         if artifact is not None:
-            self._captures[own] = artifact.captured, time.perf_counter() - start, parts
-            return self._captures[own][:2]
-        tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
-        if places is not None:
-            of_all = replace(key, request=replace(key.request, differentiated=None))
-            captured = of_results(self._capture(members, batch, mesh, of_all)[0], places)
-        elif self._source is not None and self._source.records:
-            with recorded() as recording:
-                captured = self._trace(members, batch, mesh, key.request)
-            captured = replace(captured, recording=recording)
+            captured = artifact.captured
         else:
-            captured = self._trace(members, batch, mesh, key.request)
-        seconds = time.perf_counter() - start
-        self._captures[own] = captured, seconds, parts
-        return captured, seconds
+            tell("passes", 0, 1 + len(edited(self.config.passes)), "capture")
+            if places is not None:
+                of_all = replace(key, request=replace(key.request, differentiated=None))
+                captured = of_results(self._capture(members, batch, mesh, of_all)[0], places)
+            else:
+                records = self._source is not None and self._source.records
+                with recorded() if records else contextlib.nullcontext() as recording:
+                    captured = self._trace(members, batch, mesh, key.request)
+                captured = replace(captured, recording=recording)
+        self._captures[own] = captured, time.perf_counter() - start, parts
+        return self._captures[own][:2]
+
+    def _expert_groups(self, mesh: Mesh, members: Members) -> dict[int, int]:
+        return expert_groups(members, mesh, self.config, self.micro_batches(mesh))
 
     def take_captures(self, other: Compiler) -> None:
         """Take over what another compiler of this ``build()`` has captured: it is of global tensors, for any job.
@@ -492,9 +486,6 @@ class Compiler:
         def traced(spec: capturing.TensorSpec) -> capturing.TensorSpec:
             return replace(spec, device=torch.device("cpu")) if members.on_accelerator else spec
 
-        config, micro_batches = self.config, self.micro_batches(mesh)
-        parts = config.virtual_ranks or mesh.size * micro_batches
-        scaled, checked = self._flags(request)
         capture = capturing.Capture(
             self.build,
             members.root,
@@ -504,20 +495,14 @@ class Compiler:
             list(map(traced, batch.specs)),
             batch.arranged,
             train=bool(self.optimizers),
-            ranks=parts,
             groups=parameter_groups(members, self.optimizers),
             trained=trained_names(members, self.optimizers),
-            clip_grad_norm=config.clip_grad_norm if self.optimizers else None,
-            batch_norm_groups=parts if config.batch_norm == "local" else 1,
-            amp_dtype=config.precision.amp_dtype,
-            scaled=scaled,
-            checked=checked,
-            accumulated=request.accumulated,
             pure=request.pure,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},
+            **self._capture_options(mesh, request),
         )
-        with in_groups(expert_groups(members, mesh, config, micro_batches), is_cut=self._is_cut(mesh)):
+        with in_groups(self._expert_groups(mesh, members), is_cut=self._is_cut(mesh)):
             captured = capture.run()
         self._guards |= {place.key: place for place in captured.state_changes.guards}
         if self._named is not None:
