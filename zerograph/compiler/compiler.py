@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from zerograph.artifact.code import recorded
+from zerograph.base.contexts import collection_paused
 from zerograph.base.progress import tell
 from zerograph.base.recording import Recording
 from zerograph.base.source import warn_user
@@ -480,6 +481,7 @@ class Compiler:
         of = key.of_capture(batch)
         return any(one[0] == of and one[-1] is None for one in self._captures)
 
+    @collection_paused()
     def _trace(self, members: Members, batch: Batch, mesh: Mesh, request: StepRequest) -> Captured:
         """Trace ``build()``; see :meth:`_capture`."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from zerograph._torch import OpOverload
+from zerograph.base.contexts import collection_paused
 from zerograph.capture.captured import Captured
 from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
@@ -166,6 +167,7 @@ class Preparation:
         config.zero.bucket_size = candidate.bucket_size
         return lay_out(replace(self.layouts, config=config))
 
+    @collection_paused()
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
         messages: dict[str, None] = {}
         show = self.warn

@@ -51,14 +51,16 @@ _MOST_NOTED = 62
 
 @dataclass(eq=False, slots=True)
 class Selection:
-    """A call on this rank, before the sizes of the other ranks are known.
+    """A call on this rank, and what it selects once the sizes of the other ranks are known.
 
     Attributes:
-        batch: the call's inputs.
+        batch: the call's inputs; those of the last call have no tensors.
         key: what selects the step besides sizes.
         stores: those of the graph's parameters.
         members: the graph's modules and tensors; None if a snapshot of the last call matched.
         repeated: the last call had the same key.
+        everybody: the sizes of the inputs on each rank.
+        step: the step that the call runs.
     """
 
     batch: Batch
@@ -66,29 +68,8 @@ class Selection:
     stores: Sequence[Store] = ()
     members: Members | None = None
     repeated: bool = False
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class LastCall:
-    """The inputs of the last call without their values, and the step that it ran.
-
-    Attributes:
-        key: what selected the step besides sizes.
-        everybody: the sizes of the inputs on each rank.
-        batch: the call's inputs, whose sizes are resolved; without tensors.
-        step: the step that the call ran.
-    """
-
-    key: StepKey
-    everybody: Sequence[Sequence[int]]
-    batch: Batch
-    step: CompiledStep
-
-    def resolve(self, selection: Selection, everybody: Sequence[Sequence[int]]) -> Batch | None:
-        """Return the inputs of a call with the same key, and with equal sizes on all ranks; None for any other."""
-        if selection.key is not self.key or everybody != self.everybody:
-            return None
-        return selection.batch.resolved(self.batch.specs, self.batch.sizes, self.batch.variant)
+    everybody: Sequence[Sequence[int]] = ()
+    step: CompiledStep | None = None
 
 
 class Steps:
@@ -122,8 +103,7 @@ class Steps:
         self._tree: Tree | None = None
         self._dimensions = Dimensions()
         self._snapshot: Snapshot | None = None
-        self._last_call: LastCall | None = None
-        self._last_key: StepKey | None = None
+        self._last: Selection | None = None
 
     @property
     def are_recompiled(self) -> bool:
@@ -211,18 +191,16 @@ class Steps:
             problem = error
         everybody = self._agree(call, selection, problem, doing, counts)
         assert selection is not None
-        last = self._last_call
-        batch = None if last is None else last.resolve(selection, everybody)
-        if last is not None and batch is not None:
-            step, selection.batch = last.step, batch
+        last = self._last
+        if last is None or last.step is None or selection.key is not last.key or everybody != last.everybody:
+            last = self._last = self._selected(job, selection, everybody, doing)
         else:
-            step = self._step_of(job, selection, everybody, doing)
-        if selection.members is not None:
-            # On the second such call in a row, take a snapshot of the call.
-            self._last_key = selection.key
-            if selection.repeated and self._tree is not None and not self._compiler.guards():
-                self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
-        return step, selection.batch
+            selection.batch = selection.batch.resolved(last.batch.specs, last.batch.sizes, last.batch.variant)
+        # On the second such call in a row, take a snapshot of the call.
+        if selection.repeated and self._tree is not None and not self._compiler.guards():
+            self._snapshot = take_snapshot(call, self._tree, selection.batch, selection.key)
+        assert last.step is not None
+        return last.step, selection.batch
 
     def call_of(self, job: Job, arguments: tuple[tuple[Any, ...], dict[str, Any]], request: StepRequest) -> Call:
         """Return a call with the objects that it depends on. The arguments are those of :meth:`ready`."""
@@ -233,7 +211,7 @@ class Steps:
     @property
     def last_key(self) -> StepKey | None:
         """The key of the step of the last call, besides sizes."""
-        return None if self._last_call is None else self._last_call.key
+        return None if self._last is None else self._last.key
 
     def variant(self, job: Job, key: StepKey, batch: Batch, request: StepRequest, doing: str) -> CompiledStep:
         """Return the step of an earlier call for another request; compile it if there is none. A collective.
@@ -257,8 +235,8 @@ class Steps:
             raise InputError(f"{doing} is to be traced again, and what it depends on has changed")
         return self._compile(job, Selection(batch, key), doing, may_be_cached=False)
 
-    def _step_of(self, job: Job, selection: Selection, everybody: Sequence[Sequence[int]], doing: str) -> CompiledStep:
-        """Return the step for a selection, compiled if there is none yet; resolve the sizes of its batch."""
+    def _selected(self, job: Job, selection: Selection, everybody: Sequence[Sequence[int]], doing: str) -> Selection:
+        """Return a selection with its step, compiled if there is none yet; resolve the sizes of its batch."""
         unresolved, kind = selection.batch, selection.key.kind
         selection.batch = self._resolve_sizes(job, unresolved, kind, everybody)
         step = self._find(selection)
@@ -278,8 +256,7 @@ class Steps:
             _warn_of_larger_sizes(selection.batch, doing)
             step = None
         step = step or self._compile(job, selection, doing)
-        self._last_call = LastCall(selection.key, everybody, selection.batch.with_tensors(()), step)
-        return step
+        return Selection(selection.batch.with_tensors(()), selection.key, everybody=everybody, step=step)
 
     def _select(self, call: Call) -> Selection:
         """Return what a call brings: by the snapshot of the last call where nothing but sizes changed, else anew."""
@@ -307,8 +284,8 @@ class Steps:
         is_static = call.config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
         layout, mode = layout_facts(members), False if is_static else call.config.dynamic_shapes
         key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
-        if self._last_key is not None and key == self._last_key:
-            return Selection(batch, self._last_key, stores, members, repeated=True)
+        if self._last is not None and key == self._last.key:
+            return Selection(batch, self._last.key, stores, members, repeated=True)
         if call.job.size > 1:
             on_ranks = key.facts, key.config, key.request, key.pattern
             if on_ranks not in self._digests:
@@ -385,7 +362,7 @@ class Steps:
 
     def _find(self, selection: Selection) -> CompiledStep | None:
         """Return the step for a selection whose sizes are resolved, if there is one."""
-        key, batch, last = selection.key, selection.batch, self._last_call
+        key, batch, last = selection.key, selection.batch, self._last
         if (
             last is not None
             and key is last.key

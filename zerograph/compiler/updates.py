@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerograph.base.contexts import collection_paused
 from zerograph.capture.captured import Captured
 from zerograph.compiler.layout import Update, stays_whole
 from zerograph.compiler.members import Members, Optimizers
@@ -53,6 +54,7 @@ class Updates:
     _attributes: dict[int, Attributes] = field(default_factory=dict)
     _checked: dict[int, Hashable] = field(default_factory=dict)
 
+    @collection_paused()
     def of(
         self,
         members: Members,
