@@ -32,7 +32,7 @@ from tests.pool import Pool
 from zerograph.base import cache
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
-from zerograph.compiler.fingerprint import graph_lines
+from zerograph.compiler.compiled import graph_lines
 
 X = torch.linspace(-1, 1, 24).view(6, 4)
 

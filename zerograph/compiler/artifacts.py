@@ -18,9 +18,15 @@ from torch import fx, nn
 from zerograph.artifact.code import described, digests, names_of
 from zerograph.artifact.digest import short
 from zerograph.artifact.file import file_content, parse_file, read_file
-from zerograph.artifact.graphs import GraphReader, GraphWriter
+from zerograph.artifact.graphs import (
+    GraphReader,
+    GraphWriter,
+    read_captured,
+    read_program,
+    write_captured,
+    write_program,
+)
 from zerograph.artifact.process import process_texts
-from zerograph.artifact.programs import read_captured, read_program, write_captured, write_program
 from zerograph.artifact.values import Reader, Writer
 from zerograph.base.contexts import collection_paused
 from zerograph.base.recording import Recording

@@ -24,17 +24,16 @@ from zerograph.capture.places import Place, PythonState
 from zerograph.capture.some_results import of_results
 from zerograph.compiler.artifacts import Artifact, LoadedArtifacts, requirements
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.compiled import CompiledStep, PreparedStep, bind_step
+from zerograph.compiler.compiled import CompiledStep, PreparedStep, bind_step, fingerprint, graph_lines, numbered
 from zerograph.compiler.dependencies import Dependencies
-from zerograph.compiler.dynamic_memory import prepare_for_sizes
-from zerograph.compiler.fingerprint import fingerprint, graph_lines, numbered
 from zerograph.compiler.index_inputs import check_indices, read_outside_regions
 from zerograph.compiler.input_layout import rows_on, zero_dims_on
-from zerograph.compiler.layout import Layouts, PlannedBucket, Update
+from zerograph.compiler.layout import Layouts, PlannedBucket, Update, keep_gather_buffers, reserve_files
 from zerograph.compiler.members import (
     Members,
     Optimizers,
     check_optimizers,
+    check_shared_memory,
     parameter_groups,
     repeated_blocks,
     trained_names,
@@ -42,11 +41,9 @@ from zerograph.compiler.members import (
 from zerograph.compiler.memory_search import Candidate, search_memory
 from zerograph.compiler.parameter_placement import expert_groups, expert_sbps
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison, check_inputs, compare_inputs, explain_failure
-from zerograph.compiler.preparation import Observer, Preparation, Target, lay_out
-from zerograph.compiler.shared_memory import check_shared_memory
+from zerograph.compiler.preparation import Observer, Preparation, Target, prepare_for_sizes
 from zerograph.compiler.step_cache import StepSource
 from zerograph.compiler.step_key import StepKey, StepRequest
-from zerograph.compiler.storage import keep_gather_buffers, reserve_files
 from zerograph.compiler.updates import Updates
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
@@ -353,7 +350,7 @@ class Compiler:
         self._check(members)
         captured, _ = self._capture(members, batch, mesh, key)
         updates = self.updates.of(members, captured, self.config)
-        return lay_out(self._layouts(mesh, members, batch, captured, updates))
+        return self._layouts(mesh, members, batch, captured, updates).plan()
 
     def _check(self, members: Members) -> None:
         check_optimizers(members, self.optimizers)

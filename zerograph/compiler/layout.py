@@ -1,32 +1,46 @@
-"""The layout of a step: its buckets of parameters. Existing stores are kept where the step can use them."""
+"""The layout of a step: its buckets of parameters, and where they are stored between steps.
+
+Existing stores are kept where the step can use them.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from zerograph.capture.captured import Captured
 from zerograph.compiler.members import Members
 from zerograph.compiler.parameter_placement import is_placed_so, user_sbps
 from zerograph.config import Config
-from zerograph.errors import CaptureError
-from zerograph.ir.buckets import Bucket, Parameter, ShardStorage, free_dims, layer_of, plan_buckets, state_layout
+from zerograph.errors import CaptureError, ConfigError
+from zerograph.ir.buckets import (
+    Bucket,
+    Folder,
+    Parameter,
+    ShardStorage,
+    free_dims,
+    layer_of,
+    plan_buckets,
+    state_layout,
+)
 from zerograph.ir.coded_state import coded_layout
 from zerograph.ir.gradient_edits import edited_gradients
-from zerograph.ir.mesh import Mesh
+from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta
-from zerograph.ir.offload import offload_device
+from zerograph.ir.offload import OffloadTo, offload_device
 from zerograph.ir.precision import compute_copies
 from zerograph.ir.sbp import broadcast, dims_split, show
 from zerograph.ir.slots import Slot
 from zerograph.ir.step_graph import placeholders, used_once
 from zerograph.ir.update_program import StateSpec, UpdateProgram
-from zerograph.runtime.state import BucketState, Store, flat_state, own_state, store_of
+from zerograph.runtime.offload.files import Extent, open_file, reserve
+from zerograph.runtime.state import BucketState, Extents, Store, flat_state, own_state, store_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +135,11 @@ class Layouts:
         )
 
     def plan(self) -> tuple[PlannedBucket, ...]:
-        """Return the step's buckets in order of first use.
+        """Return the step's buckets with their storage, in order of first use.
 
         Raises:
             CaptureError: an optimizer has state that does not fit its update.
+            ConfigError: the offload options do not fit the ZeRO stage or each other.
         """
         members, copies, order = self.members, self._copies, _first_uses(self.captured, self.members)
         names_by_store: dict[Store | None, list[str]] = {}
@@ -147,10 +162,11 @@ class Layouts:
                 loose += names
         layout += self._new_buckets(sorted(loose, key=order.__getitem__))
         layout.sort(key=lambda planned: min(order.get(slot.name, len(order)) for slot in planned.layout.slots))
-        return tuple(
+        named = [
             replace(planned, layout=replace(planned.layout, name=f"bucket{number}"))
             for number, planned in enumerate(layout)
-        )
+        ]
+        return _with_storage(named, self.config, self.mesh)
 
     def _are_computed_alike(self, names: Sequence[str]) -> bool:
         """Return True if one bucket may hold the parameters: equal edits of gradients and, in training, dtypes."""
@@ -261,7 +277,7 @@ class Layouts:
         return one_by_one or (assigns_owners and not stays_whole(parameter, self.config))
 
     def _memory(self, bucket: Bucket) -> ShardStorage:
-        """Return the device that stores the bucket. :mod:`zerograph.compiler.storage` adds files."""
+        """Return the device that stores the bucket; :func:`_with_storage` adds files."""
         option = self.config.memory.offload.optimizer
         whole = any(stays_whole(slot, self.config) for slot in bucket.slots)
         return ShardStorage(offload_device(option, bucket.device, whole=whole), option is None or option.pin_memory)
@@ -472,3 +488,105 @@ def plain_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     """Return the flat state that a plain optimizer has for a parameter, without None and the rest of containers."""
     entries = flat_state(own_state(optimizer).get(parameter, {}))
     return {name: value for name, value in entries.items() if value is not None and not name.endswith("[]")}
+
+
+def _with_storage(layout: Sequence[PlannedBucket], config: Config, mesh: Mesh) -> tuple[PlannedBucket, ...]:
+    """Return the layout with the storage of each bucket that the step updates; other buckets keep theirs.
+
+    :func:`keep_gather_buffers` assigns the gather buffers, once the graph is emitted.
+
+    Raises:
+        ConfigError: the offload options do not fit the ZeRO stage or each other.
+    """
+    _check_options(layout, config)
+    # A bucket that is freed after its use has no gather buffer. A bucket that another graph updates is left as it is.
+    reshards = config.policy.reshard_after_forward or config.memory.memory_budget is not None
+    frees = any(planned.updates for planned in layout) and reshards
+    bytes_left = 0 if config.memory.offload.parameters is None else config.memory.offload.parameters.max_in_cpu
+    assigned = []
+    for planned in layout:
+        if planned.updates:
+            bucket = planned.layout
+            shard_bytes = math.prod(local_shape(bucket.shape, bucket.sbp, mesh)) * bucket.dtype.itemsize
+            stays = bucket.is_whole or shard_bytes <= bytes_left
+            parameters = None if stays else _folder(config.memory.offload.parameters)
+            bytes_left -= 0 if bucket.is_whole or parameters is not None else shard_bytes
+            # Whole buckets of an accelerator are updated there.
+            state = _folder(config.memory.offload.optimizer) if bucket.storage_device.type == "cpu" else None
+            planned = _stored(planned, parameters=parameters, state=state)
+        if frees and (planned.updates or planned.optimizer is None):
+            planned = _stored(planned, gather_buffer=False)
+        assigned.append(planned)
+    return tuple(assigned)
+
+
+def keep_gather_buffers(layout: Sequence[PlannedBucket], graph: fx.Graph) -> tuple[PlannedBucket, ...]:
+    """Return the layout with a gather buffer for each bucket that the emitted graph gathers into one."""
+    names = {meta(node)["role"].bucket for node in placeholders(graph, "gather_buffer")}
+    # A buffer that exists stays: two steps, of which one uses it, would free and allocate it in turn.
+    return tuple(
+        _stored(one, gather_buffer=one.layout.storage.gather_buffer or one.layout.name in names) for one in layout
+    )
+
+
+def _stored(planned: PlannedBucket, **changes: Any) -> PlannedBucket:
+    """Return a bucket with a change of its storage."""
+    return replace(planned, layout=replace(planned.layout, storage=replace(planned.layout.storage, **changes)))
+
+
+def _check_options(layout: Sequence[PlannedBucket], config: Config) -> None:
+    offload, policy = config.memory.offload, config.policy
+    if offload.parameters is not None and not (policy.split and policy.reshard_after_forward):
+        raise ConfigError(
+            "config.memory.offload: parameters need ZeRO stage 3: below it they are gathered throughout the step\n"
+            "Set config.zero.stage = 3, or choose zg.Offload without parameters."
+        )
+    if all(planned.layout.device.type == "cpu" for planned in layout if planned.updates):
+        return
+    if offload.parameters is not None and offload.optimizer is None:
+        raise ConfigError(
+            "config.memory.offload: parameters of an accelerator need the optimizer: shards are updated where they are "
+            "stored\nGive zg.Offload(optimizer='cpu', parameters=...) or another place for it."
+        )
+    if offload.optimizer is not None and not policy.split:
+        raise ConfigError(
+            "config.memory.offload: the optimizer of a model on an accelerator needs ZeRO: only shards are offloaded\n"
+            "Set config.zero.stage = 1, which works on a single rank too."
+        )
+
+
+def _folder(option: OffloadTo | None) -> Folder | None:
+    return None if option is None else option.folder
+
+
+def reserve_files(layout: Sequence[PlannedBucket], mesh: Mesh, rank: int) -> dict[str, Extents]:
+    """Reserve space in this rank's files for all state that moves there.
+
+    Space that is not used is freed when the result is deleted.
+
+    Returns:
+        The reserved extents: by bucket name, then by entry of the optimizer state; ``""`` for the parameters.
+
+    Raises:
+        OffloadError: the directory does not exist or cannot be written, or the disk is too full.
+    """
+    extents: dict[str, Extents] = {}
+    for planned in layout:
+        storage = planned.layout.storage
+        before = ShardStorage() if planned.store is None else planned.store.layout.storage
+        moved: dict[str, tuple[Bucket, Folder]] = {}
+        if storage.parameters is not None and storage.parameters != before.parameters:
+            moved[""] = planned.layout, storage.parameters
+        if storage.state is not None and storage.state != before.state:
+            moved |= {name: (entry, storage.state) for name, entry in planned.layouts.items()}
+        extents[planned.layout.name] = _reserved(moved, mesh, rank)
+    return extents
+
+
+def _reserved(moved: Mapping[str, tuple[Bucket, Folder]], mesh: Mesh, rank: int) -> dict[str, Extent]:
+    return {
+        name: reserve(
+            open_file(folder.path, rank, keep=folder.keep), local_shape(entry.shape, entry.sbp, mesh), entry.dtype
+        )
+        for name, (entry, folder) in moved.items()
+    }

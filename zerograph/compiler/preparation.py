@@ -1,4 +1,8 @@
-"""The preparation of a captured step: lay parameters out in buckets, and run the passes."""
+"""The preparation of a captured step: lay parameters out in buckets, and run the passes.
+
+A step keeps its memory budget for declared maxima of dynamic sizes, and for the largest sizes that were seen when it
+was compiled. If these do not fit all together, which perhaps no call needs, the sizes of one call decide.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,18 @@ from zerograph.base.contexts import collection_paused
 from zerograph.capture.captured import Captured
 from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
-from zerograph.compiler.compiled import PreparedStep
-from zerograph.compiler.layout import Layouts, PlannedBucket
+from zerograph.compiler.compiled import CompiledStep, PreparedStep
+from zerograph.compiler.layout import Layouts, PlannedBucket, keep_gather_buffers
 from zerograph.compiler.memory_search import Candidate, budget_error
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.step_key import StepRequest
-from zerograph.compiler.storage import assign_storage, keep_gather_buffers
 from zerograph.errors import ArtifactError, MemoryBudgetError, PlacementError
+from zerograph.ir.dims import Dim
 from zerograph.ir.finite_check import NOT_FINITE
 from zerograph.ir.hosts import HostLayout
+from zerograph.ir.memory import profile
 from zerograph.ir.mesh import Mesh
+from zerograph.ir.sizes import Sizes
 from zerograph.ir.step_graph import output_with_role
 from zerograph.ir.zero import OFF
 from zerograph.passes.context import (
@@ -68,11 +74,6 @@ def check_target(mesh: Mesh, device: str) -> None:
         raise PlacementError(f"prepare({mesh!r:.80}): pass a mesh, such as zerograph.mesh.line(1024, 0, 'ranks')")
     if device not in ("cpu", "cuda", "meta"):
         raise PlacementError(f"prepare(device={device!r:.60}): choose 'cpu', 'cuda' or 'meta'")
-
-
-def lay_out(layouts: Layouts) -> tuple[PlannedBucket, ...]:
-    """Return the buckets of a step with their storage."""
-    return assign_storage(layouts.plan(), layouts.config, layouts.mesh)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Preparation:
     def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
         config = copy.copy(self.layouts.config)
         config.zero.bucket_size = candidate.bucket_size
-        return lay_out(replace(self.layouts, config=config))
+        return replace(self.layouts, config=config).plan()
 
     @collection_paused()
     def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
@@ -259,3 +260,63 @@ def _bucket_update(planned: PlannedBucket) -> BucketUpdate:
         {name: spec.dtype for name, spec in planned.specs.items() if name not in {*entries, *planned.layouts}},
         planned.updates[0].optimizer_name,
     )
+
+
+def prepare_for_sizes(prepare: Callable[[], PreparedStep], sizes: Sizes | None, batch: Batch) -> PreparedStep:
+    """Prepare a step for the largest sizes seen or declared; if these exceed the budget, for those of the call.
+
+    Args:
+        prepare: runs the memory search.
+        sizes: the symbols of the step; None for one without.
+        batch: the inputs of the call.
+
+    Raises:
+        MemoryBudgetError: the step exceeds its budget for the sizes of the call, or for a declared maximum.
+    """
+    if sizes is None:
+        return prepare()
+    largest = list(dict.fromkeys(size for spec in batch.specs for size in spec.shape if isinstance(size, Dim)))
+    before = list(sizes.dims.values())
+    for dims in (largest, _of_call(largest, batch)):
+        sizes.predict_for(dims)
+        try:
+            return prepare()
+        except MemoryBudgetError as error:
+            problem = error
+    sizes.predict_for(before)
+    raise problem
+
+
+def keeps_budget(step: CompiledStep, batch: Batch) -> bool:
+    """Return whether a step keeps its memory budget for the sizes of a call. All ranks return the same.
+
+    Sizes that it keeps the budget for are remembered, and ``step.inspect.memory`` is then predicted for them.
+    """
+    budget, sizes = step.context.memory.budget, step.captured.sizes
+    if budget is None or sizes is None:
+        return True
+    dims = step.dims
+    if all(dim.holds(batch.sizes[name]) for name, dim in dims.items()):
+        return True
+    call = tuple(batch.sizes.items())
+    if call in step.fitting_calls:
+        return True
+    before = list(sizes.dims.values())
+    grown = {name: dim.grown(batch.sizes[name]) for name, dim in dims.items()}
+    if _peak(step, sizes, list(grown.values())) <= budget:
+        dims.update(grown)
+        return True
+    fits = _peak(step, sizes, _of_call(list(dims.values()), batch)) <= budget
+    sizes.predict_for(before)
+    if fits:
+        step.fitting_calls.add(call)
+    return fits
+
+
+def _of_call(dims: Sequence[Dim], batch: Batch) -> list[Dim]:
+    return [dim.of(batch.sizes[dim.name]) for dim in dims]
+
+
+def _peak(step: CompiledStep, sizes: Sizes, dims: Sequence[Dim]) -> int:
+    sizes.predict_for(dims)
+    return profile(step.prepared.emitted).peak

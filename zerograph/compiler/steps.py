@@ -18,7 +18,6 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.compiler import Compiler
 from zerograph.compiler.dependencies import Dependencies
 from zerograph.compiler.dimensions import Dimensions, Kind, SizeChange, local_sizes, sizes_on
-from zerograph.compiler.dynamic_memory import keeps_budget
 from zerograph.compiler.members import (
     Members,
     Tree,
@@ -32,7 +31,7 @@ from zerograph.compiler.members import (
     model_sizes,
 )
 from zerograph.compiler.plain_inputs import check_whole, digests_of_whole
-from zerograph.compiler.preparation import check_target
+from zerograph.compiler.preparation import check_target, keeps_budget
 from zerograph.compiler.step_key import Call, Snapshot, StepKey, StepRequest, take_snapshot, texts_of_facts
 from zerograph.errors import CommunicationError, InputError, MemoryBudgetError
 from zerograph.ir.mesh import Mesh
