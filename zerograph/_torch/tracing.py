@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from zerograph._torch.fake_results import FakeResults
 from zerograph._torch.shapes import SYMBOLIC_SHAPES, has_symbols
 from zerograph._torch.sizes import SizeEnv, in_env
+from zerograph.base.contexts import replaced
 
 
 def _register_fused_updates() -> torch.library.Library:
@@ -131,9 +132,7 @@ def _own_module_methods() -> Iterator[None]:
     now: dict[str, Any] = {"_orig_module_call": nn.Module.__call__, "_orig_module_getattr": nn.Module.__getattr__}
     # Inside of another trace the methods are fx's.
     own = {name: one for name, one in now.items() if getattr(one, "__globals__", None) is not vars(_symbolic_trace)}
-    with contextlib.ExitStack() as stack:
-        for name, method in own.items():
-            stack.enter_context(patch.object(_symbolic_trace, name, method))
+    with replaced((_symbolic_trace, name, method) for name, method in own.items()):
         yield
 
 

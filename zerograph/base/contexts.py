@@ -1,12 +1,13 @@
-"""Blocks in which a context variable has another value, or Python's garbage collection pauses."""
+"""Blocks in which a variable or attributes have other values, or Python's garbage collection pauses."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 T = TypeVar("T")
 
@@ -19,6 +20,15 @@ def given(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(before)
+
+
+@contextmanager
+def replaced(entries: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes inside the block: owner, name and other value of each."""
+    with ExitStack() as stack:
+        for owner, name, value in entries:
+            stack.enter_context(patch.object(owner, name, value))
+        yield
 
 
 @contextmanager

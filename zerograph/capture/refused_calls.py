@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import io
 import logging
 import re
@@ -17,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerograph import _torch
 from zerograph.base import source
+from zerograph.base.contexts import replaced
 from zerograph.errors import CaptureError
 
 
@@ -34,18 +33,19 @@ from zerograph.errors import CaptureError
 def refused_calls() -> Iterator[None]:
     """Make steps of optimizers and schedulers, and collectives, errors that name the user's line."""
     _refuse_anomaly_detection()
-    with contextlib.ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(_refuse_step).remove)
-        for kind in _with_own_step(LRScheduler):
-            stack.enter_context(patch.object(kind, "step", _refuse_scheduler_step))
-        for module, name in _collectives():
-            stack.enter_context(patch.object(module, name, _refusing(name)))
-        layers = sys.modules.get("bitsandbytes.nn.modules")
-        for name in filter(functools.partial(hasattr, layers), _QUANTIZED):
-            stack.enter_context(patch.object(getattr(layers, name), "forward", _refuse_quantized))
-        stack.enter_context(_torch.replaced_object_collectives(_refusing("of Python objects")))
-        stack.enter_context(patch.object(logging.Handler, "handleError", _raising(logging.Handler.handleError)))
-        yield
+    layers = sys.modules.get("bitsandbytes.nn.modules")
+    refusals = [
+        *((kind, "step", _refuse_scheduler_step) for kind in _with_own_step(LRScheduler)),
+        *((module, name, _refusing(name)) for module, name in _collectives()),
+        *((getattr(layers, name), "forward", _refuse_quantized) for name in _QUANTIZED if hasattr(layers, name)),
+        (logging.Handler, "handleError", _raising(logging.Handler.handleError)),
+    ]
+    hook = register_optimizer_step_pre_hook(_refuse_step)
+    try:
+        with replaced(refusals), _torch.replaced_object_collectives(_refusing("of Python objects")):
+            yield
+    finally:
+        hook.remove()
 
 
 @contextlib.contextmanager
@@ -69,10 +69,8 @@ def refused_output() -> Iterator[None]:
 
         return run
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, what in _OUTPUT:
-            stack.enter_context(patch.object(owner, name, refusing(getattr(owner, name), what)))
-        stack.enter_context(patch.object(sys, "stdout", _Stream(sys.stdout, refusing(sys.stdout.write, "prints"))))
+    output = [(owner, name, refusing(getattr(owner, name), what)) for owner, name, what in _OUTPUT]
+    with replaced([*output, (sys, "stdout", _Stream(sys.stdout, refusing(sys.stdout.write, "prints")))]):
         yield
 
 

@@ -14,7 +14,6 @@ import functools
 import math
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base import source
+from zerograph.base.contexts import replaced
 from zerograph.base.source import refusal
 from zerograph.capture import wrappers
 from zerograph.capture.experts import captured_experts
@@ -38,40 +38,44 @@ def substituted(counts_any: bool = True) -> Iterator[None]:
     Args:
         counts_any: ``bincount`` has ``minlength`` bins. In a loop it may get more, as in plain PyTorch.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss))
-        stack.enter_context(patch.object(F, "ctc_loss", _ctc_loss))
-        stack.enter_context(patch.object(F, "embedding", _dense_embedding(F.embedding)))
-        stack.enter_context(patch.object(F, "embedding_bag", _bags(F.embedding_bag)))
-        batch_norm = nn.modules.batchnorm._BatchNorm
-        stack.enter_context(patch.object(batch_norm, "forward", _averaging(batch_norm.forward)))
-        for owner in (torch, Tensor) if counts_any else ():
-            stack.enter_context(patch.object(owner, "bincount", _counting(owner.bincount)))
-        stack.enter_context(patch.object(torch, "masked_select", _selecting(torch.masked_select)))
-        stack.enter_context(patch.object(Tensor, "masked_select", _selecting(Tensor.masked_select)))
-        stack.enter_context(patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax))
-        # The operators of F.interpolate(), which take scales as a list.
-        for name in [name for name in vars(_torch.nn_kernels) if "upsample" in name]:
-            stack.enter_context(patch.object(_torch.nn_kernels, name, _resampling(name)))
-        for layer in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell):
-            stack.enter_context(patch.object(layer, "forward", _in_python(layer.forward)))
-        # On an accelerator it packs weights, by their addresses.
-        stack.enter_context(patch.object(nn.RNNBase, "flatten_parameters", lambda self: None))
-        for name, cell in (("lstm_cell", _lstm_cell), ("gru_cell", _gru_cell)):
-            plain = getattr(_torch.recurrent_functions, name)
-            stack.enter_context(patch.object(_torch.recurrent_functions, name, _unfused(plain, cell)))
-        for name in ("scale", "unscale_", "step", "update"):
-            refusing = _unless_enabled(getattr(torch.amp.GradScaler, name))
-            stack.enter_context(patch.object(torch.amp.GradScaler, name, refusing))
-        stack.enter_context(_torch.trusted_causal_flags())
-        stack.enter_context(_torch.unchecked_distributions())
-        stack.enter_context(_torch.unchecked_values())
-        stack.enter_context(wrappers.seen_through())
-        stack.enter_context(_torch.compiled_functions_run_plainly())
-        stack.enter_context(captured_flex_attention())
-        stack.enter_context(captured_experts())
-        stack.enter_context(untraced_masks())
+    with (
+        replaced(_replacements(counts_any)),
+        _torch.trusted_causal_flags(),
+        _torch.unchecked_distributions(),
+        _torch.unchecked_values(),
+        replaced(wrappers.seen_through()),
+        _torch.compiled_functions_run_plainly(),
+        captured_flex_attention(),
+        captured_experts(),
+        replaced(untraced_masks()),
+    ):
         yield
+
+
+def _replacements(counts_any: bool) -> Iterator[tuple[Any, str, Any]]:
+    """Yield owner and name of each function of torch that is replaced, and the replacement."""
+    yield F, "gaussian_nll_loss", _gaussian_nll_loss
+    yield F, "ctc_loss", _ctc_loss
+    yield F, "embedding", _dense_embedding(F.embedding)
+    yield F, "embedding_bag", _bags(F.embedding_bag)
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    yield batch_norm, "forward", _averaging(batch_norm.forward)
+    for owner in (torch, Tensor):
+        yield owner, "masked_select", _selecting(owner.masked_select)
+        if counts_any:
+            yield owner, "bincount", _counting(owner.bincount)
+    yield nn.AdaptiveLogSoftmaxWithLoss, "forward", _adaptive_log_softmax
+    # The operators of F.interpolate(), which take scales as a list.
+    for name in [name for name in vars(_torch.nn_kernels) if "upsample" in name]:
+        yield _torch.nn_kernels, name, _resampling(name)
+    for layer in (nn.RNN, nn.LSTM, nn.GRU, nn.RNNCell, nn.LSTMCell, nn.GRUCell):
+        yield layer, "forward", _in_python(layer.forward)
+    # On an accelerator it packs weights, by their addresses.
+    yield nn.RNNBase, "flatten_parameters", lambda self: None
+    for name, cell in (("lstm_cell", _lstm_cell), ("gru_cell", _gru_cell)):
+        yield _torch.recurrent_functions, name, _unfused(getattr(_torch.recurrent_functions, name), cell)
+    for name in ("scale", "unscale_", "step", "update"):
+        yield torch.amp.GradScaler, name, _unless_enabled(getattr(torch.amp.GradScaler, name))
 
 
 def _resampling(name: str) -> Any:

@@ -7,13 +7,11 @@ nodes that made these tensors, and builds a mask where they do not tell.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -25,9 +23,8 @@ from zerograph.ir.alias import is_view, is_view_or_copy
 aten = torch.ops.aten
 
 
-@contextlib.contextmanager
-def untraced_masks() -> Iterator[None]:
-    """Make transformers build those masks that it builds outside of traces."""
+def untraced_masks() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the functions by which transformers builds the masks that it builds outside of traces: owner, name, it."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     older: Any = sys.modules.get("transformers.modeling_attn_mask_utils")
     replaced: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -45,11 +42,9 @@ def untraced_masks() -> Iterator[None]:
     # These modules read no value where they ask.
     questions = ("is_torchdynamo_compiling", "is_tracing")
     replaced += [(sys.modules.get(name), ask, lambda plain: lambda *_: False) for name in _PLAIN for ask in questions]
-    with contextlib.ExitStack() as stack:
-        for owner, name, replacement in replaced:
-            if hasattr(owner, name):
-                stack.enter_context(patch.object(owner, name, replacement(getattr(owner, name))))
-        yield
+    for owner, name, replacement in replaced:
+        if hasattr(owner, name):
+            yield owner, name, replacement(getattr(owner, name))
 
 
 _PLAIN = (

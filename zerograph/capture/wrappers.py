@@ -6,10 +6,8 @@ inside. A wrapper that has split the parameters, or that changes the update, is 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -62,16 +60,11 @@ def is_seen_through(module: nn.Module) -> bool:
 _PARALLEL: tuple[type[nn.Module], ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-@contextlib.contextmanager
-def seen_through() -> Iterator[None]:
-    """Make wrappers call the module that they wrap, and do nothing else."""
-    with contextlib.ExitStack() as stack:
-        for kind in _PARALLEL:
-            stack.enter_context(patch.object(kind, "forward", _inside))
-        for kind in _torch.compiled_modules():
-            stack.enter_context(patch.object(kind, "__call__", _not_compiled))
-        stack.enter_context(patch.object(nn.SyncBatchNorm, "forward", _batch_norm))
-        yield
+def seen_through() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the methods by which wrappers call the module that they wrap, and do nothing else: owner, name, method."""
+    yield from ((kind, "forward", _inside) for kind in _PARALLEL)
+    yield from ((kind, "__call__", _not_compiled) for kind in _torch.compiled_modules())
+    yield nn.SyncBatchNorm, "forward", _batch_norm
 
 
 def _inside(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The members of a graph (modules, parameters, buffers, optimizers), their checks, and the facts that a step depends on."""
+"""The members of a graph (modules, parameters, buffers, optimizers), their checks, and facts that a step depends on."""
 
 from __future__ import annotations
 

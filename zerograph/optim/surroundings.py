@@ -11,12 +11,12 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from zerograph import _torch
+from zerograph.base.contexts import replaced
 from zerograph.capture.places import CONTAINERS, Identity, Place, PythonState, is_users_object, token, walk
 from zerograph.capture.state_changes import Snapshot
 from zerograph.errors import CaptureError
@@ -201,11 +201,11 @@ def restored(optimizer: Any) -> Iterator[None]:
 def single_process() -> Iterator[None]:
     """Make this thread seem to be the only process: optimizers that communicate then compute all by themselves."""
     thread = threading.get_ident()
-    with contextlib.ExitStack() as stack:
-        for name, answer in {"is_initialized": False, "get_world_size": 1, "get_rank": 0}.items():
-            plain = getattr(torch.distributed, name)
-            replacement = functools.partial(_answer, thread, answer, plain)
-            stack.enter_context(mock.patch.object(torch.distributed, name, replacement))
+    world, answers = torch.distributed, {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
+    with replaced(
+        (world, name, functools.partial(_answer, thread, answer, getattr(world, name)))
+        for name, answer in answers.items()
+    ):
         yield
 
 

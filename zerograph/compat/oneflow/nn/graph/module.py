@@ -6,11 +6,11 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from zerograph.base.contexts import replaced
 from zerograph.errors import ConfigError
 
 # A plain attribute of the module: graphs notice its changes, and compile again.
@@ -95,9 +95,9 @@ class GraphTensor:
 @contextlib.contextmanager
 def checkpoints(root: nn.Module) -> Iterator[None]:
     """Run checkpointed modules under ``torch.utils.checkpoint``, which capture supports."""
-    with contextlib.ExitStack() as stack:
-        for module in root.modules():
-            if _CHECKPOINTED in vars(module):
-                run = functools.partial(checkpoint, module.forward, use_reentrant=False)
-                stack.enter_context(patch.object(module, "forward", run))
+    with replaced(
+        (module, "forward", functools.partial(checkpoint, module.forward, use_reentrant=False))
+        for module in root.modules()
+        if _CHECKPOINTED in vars(module)
+    ):
         yield
