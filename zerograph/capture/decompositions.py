@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph._torch import decompositions
+from zerograph._torch import decompositions, schema_arguments
 from zerograph.capture import batch_norm
 
 aten = torch.ops.aten
@@ -49,10 +49,7 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.norm.ScalarOpt_dtype: _norm,
         aten.norm.ScalarOpt_dim_dtype: _norm,
         aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
-        aten.multi_margin_loss.default: _multi_margin_loss,
-        aten.multi_margin_loss_backward.default: _multi_margin_loss_backward,
-        aten.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
-        aten.multilabel_margin_loss_backward.default: _multilabel_margin_loss_backward,
+        **{loss: _by_sample(loss) for loss in _MARGIN_LOSSES},
         aten.rrelu_with_noise_functional.default: _rrelu,
         # The operator only reads the kernel's status and raises.
         aten._linalg_check_errors.default: lambda *_, **__: None,
@@ -164,6 +161,10 @@ _FOREACH = {
     if overload in ("Scalar", "Tensor", "List", "ScalarList")
 }
 
+_MARGIN_LOSSES = (
+    *(aten.multi_margin_loss.default, aten.multi_margin_loss_backward.default),
+    *(aten.multilabel_margin_loss_forward.default, aten.multilabel_margin_loss_backward.default),
+)
 _STATIC_SHAPES = (aten._unsafe_index, aten.complex, aten.polar)
 
 _FROM_TORCH = (
@@ -271,46 +272,25 @@ def _norm(
 _NONE, _MEAN = 0, 1
 
 
-def _reduced(each: Tensor, reduction: int) -> Tensor:
-    return each.mean() if reduction == _MEAN else each.sum()
+def _by_sample(operator: Any) -> Callable[..., Any]:
+    """Return the decomposition of a margin loss, or of its backward, into the losses of samples and their reduction."""
+    names = [argument.name for argument in schema_arguments(operator)]
 
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        reduction, samples = by_name.get("reduction", _MEAN), by_name["self"]
+        if reduction == _NONE or samples.dim() < 2:
+            return NotImplemented
+        by_name["reduction"] = _NONE
+        if "grad_output" in by_name:
+            gradient = by_name["grad_output"] / len(samples) if reduction == _MEAN else by_name["grad_output"]
+            return operator(**{**by_name, "grad_output": gradient.expand(len(samples))})
+        result = operator(**by_name)
+        each, *rest = [result] if isinstance(result, Tensor) else result
+        reduced = each.mean() if reduction == _MEAN else each.sum()
+        return (reduced, *rest) if rest else reduced
 
-def _unreduced(gradient: Tensor, samples: int, reduction: int) -> Tensor:
-    """Return the gradient of each sample's loss [samples] from the gradient of their mean or sum."""
-    return (gradient / samples if reduction == _MEAN else gradient).expand(samples)
-
-
-def _multi_margin_loss(
-    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = _MEAN
-) -> Any:
-    if reduction == _NONE or x.dim() < 2:
-        return NotImplemented
-    return _reduced(aten.multi_margin_loss.default(x, target, p, margin, weight, _NONE), reduction)
-
-
-def _multi_margin_loss_backward(
-    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Any = None, reduction: int = _MEAN
-) -> Any:
-    if reduction == _NONE or x.dim() < 2:
-        return NotImplemented
-    each = _unreduced(gradient, len(x), reduction)
-    return aten.multi_margin_loss_backward.default(each, x, target, p, margin, weight, _NONE)
-
-
-def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> Any:
-    if reduction == _NONE or x.dim() < 2:
-        return NotImplemented
-    each, is_target = aten.multilabel_margin_loss_forward.default(x, target, _NONE)
-    return _reduced(each, reduction), is_target
-
-
-def _multilabel_margin_loss_backward(
-    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
-) -> Any:
-    if reduction == _NONE or x.dim() < 2:
-        return NotImplemented
-    each = _unreduced(gradient, len(x), reduction)
-    return aten.multilabel_margin_loss_backward.default(each, x, target, _NONE, is_target)
+    return decomposed
 
 
 def _rrelu(x: Tensor, noise: Tensor, lower: float, upper: float, training: bool = False, generator: Any = None) -> Any:
