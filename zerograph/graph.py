@@ -306,9 +306,8 @@ class ZeroGraph(Inspected):
         if isinstance(transport, str):
             transport = named_transport(transport, mesh)
         target = Target(mesh, mesh.rank, transport.exchanges, transport.hosts)
-        texts = self._steps.dependencies(members).texts()
-        required = requirements(members, texts, self.config, self._request, mesh, batch)
-        step = self._compiler.prepare(target, members, batch, key, required)
+        of_graph = members, self._steps.dependencies(members).texts(), self.config, self._request
+        step = self._compiler.prepare(target, members, batch, key, requirements(*of_graph, mesh, batch))
         logs.tell(step, type(self).__name__)
         return Prepared(step, members.meta)
 
@@ -347,8 +346,8 @@ class ZeroGraph(Inspected):
         """
         with agreeing(self._join(), f"loading {os.fspath(path)}"):
             members = self._adopted()
-            texts = self._steps.dependencies(members).texts()
-            required = requirements(members, texts, self.config, self._request)
+            facts = self._steps.dependencies(members).texts()
+            required = requirements(members, facts, self.config, self._request)
             self._compiler.loaded.add(read_artifact(path, members), required)
 
     @one_thread("lay_out()", collective=False)

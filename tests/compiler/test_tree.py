@@ -124,9 +124,8 @@ CHANGED_TABLES: dict[str, Callable[[dict[str, Any], dict[str, Any], Unlisted], o
 
 @pytest.mark.parametrize("change", CHANGED_TABLES.values(), ids=CHANGED_TABLES)
 def test_a_change_of_any_table_is_seen(change: Callable[..., object]) -> None:
-    first, second, third = {"a": 1, "b": 2}, dict[str, Any](), Unlisted(a=1)
-    tables: list[Any] = [first, second, third]
+    tables: tuple[Any, ...] = {"a": 1, "b": 2}, {}, Unlisted(a=1)
     snapshot = Dictionaries(tables)
     assert snapshot.are_same()
-    change(first, second, third)
+    change(*tables)
     assert not snapshot.are_same()

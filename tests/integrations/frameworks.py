@@ -28,6 +28,12 @@ class Jittered(Dataset[Any]):
         return (x + 0.1 * torch.randn(6), y) if index % 3 == 2 else (x, y)
 
 
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
+
+
 @contextmanager
 def launched() -> Iterator[None]:
     """Set the environment that torchrun sets for this rank; plain processes get none."""

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from tests.integrations.frameworks import Jittered, fp16_on_cpu, on_ranks
+from tests.integrations.frameworks import Jittered, fp16_on_cpu, on_ranks, samples
 from tests.pool import Pool
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'zerograph[accelerate]'")
@@ -22,12 +22,6 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'zerogra
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
-
-
-def samples(count: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 6, generator=generator)
-    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
 def script(folder: Path, ranks: int, zero: int | None, accumulation: int, resume: bool) -> list[float]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from tests.integrations.frameworks import Jittered, on_ranks
+from tests.integrations.frameworks import Jittered, on_ranks, samples
 from tests.pool import Pool
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install 'zerograph[lightning]'")
@@ -178,12 +178,6 @@ class Seen(pl.callbacks.BasePredictionWriter):  # type: ignore[misc]
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         self.numbers.append(float(trainer.callback_metrics["train_loss_epoch"]))
-
-
-def samples(count: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 6, generator=generator)
-    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
 
 
 def fit(folder: Path, ranks: int, stage: Any, accumulation: int, resume: str | None, kind: Any) -> list[float]:

@@ -38,11 +38,10 @@ def collection_paused() -> Iterator[None]:
     The collector would visit them, and all that the process has imported, several times: a third of the time that it
     takes to read a step from a file.
     """
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

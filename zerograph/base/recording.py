@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 from zerograph.base import source
+from zerograph.base.contexts import replaced
 from zerograph.errors import ArtifactError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -174,10 +174,7 @@ def recorded(
 
     gc.callbacks.clear()
     try:
-        with (
-            patch.object(environment, "__getitem__", read_noted),
-            patch.object(environment, "__iter__", keys_noted),
-        ):
+        with replaced([(environment, "__getitem__", read_noted), (environment, "__iter__", keys_noted)]):
             _running = recording
             try:
                 yield recording
