@@ -135,7 +135,7 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "the order of a dict": lambda model: model.ordered.move_to_end("first"),
     "a dict of the model": lambda model: model.table.update(factor=1.6),
     "a function of torch": lambda _: setattr(torch, "tanh", torch.sigmoid),
-    "a function of torch.nn": lambda _: setattr(nn.functional, "linear", lambda x, *_: x),
+    "a function of torch.nn": lambda _: setattr(nn.functional, "linear", lambda x, weight, *_: x @ weight),
 }
 
 

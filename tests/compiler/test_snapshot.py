@@ -83,12 +83,12 @@ def test_another_batch_is_seen(batch: str) -> None:
     assert not recognised(step, *BATCHES[batch])
 
 
-def test_autocast_is_seen() -> None:
+@pytest.mark.parametrize("surroundings", [torch.autocast("cpu"), torch.device("meta")])
+def test_surroundings_are_seen(surroundings: Any) -> None:
     step, x = repeated()
-    with torch.autocast("cpu"):
+    with surroundings:
         assert not recognised(step, x, 0.5)
-        for _ in range(3):
-            step(x, 0.5)
+        _ = [step(x, 0.5) for _ in range(3)]
     assert not recognised(step, x, 0.5)
 
 

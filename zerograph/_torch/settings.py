@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.library
 from torch.fx.experimental import _config as _shape_options
-from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
@@ -48,7 +48,7 @@ def _autocast(kind: str) -> str:
 def active_modes() -> list[str]:
     """Return the names of the modes that see operators and functions of torch now, besides the default device's."""
     # The stacks are private; there is no other way to ask for them.
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    modes = [*function_modes(), *_get_current_dispatch_mode_stack()]
     return [type(mode).__qualname__ for mode in modes if type(mode).__name__ not in ("DeviceContext", "CountedDraws")]
 
 

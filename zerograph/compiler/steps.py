@@ -406,6 +406,9 @@ class Steps:
         facts = capture_facts(members, self._attributes(), compiler.optimizers, constants, runs_modules=runs)
         if runs and torch.get_default_dtype() is not torch.float32:
             facts |= {"the default dtype": torch.get_default_dtype()}
+        # Its number is a rank's own.
+        if runs and (device := torch.get_default_device().type) != "cpu":
+            facts |= {"the default device": device}
         if compiler.config.virtual_ranks is not None:
             # Some kernels add in another order with another number of threads.
             facts |= {
