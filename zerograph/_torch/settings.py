@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.library
 from torch.fx.experimental import _config as _shape_options
-from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
@@ -17,10 +17,7 @@ def trace_settings() -> dict[str, Any]:
     settings: dict[str, Any] = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
+        "deterministic": torch.get_deterministic_debug_mode(),
         "filled": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
         "matmul precision": torch.get_float32_matmul_precision(),
         "inference mode": torch.is_inference_mode_enabled(),
@@ -33,7 +30,7 @@ def trace_settings() -> dict[str, Any]:
         "anomaly": torch.is_anomaly_enabled(),
         "fast transformer layers": torch.backends.mha.get_fastpath_enabled(),
         "symbolic shapes": _shape_options.get_config_copy(),  # type: ignore[attr-defined]
-        "autocast": {kind: _autocast(kind) for kind in ("cpu", "cuda")},
+        "autocast": autocast_dtypes(),
     }
     # Whether there is a GPU counts too: code may ask.
     if torch.cuda.is_available():
@@ -41,8 +38,14 @@ def trace_settings() -> dict[str, Any]:
     return settings
 
 
-def _autocast(kind: str) -> str:
-    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
+def autocast_dtypes() -> tuple[tuple[str, torch.dtype], ...]:
+    """Return the dtype of each kind of device for which ``torch.autocast`` is on."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+
+
+def function_modes() -> list[Any]:
+    """Return the modes that see functions of torch now; that of the default device is among them."""
+    return [*_get_current_function_mode_stack()]
 
 
 def active_modes() -> list[str]:

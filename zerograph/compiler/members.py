@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from zerograph._torch import gradient_hooks, module_tables, without_torch_function
+from zerograph._torch import autocast_dtypes, gradient_hooks, module_tables, without_torch_function
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.places import Identity, attribute_guards, module_guards
@@ -348,13 +348,8 @@ def capture_facts(
             )
             for number, optimizer in enumerate(optimizers)
         ),
-        "autocast": autocast_facts(),
+        "autocast": autocast_dtypes(),
     }
-
-
-def autocast_facts() -> tuple[tuple[str, torch.dtype], ...]:
-    """Return the dtype of each kind of device for which ``torch.autocast`` is on around a call."""
-    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
 
 
 def layout_facts(members: Members) -> tuple[Any, ...]:

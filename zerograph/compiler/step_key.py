@@ -19,7 +19,7 @@ from zerograph import _torch
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.compiler.batch import Batch, collect_leaves
 from zerograph.compiler.dimensions import Kind, Mode
-from zerograph.compiler.members import Optimizers, Tree, autocast_facts
+from zerograph.compiler.members import Optimizers, Tree
 from zerograph.config import Config
 from zerograph.ir.annotate import is_replicated
 from zerograph.ir.marks import marks_of
@@ -196,7 +196,7 @@ class Snapshot:
         with _torch.plain_tensors():
             metadata = [*map(_METADATA, self._tensors)]
         fresh = [store.fresh for store in self.stores]
-        return call.request, list(call.attributes), metadata, fresh, call.of_optimizers(), autocast_facts()
+        return call.request, list(call.attributes), metadata, fresh, call.of_optimizers(), _torch.autocast_dtypes()
 
     def _read(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Batch | None:
         """Return the arguments as a batch, or None if their nesting, metadata or constants differ."""
