@@ -135,6 +135,7 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "the order of a dict": lambda model: model.ordered.move_to_end("first"),
     "a dict of the model": lambda model: model.table.update(factor=1.6),
     "a function of torch": lambda _: setattr(torch, "tanh", torch.sigmoid),
+    "a method of a layer": lambda _: setattr(nn.Linear, "forward", lambda self, x: x @ self.weight),
     "a function of torch.nn": lambda _: setattr(nn.functional, "linear", lambda x, weight, *_: x @ weight),
 }
 
@@ -146,11 +147,11 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def as_before() -> Iterator[None]:
     """Undo at the end of the block what an edit has changed inside."""
-    before, call, of_torch = dict(globals()), Schedule.__call__, (torch.tanh, nn.functional.linear)
+    before, call, of_torch = dict(globals()), Schedule.__call__, (torch.tanh, nn.functional.linear, nn.Linear.forward)
     IN_CONTEXT.set(1.0)
     yield
     globals().update(before)
-    torch.tanh, nn.functional.linear = of_torch
+    torch.tanh, nn.functional.linear, nn.Linear.forward = of_torch
     Schedule.__call__ = call  # type: ignore[method-assign]
     LARGE[0] = 1.0
     vars(options).pop("of_class", None)

@@ -7,6 +7,7 @@ containers that these or the attributes of modules hold. Inside an object count 
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import operator
 import sys
@@ -189,11 +190,11 @@ def _is_equal(read: Callable[[], Any]) -> Callable[[], bool]:
 
 
 def _has_callables(space: Any) -> Callable[[], bool]:
-    """Return a check that a class has the same values, or a module the same functions."""
-    table, names = vars(space), _callables_of(space)
-    if isinstance(space, type):
-        return _is_equal(functools.partial(list[Any], table.values()))
-    version, now = dict_version(table), [*map(table.get, names)]
+    """Return a check that a class or a module of torch has the same functions."""
+    # The dict itself: what vars() returns for a class refers to it.
+    table: Any = gc.get_referents(vars(space))[0] if isinstance(space, type) else vars(space)
+    names, version = _callables_of(space), dict_version(table)
+    now = [*map(table.get, names)]
 
     def check() -> bool:
         nonlocal version
