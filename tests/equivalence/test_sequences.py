@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,11 +18,12 @@ import zerograph as zg
 from tests.equivalence.families import FAMILIES, LossOf
 from tests.equivalence.mesh_layouts import ROWS_AND_SEQUENCE, SEQUENCE, SEQUENCE_OF_FOUR, Arrangement
 from tests.equivalence.training import STAGES, Result, Stage, equal, largest_deviation, train, train_plainly
-from tests.harness import LossStep, sliced
+from tests.harness import LossStep, Predict, sliced
 from tests.models import update_by
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
+from zerograph.ir.step_graph import output_nodes
 from zerograph.loops import loaders
 
 # Losses of transformers are computed in fp32.
@@ -386,3 +388,20 @@ def test_keys_and_values_travel_while_queries_attend_to_those_before() -> None:
     start = next(at for at, target in enumerate(nodes) if "shift_rows" in target)
     first = next(at for at, target in enumerate(nodes) if "ring_attention" in target)
     assert start < first < start + nodes[start:].index("_c10d_functional.wait_tensor.default")
+
+
+def joined_rows(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Join samples and positions of tensors whose positions are in other dimensions; then positions come first."""
+    rows = layer(x.flatten(0, 1)) + y.flatten(0, 2)
+    return rows.view(-1, 6, 5).transpose(0, 1).flatten(0, 1).square().sum(0), rows
+
+
+def test_joined_rows_stay_split_along_the_batch_and_are_gathered_along_the_sequence() -> None:
+    """Halves of each sequence are no half of all rows; samples stay together."""
+    step = Predict(nn.Linear(3, 5), joined_rows, input_sbp=(zg.sbp.split(0), zg.sbp.split(1)))
+    grid = Mesh((2, 2), (0, 0), ("rows", "sequence"))
+    prepared = step.prepare(grid, torch.ones(2, 3, 3), torch.ones(2, 1, 3, 5))
+    assert [node.meta["val"].shape for node in output_nodes(prepared.graph.graph)] == [(5,), (12, 5)]
+    rows = 2 * 3 * 5 * 4  # bytes of a rank
+    moved = Counter((one.kind, one.mesh_dim, one.bytes) for one in prepared.collectives())
+    assert moved == {("all-gather", 1, rows): 2, ("all-reduce", 0, 5 * 4): 1}

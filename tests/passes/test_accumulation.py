@@ -253,7 +253,7 @@ def test_what_nobody_trains_on_may_need_the_whole_batch() -> None:
             loss = cross_entropy(self.model, x, y)
             loss.backward()
             out = self.model(x)
-            return {"perplexity": loss.exp(), "similar": out @ out.T, "share": out.sum() / out.abs().sum(), "out": out}
+            return {"perplexity": loss.exp(), "similar": out @ out.T, "shares": (out / out.sum()).exp(), "out": out}
 
     step = Watched(cross_entropy)
     before = nn.Linear(3, 2)
@@ -263,8 +263,25 @@ def test_what_nobody_trains_on_may_need_the_whole_batch() -> None:
     wanted = {
         "perplexity": F.cross_entropy(out, Y).exp(),
         "similar": out @ out.T,
-        "share": out.sum() / out.abs().sum(),
+        # Reads what is there behind the loop only by way of another node.
+        "shares": (out / out.sum()).exp(),
         "out": out,
     }
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_count_over_the_batch_divides_stays_in_the_loop() -> None:
+    """The count is there before the first micro-batch."""
+
+    class Divided(Step):
+        def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().build(x, y), self.model(x) / (y >= 0).sum()
+
+    step = Divided(cross_entropy)
+    step.compile(X, Y)
+    graph = step.inspect.graph.graph
+    (loop,) = loops(graph)
+    divided = [[node for node in one.nodes if "div" in str(node.target)] for one in (loop.body.graph, graph)]
+    assert (2, 2) in [node.meta["val"].shape for node in divided[0]]
+    assert (4, 2) not in [node.meta["val"].shape for node in divided[1]]

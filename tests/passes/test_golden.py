@@ -306,6 +306,16 @@ def test_a_pass_does_to_a_small_step_what_its_text_shows(name: str, step: str, p
     assert text.splitlines() == file.read_text().splitlines(), "see --update-golden"
 
 
+def test_an_update_that_is_alone_stays_as_it_is() -> None:
+    prepared = prepared_for_accelerator(accelerator(4))
+    names = [record.name for record in prepared.passes]
+    before = names[names.index("merge_updates") - 1]
+    graphs = Inspection(prepared).texts(before, "merge_updates")
+    old, new = ({line for line in graph if "= _fused_adamw_" in line} for graph in graphs)
+    # Two of the four are one, without a collective between them.
+    assert (len(old), len(new), len(old & new)) == (4, 3, 2)
+
+
 def test_every_pass_has_a_text() -> None:
     assert sorted(name for name, _ in CASES) == sorted(one.name for one in PIPELINE)
     assert {file.stem for file in GOLDEN.glob("*.txt")} == {one.name for one in PIPELINE}
