@@ -152,10 +152,11 @@ for module in pkgutil.walk_packages(zg.__path__, "zerograph."):
 
 def test_other_systems_import_it_and_run_a_step_or_say_what_needs_linux(tmp_path: Path) -> None:
     launch = "\nfrom zerograph.__main__ import app\napp(['launch', '--elastic', '1:2', 'train.py'])\n"
-    for script, code, message in ((STEP, 0, ""), (launch, 2, "--elastic needs Linux")):
-        (tmp_path / "train.py").write_text(ELSEWHERE + script)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        command = [sys.executable, "train.py"]
-        found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert found.returncode == code, found.stderr
-        assert message in found.stderr
+    (tmp_path / "train.py").write_text(ELSEWHERE + STEP + launch)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "train.py"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    # The step has run, and printed where the package is.
+    assert str(ROOT / "zerograph") in found.stdout, found.stderr
+    assert found.returncode == 2
+    assert "--elastic needs Linux" in found.stderr

@@ -102,14 +102,14 @@ def slowly(folder: str, interrupted: bool) -> tuple[str, float]:
 
     def slow(capture: Capture) -> object:
         if zg.rank() == 0:
-            time.sleep(3)
+            time.sleep(1.0 if interrupted else 2.5)
         return run(capture)
 
     error = ""
     with cache_in(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Capture, "run", slow)
         step = TwoRanks()
-        step.config.checks.timeout = 60.0 if interrupted else 1.5
+        step.config.checks.timeout = 60.0 if interrupted else 1.2
         # Ignored signals, as of a job in a shell's background, would stay ignored.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         if interrupted and zg.rank():

@@ -13,7 +13,7 @@ from tests.harness import deviation, sliced
 from tests.models import adam_step, adamw, batches, make, train_on, train_plainly
 from tests.pool import Pool
 
-STEPS, SIZE = 3, 16
+STEPS, SIZE = 2, 16
 
 
 def train(spared: bool, folder: str, stages: list[int]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:

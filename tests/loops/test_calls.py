@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import warnings
@@ -81,15 +82,21 @@ def noisy_losses(stage: int) -> tuple[list[str], list[bool]]:
     return losses, graphs_of(model)
 
 
+@functools.cache
+def noisy_losses_of(pool: Pool, stage: int) -> list[Any]:
+    """Return what each of two ranks returns."""
+    return pool.run(2, noisy_losses, stage)
+
+
 def test_graphs_of_calls_with_dropout_and_buffers_agree_bitwise_between_stages(pool: Pool) -> None:
-    seen = [pool.run(2, noisy_losses, stage) for stage in (0, 3)]
+    seen = [noisy_losses_of(pool, stage) for stage in (0, 3)]
     assert {tuple(graphs) for ranks in seen for _, graphs in ranks} == {(True, True)}
     assert len({tuple(losses) for ranks in seen for losses, _ in ranks}) == 1
 
 
 def test_masks_of_dropout_are_those_of_one_rank(pool: Pool) -> None:
     one, *_ = pool.run(1, noisy_losses, 2)
-    for losses, _ in pool.run(2, noisy_losses, 2):
+    for losses, _ in noisy_losses_of(pool, 3):
         assert list(map(float.fromhex, losses)) == pytest.approx(list(map(float.fromhex, one[0])), rel=1e-5)
 
 
@@ -638,7 +645,8 @@ def scaled_if_linear(layer: nn.Module, _: Any, result: Any) -> Any:
 
 
 # What a script changes before a call: of what, and in which way.
-CHANGES: list[tuple[Any, str, Any]] = [
+Changes = list[tuple[Any, str, Any]]
+CHANGES: Changes = [
     (Kinds, "level", 2.0),
     (torch, "relu", torch.tanh),
     (F, "gelu", lambda x, **_: x.sigmoid()),
@@ -651,31 +659,33 @@ CHANGES: list[tuple[Any, str, Any]] = [
 ]
 
 
-def changed_between_calls(stage: int | None, kind: type[Reading]) -> list[float]:
+def changed_between_calls(stage: int | None, kind: type[Reading], changes: int) -> list[float]:
     """Return losses, with one change more in each call and at last with none, then the calls and their warnings."""
     model: Any = seeded(kind)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data: Any = batches(len(CHANGES) + 6)
+    data: Any = batches(changes + 6)
     model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
     kind.count, seen = 0, []
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True, action="always") as shown:
         for number, (x, y) in enumerate(data):
             if number == 2:
                 stack.enter_context(patch.dict(os.environ, SCALE_OF_READING="1.5"))
-            elif 2 < number < len(CHANGES) + 3:
+            elif 2 < number < changes + 3:
                 stack.enter_context(patch.object(*CHANGES[number - 3]))
-            elif number == len(CHANGES) + 3:
+            elif number == changes + 3:
                 stack.callback(register_module_forward_hook(scaled_if_linear).remove)
-            elif number == len(CHANGES) + 4:
+            elif number == changes + 4:
                 stack.close()
             seen.append(float(update(optimizer, F.cross_entropy(model(x), y))))
     return [*seen, kind.count, sum("this call warns" in str(one.message) for one in shown)]
 
 
-@pytest.mark.parametrize("kind", [Reading, Counted, Warned])
-def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_elsewhere(pool: Pool, kind: type[Reading]) -> None:
-    expected = changed_between_calls(None, kind)
-    for seen in pool.run(2, changed_between_calls, 2, kind):
+@pytest.mark.parametrize(("kind", "changes"), [(Reading, len(CHANGES)), (Counted, 2), (Warned, 2)])
+def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_elsewhere(
+    pool: Pool, kind: type[Reading], changes: int
+) -> None:
+    expected = changed_between_calls(None, kind, changes)
+    for seen in pool.run(2, changed_between_calls, 2, kind, changes):
         assert seen == pytest.approx(expected, rel=1e-12)
 
 
@@ -700,6 +710,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "own gradient": Turned.apply,
     "rows": lambda out: out[: len(out) // 2],
 }
+NO_GRAPHS = ("transposed", "detached", "own gradient")
 
 
 class Sharing(nn.Module):
@@ -714,10 +725,10 @@ class Sharing(nn.Module):
         return [out, out, *(out * 2).chunk(2, dim=1), VIEWS[view](out)]
 
 
-def written_results(stage: int | None, view: str) -> tuple[list[float], list[bool]]:
+def written_results(stage: int | None, view: str, small: int) -> tuple[list[float], list[bool]]:
     model: Any = seeded(Sharing)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data: Any = [*batches(3), *((x[:4], y[:4]) for x, y in batches(2))]
+    data: Any = [*batches(3), *((x[:4], y[:4]) for x, y in batches(2)[:small])]
     model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
     seen = []
     for number, (x, y) in enumerate(data):
@@ -734,10 +745,12 @@ def written_results(stage: int | None, view: str) -> tuple[list[float], list[boo
     return seen, [] if stage is None else graphs_of(model)
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_results_that_share_memory_share_it_after_a_graph_or_run_operator_by_operator(pool: Pool, view: str) -> None:
-    expected, _ = written_results(None, view)
-    is_graph = view not in ("transposed", "detached", "own gradient")
-    for seen, are_graphs in pool.run(2, written_results, 3, view):
+# Whose memory is a result's: of two sizes, where that depends on the size; of no view at all, the others show.
+@sliced("view, small", [("rows", 2), *((view, 0) for view in NO_GRAPHS), ("first", 0)], [(view, 2) for view in VIEWS])
+def test_results_that_share_memory_share_it_after_a_graph_or_run_operator_by_operator(
+    pool: Pool, view: str, small: int
+) -> None:
+    expected, _ = written_results(None, view, small)
+    for seen, are_graphs in pool.run(2, written_results, 3, view, small):
         assert seen == pytest.approx(expected, rel=1e-12)
-        assert are_graphs == [is_graph, is_graph]
+        assert are_graphs == [view not in NO_GRAPHS] * 2

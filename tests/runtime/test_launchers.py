@@ -266,7 +266,7 @@ def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
         assert rank.stderr is not None
         assert "rank 0 of 2" in rank.stderr.readline()
         # It has come, and blocks from now on.
-        time.sleep(2)
+        time.sleep(1)
         rank.send_signal(signal.SIGINT)
         try:
             assert rank.wait(20) == -signal.SIGINT
