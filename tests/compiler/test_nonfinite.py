@@ -159,7 +159,7 @@ ARRANGEMENTS: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 @sliced(
     "arrangement",
-    ["data parallel", "stage 1, dealt", "stage 3, files"],
+    ["data parallel", "stage 3, files"],
     [pytest.param(one, marks=[needs_compiler] * ("inductor" in one)) for one in ARRANGEMENTS],
 )
 def test_raise_names_what_made_it_and_leaves_every_bit_as_it_was(pool: Pool, arrangement: str, tmp_path: Path) -> None:

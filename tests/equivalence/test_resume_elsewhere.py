@@ -103,7 +103,7 @@ def runs(pool: Pool) -> Iterator[Saved]:
 @sliced("ranks", [3], [1, 2, 4])
 def test_from_one_to_four_ranks_to_as_many(runs: Saved, ranks: int) -> None:
     """Each number of ranks has another stage, and goes on at yet another."""
-    runs.check(ranks, ranks % 4, {}, [runs.run(source, source - 1) for source in (1, 2, 3, 4)])
+    runs.check(ranks, ranks % 4, {}, [runs.run(source, source - 1) for source in (1, 2, 3, 4) if source != ranks])
 
 
 @pytest.mark.long

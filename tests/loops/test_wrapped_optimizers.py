@@ -80,7 +80,7 @@ def loop(prepare: Prepare, name: str) -> Seen:
     optimizer: Any = MAKERS[name](model)
     inner = vars(optimizer).get("base_optimizer", vars(optimizer).get("optimizer"))
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
-    model, optimizer, scheduler, loader = prepare(model, optimizer, scheduler, DataLoader(samples(31, 6), batch_size=8))
+    model, optimizer, scheduler, loader = prepare(model, optimizer, scheduler, DataLoader(samples(16, 6), batch_size=8))
     printed = []
     for _ in range(2):
         for x, y in loader:

@@ -236,7 +236,7 @@ def stacking(graph: bool, stage: int) -> list[Tensor]:
     return [loss.detach() for loss in losses]
 
 
-@sliced("stage", [0, 3], [2])
+@sliced("stage", [3], [0, 2])
 def test_an_optimizer_that_stacks_parameters_communicates_and_has_scratch_tensors_is_the_plain_one(
     pool: Pool, stage: int
 ) -> None:

@@ -206,7 +206,7 @@ def writes_over(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
 
 
 def test_a_backend_may_reuse_what_a_collective_has_read(pool: Pool) -> None:
-    both = pool.run(3, trained, [2], False), pool.run(3, trained, [2], False, writes_over)
+    both = pool.run(2, trained, [2], False), pool.run(2, trained, [2], False, writes_over)
     for (own,), (users,) in zip(*both, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(own[0], users[0], strict=True))
 
