@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tests.faults.survival_table import PROPERTY, table
 from tests.gpu import FOLDER as GPU
-from tests.pool import COLLECTIONS, Pool
+from tests.pool import COLLECTIONS, Pool, SharedJobs
 from zerograph.compiler import step_cache
 
 # Tests of the cache of steps turn it on for themselves.
@@ -84,11 +84,20 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def workers() -> Iterator[Pool]:
     """One pool of worker processes for the whole run."""
-    workers = Pool()
-    yield workers
-    workers.close(patience=60.0)
+    pool = Pool()
+    yield pool
+    pool.close(patience=60.0)
+
+
+@pytest.fixture(scope="session")
+def pool(workers: Pool) -> SharedJobs:
+    """The pool; tests share jobs, which take as long to form as a small step to compile, or longer on a busy machine.
+
+    Folders that test jobs have ``workers`` instead, of which each call has a job of its own.
+    """
+    return SharedJobs(workers)
 
 
 @pytest.fixture(scope="session", autouse=True)

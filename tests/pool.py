@@ -81,7 +81,7 @@ class Pool:
         """Return what each rank returned, in order; raise ``RanksError`` with the tracebacks of those that raised."""
         return self.call(ranks, function, args, is_kept=False)
 
-    # What a folder whose calls share jobs (see :class:`SharedJobs`) calls where one must be new.
+    # What is called where one must be new although tests share jobs (see :class:`SharedJobs`).
     run_afresh = run
 
     def call(self, ranks: int, function: Callable[..., Any], args: tuple[Any, ...], *, is_kept: bool) -> list[Any]:

@@ -34,7 +34,7 @@ def run_script(
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    return pool.run(ranks, run or run_as_rank, port, str(script), options)
+    return pool.run_afresh(ranks, run or run_as_rank, port, str(script), options)
 
 
 def run_by_torchruns_agent(logs: Path, arguments: list[str], restarts: int = 0) -> dict[str, str]:

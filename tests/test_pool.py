@@ -26,8 +26,8 @@ def leave_a_group() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them in /proc")
-def test_process_groups_that_calls_leave_in_cycles_are_freed(pool: Pool) -> None:
-    threads = [pool.run(1, leave_a_group)[0] for _ in range(12)]
+def test_process_groups_that_calls_leave_in_cycles_are_freed(workers: Pool) -> None:
+    threads = [workers.run(1, leave_a_group)[0] for _ in range(12)]
     assert max(threads) - threads[0] < 2 * MORE_THREADS
 
 

@@ -219,7 +219,7 @@ def inspected(script: Path) -> tuple[int, str]:
 def test_a_script_whose_loop_ran_says_so(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "unguarded.py"
     path.write_text(SCRIPT.partition("if __name__")[0] + "for _ in range(3):\n    a_step(torch.zeros(8, 64))\n")
-    ((code, said),) = pool.run(1, inspected, path)
+    ((code, said),) = pool.run_afresh(1, inspected, path)
     assert code == 0, said
     assert "unguarded.py: Step ran 3 times while the script was imported\nPut the loop under: if __name__" in said
 

@@ -318,7 +318,7 @@ def group_gone() -> None:
 
 
 def test_a_graph_whose_process_group_is_gone(pool: Pool) -> None:
-    pool.run(2, group_gone)
+    pool.run_afresh(2, group_gone)
 
 
 class Tokens(zg.ZeroGraph):

@@ -438,7 +438,7 @@ def test_bytes_per_parameter_are_those_of_the_paper(pool: Pool) -> None:
     At rest 4 of master and 8 of moments; in a step 2 of the compute copy and 2 of the gradient, whole until stage 1,
     2 / N from stage 2 on. At stage 3 there is less of the copy than the paper's 2 / N: shards are cast when gathered.
     """
-    for stage, bytes_of in enumerate(pool.run(RANKS, counted)[0]):
+    for stage, bytes_of in enumerate(pool.run_afresh(RANKS, counted)[0]):
         gradients = bytes_of["gradients" if stage < 2 else "reduced"]
         total = bytes_of["rest"] + bytes_of["gathered"] + gradients
         paper = (16, 4 + 12 / RANKS, 2 + 14 / RANKS, 16 / RANKS)[stage]

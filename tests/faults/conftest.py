@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.faults.survival_table import PROPERTY, Tally
+from tests.runtime.conftest import pool as pool
 
 
 @pytest.fixture

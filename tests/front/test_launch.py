@@ -88,7 +88,7 @@ def alone(program: Path) -> str:
 def test_the_readme_runs_with_and_without_a_launcher(
     pool: Pool, program: Path, launched: Callable[[Path], str]
 ) -> None:
-    single, both = pool.run(1, alone, program)[0], launched(program)
+    single, both = pool.run_afresh(1, alone, program)[0], launched(program)
     assert "rank 0 of 1" in single
     assert "rank 0 of 2" in both
     assert float(single.split()[1]) == pytest.approx(float(both.split()[1]), abs=2e-4)
@@ -99,7 +99,7 @@ def test_the_readmes_loop_prints_the_loss_of_one_rank_on_two(
     pool: Pool, tmp_path: Path, launched: Callable[[Path], str]
 ) -> None:
     loop = saved("One line", tmp_path / "loop.py")
-    single = re.findall(r"loss ([\d.]+)", pool.run(1, alone, loop)[0])
+    single = re.findall(r"loss ([\d.]+)", pool.run_afresh(1, alone, loop)[0])
     both = re.findall(r"loss ([\d.]+)", launched(loop))
     assert (len(single), len(both)) == (1, 2)
     assert both[0] == both[1]
@@ -118,6 +118,6 @@ def incomplete(program: Path) -> str:
 
 
 def test_an_incomplete_launcher_environment_is_an_error(pool: Pool, program: Path) -> None:
-    (message,) = pool.run(1, incomplete, program)
+    (message,) = pool.run_afresh(1, incomplete, program)
     assert "MASTER_ADDR" in message
     assert "torchrun" in message

@@ -134,7 +134,7 @@ def test_unequal_parts_look_rows_up_in_pieces_too(pool: Pool) -> None:
     expected = [
         update_by(update, nn.functional.cross_entropy(model(batch[0]), batch[1])) for _, batch in unequal_batches()
     ]
-    for losses, state, symbolic, static in pool.run(2, train_unequal, 2):
+    for losses, state, symbolic, static in pool.run_afresh(2, train_unequal, 2):
         torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(state, dict(model.state_dict()), rtol=1e-10, atol=1e-10)
         assert symbolic == static

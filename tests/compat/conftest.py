@@ -1,3 +1,0 @@
-"""As of loops."""
-
-from tests.loops.conftest import pool as pool

@@ -1,0 +1,3 @@
+"""As of runtime."""
+
+from tests.runtime.conftest import pool as pool
