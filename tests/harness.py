@@ -137,6 +137,17 @@ def stores_of(step: zg.ZeroGraph) -> list[Store]:
     return step._stores()
 
 
+def optimizer_of(step: zg.ZeroGraph) -> torch.optim.Optimizer:
+    """Return the first optimizer of a graph."""
+    return step._optimizers[0]
+
+
+def are_graphs(model: nn.Module) -> list[bool]:
+    """Return for each kind of calls of a prepared module whether a graph runs them."""
+    calls = type(model)._zerograph_prepared.calls  # type: ignore[attr-defined]
+    return [kind.graph is not None for kind in calls._kinds.values()]
+
+
 def kept_steps(step: zg.ZeroGraph) -> int:
     """Return how many compiled steps a graph keeps."""
     return len(step._steps._steps)

@@ -201,7 +201,7 @@ def test_a_step_is_compiled_anew_where_a_value_that_it_reads_has_changed(name: s
     assert compilations == [1, 1, 1, 2, 2, 2]
 
 
-@sliced("name", list(EDITS)[::2], EDITS)
+@sliced("name", list(EDITS)[::4], EDITS)
 def test_calls_in_a_loop_follow_what_has_changed(name: str) -> None:
     plain, _ = losses_of("plain", EDITS[name])
     assert losses_of("loop", EDITS[name])[0] == pytest.approx(plain, rel=1e-12)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import Step, inputs, model
+from tests.harness import Step, inputs, model, optimizer_of
 from tests.models import part
 from tests.pool import Pool
 from zerograph.state import threads
@@ -80,7 +80,7 @@ def test_a_hook_of_the_step_may_use_the_graph() -> None:
     (x,) = inputs([4])
     made = model()
     step = Step(made, loss_of)
-    step._optimizers[0].register_step_post_hook(lambda *_: step.state_dict())
+    optimizer_of(step).register_step_post_hook(lambda *_: step.state_dict())
     step(x)
     assert step.steps_done == 1
 
@@ -96,7 +96,7 @@ def conflicting() -> tuple[str, str, str, list[float]]:
         running.set()
         assert tried.wait(60)
 
-    handle = step._optimizers[0].register_step_post_hook(wait)
+    handle = optimizer_of(step).register_step_post_hook(wait)
 
     def second() -> None:
         assert running.wait(60)

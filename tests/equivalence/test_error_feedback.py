@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zerograph as zg
 from tests.equivalence.test_wire_formats import assert_equal, inputs as batches, model, optimizer, rounded, train
-from tests.harness import LossStep, sliced, stores_of, sum_of_squares
+from tests.harness import LossStep, optimizer_of, sliced, stores_of, sum_of_squares
 from tests.models import part
 from tests.pool import Pool
 from zerograph.ir.sbp import partial_sum
@@ -154,9 +154,9 @@ def test_graphs_of_two_dtypes_share_parameters_that_are_gathered_by_differences(
 
 def alternate_dtypes() -> list[float]:
     step = _step(DIFFERENCES)
-    half = LossStep(step.model, step._optimizers[0], 2, sum_of_squares, wire=DIFFERENCES)
+    half = LossStep(step.model, optimizer_of(step), 2, sum_of_squares, wire=DIFFERENCES)
     half.config.enable_amp(True)
-    step._optimizers[0].param_groups[0]["lr"] = 0.0
+    optimizer_of(step).param_groups[0]["lr"] = 0.0
     return [float(each(part(batches()[0]))) for each in (step, half, step)]
 
 

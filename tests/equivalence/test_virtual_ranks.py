@@ -5,6 +5,7 @@ All that a run returns and leaves is compared: losses, norms, parameters, buffer
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,47 +161,39 @@ def assert_equal(run: Run, wanted: Run, where: str) -> None:
     assert not different, f"{where}: {different}"
 
 
-# The stages of the numbers of ranks that one rank at stage 0 is compared with; one case shows that all agree.
-EVERYWHERE = {1: (3,), 2: STAGES, 4: STAGES}
-SOMEWHERE = ({2: STAGES, 4: (3,)}, {2: (0,)}, {4: (2,)}, {2: (3,)})
+@functools.cache
+def alone(name: str, slices: int) -> Run:
+    """Return what one rank computes at stage 0, with which all is compared."""
+    (run,) = trained(CASES[name][0], slices, (0,), CASES[name][1])
+    return run
 
 
-# Batch norm: on 3 ranks, below.
+# Of each number of ranks its stages; one case shows that all agree.
+Stages = dict[int, tuple[int, ...]]
+EVERYWHERE: Stages = {1: (3,), 2: STAGES, 4: STAGES}
+SOMEWHERE: tuple[Stages, ...] = ({2: STAGES, 4: (3,)}, {2: (0,)}, {4: (2,)}, {2: (3,)})
+# Sums of slices 3 and 4, or 4 to 7, are those of two ranks: of 12 slices a rank has 6, 4 or 3.
+ACROSS: Stages = {2: (0, 3), 3: (2,), 4: (2,)}
+# The first of 3 ranks has two of 4 slices. The others compute one more than their own, and do not add it.
 OTHERS = ("GPT", "all pairs both ways", "batch norm", "batch norm of each slice", "SGD", "fused AdamW", "recomputation")
 
 
 @sliced(
-    "name, stages",
-    [(name, SOMEWHERE[number and 1 + number % 3]) for number, name in enumerate(CASES) if name not in OTHERS],
-    [(name, EVERYWHERE) for name in CASES],
+    "name, slices, stages",
+    [
+        *((name, 4, SOMEWHERE[n and 1 + n % 3]) for n, name in enumerate(CASES) if name not in OTHERS),
+        ("perceptron", 3, {3: (3,)}),
+        ("perceptron", 12, {2: (3,), 4: (2,)}),
+        ("batch norm", 4, {3: (3,)}),
+    ],
+    [(name, *case) for name in CASES for case in ((4, EVERYWHERE), (12, ACROSS), (4, {3: STAGES}))],
 )
-def test_one_two_and_four_ranks_have_the_same_bits(pool: Pool, name: str, stages: dict[int, tuple[int, ...]]) -> None:
+def test_any_number_of_ranks_has_the_bits_of_one(pool: Pool, name: str, slices: int, stages: Stages) -> None:
     data, options = CASES[name]
-    (wanted,) = pool.run(1, trained, data, 4, (0,), options)[0]
     for ranks, there in stages.items():
-        for rank, runs in enumerate(pool.run(ranks, trained, data, 4, there, options)):
+        for rank, runs in enumerate(pool.run(ranks, trained, data, slices, there, options)):
             for stage, run in zip(there, runs, strict=True):
-                assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
-
-
-def test_three_ranks_have_the_bits_of_one(pool: Pool) -> None:
-    (wanted,) = pool.run(1, trained, "mlp", 3, (0,), {})[0]
-    for run in pool.run(3, trained, "mlp", 3, (3,), {})[0]:
-        assert_equal(run, wanted, "3 ranks")
-
-
-LAYOUTS = ((2, (0, 3)), (3, (2,)), (4, (2,)))
-
-
-@sliced("name, layouts", [("perceptron", ((2, (3,)), (4, (2,))))], [(name, LAYOUTS) for name in CASES])
-def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str, layouts: Any) -> None:
-    """Sums of slices 3 and 4, or 4 to 7, are those of two ranks: of 12 slices a rank has 6, 4 or 3."""
-    data, options = CASES[name]
-    (wanted,) = pool.run(1, trained, data, 12, (0,), options)[0]
-    for ranks, stages in layouts:
-        for rank, runs in enumerate(pool.run(ranks, trained, data, 12, stages, options)):
-            for stage, run in zip(stages, runs, strict=True):
-                assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
+                assert_equal(run, alone(name, slices), f"stage {stage}, rank {rank} of {ranks}")
 
 
 def compiled(data: str, slices: int, stages: tuple[int, ...], options: dict[str, Any]) -> list[Run]:
@@ -219,8 +212,8 @@ def test_code_that_inductor_compiles_has_the_same_bits_on_any_number_of_ranks(
 ) -> None:
     """Slices without a loop are cut in other pieces than those of several loops. Forward and backward are eager's."""
     data, options = CASES[name]
-    (wanted,) = pool.run(1, compiled, data, slices, (0,), options)[0]
-    (eager,) = pool.run(1, trained, data, slices, (0,), options)[0]
+    (wanted,) = compiled(data, slices, (0,), options)
+    eager = alone(name, slices)
     assert (wanted["loss 0"], wanted["norm 0"]) == (eager["loss 0"], eager["norm 0"])
     for ranks, there in stages.items():
         for stage, run in zip(there, pool.run(ranks, compiled, data, slices, there, options)[0], strict=True):
@@ -239,18 +232,6 @@ def test_inductor_compiles_with_slices_what_rounds_alike_in_pieces_of_any_size()
     assert sums.isdisjoint(exact)
 
 
-@sliced("name, stages", [("batch norm", (3,))], [(name, STAGES) for name in CASES])
-def test_ranks_that_do_not_divide_the_slices_have_the_bits_of_one(
-    pool: Pool, name: str, stages: tuple[int, ...]
-) -> None:
-    """The first of 3 ranks has two of 4 slices. The others compute one more than their own, and do not add it."""
-    data, options = CASES[name]
-    (wanted,) = pool.run(1, trained, data, 4, (0,), options)[0]
-    for rank, runs in enumerate(pool.run(3, trained, data, 4, stages, options)):
-        for stage, run in zip(stages, runs, strict=True):
-            assert_equal(run, wanted, f"stage {stage}, rank {rank}")
-
-
 def predicted(slices: int) -> Tensor:
     step = Predict(make("mlp"))
     step.config.virtual_ranks = slices
@@ -258,7 +239,7 @@ def predicted(slices: int) -> Tensor:
 
 
 def test_outputs_are_those_of_a_ranks_own_slices(pool: Pool) -> None:
-    (wanted,) = pool.run(1, predicted, 4)
+    wanted = predicted(4)
     parts = pool.run(3, predicted, 4)
     assert list(map(len, parts)) == [4, 2, 2]
     assert torch.equal(torch.cat(parts), wanted)
@@ -281,11 +262,9 @@ MANY = ((8, (2, 4, 8), (0, 3)), (24, (2, 3, 4, 6, 8), (2, 3)), (8, (3, 5, 6), (0
 def test_up_to_eight_ranks_have_the_bits_of_one(
     eight: Pool, name: str, slices: int, numbers: tuple[int, ...], stages: tuple[int, ...]
 ) -> None:
-    data, options = CASES[name]
-    (wanted,) = eight.run(1, trained, data, slices, (0,), options)[0]
     for ranks in numbers:
-        for run in eight.run(ranks, trained, data, slices, stages, options)[0]:
-            assert_equal(run, wanted, f"{ranks} ranks")
+        for run in eight.run(ranks, trained, *(CASES[name][0], slices, stages, CASES[name][1]))[0]:
+            assert_equal(run, alone(name, slices), f"{ranks} ranks")
 
 
 def trained_by_halves(stages: tuple[int, ...]) -> list[Run]:
@@ -294,10 +273,9 @@ def trained_by_halves(stages: tuple[int, ...]) -> list[Run]:
 
 
 def test_blocks_of_a_norm_that_are_summed_as_on_accelerators_have_the_bits_of_one(pool: Pool) -> None:
-    (wanted,) = pool.run(1, trained_by_halves, (0,))[0]
-    (other,) = pool.run(1, trained, "mlp", 4, (0,), {})[0]
+    (wanted,) = trained_by_halves((0,))
     # Sums in fp64, of another order.
-    assert wanted["loss 1"] == other["loss 1"]
+    assert wanted["loss 1"] == alone("perceptron", 4)["loss 1"]
     for ranks, stage in ((2, 0), (3, 3)):
         (run,) = pool.run(ranks, trained_by_halves, (stage,))[0]
         assert_equal(run, wanted, f"{ranks} ranks")
@@ -344,7 +322,7 @@ def test_bits_do_not_depend_on_where_rows_are_in_memory(
     pool: Pool, optimizer: Callable[..., torch.optim.Optimizer], places: Any
 ) -> None:
     """A product of three rows by 129 columns rounds otherwise where a row begins in the middle of a vector."""
-    wanted = pool.run(1, with_rows_at, 0, optimizer, 0)[0]
+    wanted = with_rows_at(0, optimizer, 0)
     for ranks, shift, stage in places:
         assert_equal(pool.run(ranks, with_rows_at, shift, optimizer, stage)[0], wanted, f"{ranks} ranks")
 

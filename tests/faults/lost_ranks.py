@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 # Seconds until a rank that neither answers nor ends is itself the failure; the machine may be busy with other tests.
 PATIENCE = 240.0
@@ -97,6 +98,20 @@ def _serve(
         answer = Answer(raised=traceback.format_exc())
     connection.send(answer)
     connection.close()
+
+
+class Failing(fx.Interpreter):
+    """Runs the emitted graph, but this rank meets its fault just before an operator."""
+
+    def __init__(self, graph: fx.GraphModule, operator: str, happen: Callable[[], None]) -> None:
+        super().__init__(graph)
+        assert any(operator in str(node.target) for node in graph.graph.nodes), graph.graph
+        self._operator, self._happen = operator, happen
+
+    def run_node(self, node: fx.Node) -> Any:
+        if self._operator in str(node.target):
+            self._happen()
+        return super().run_node(node)
 
 
 def note_time(folder: str) -> None:

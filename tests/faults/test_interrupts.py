@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import zerograph as zg
-from tests.faults.lost_ranks import note_time, noted_time, run
+from tests.faults.lost_ranks import Failing, note_time, noted_time, run
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.runtime.job.reports import Answers, name_ranks
@@ -26,19 +25,6 @@ SOON, TIMEOUT = 20.0, 120.0
 
 def interrupted() -> Any:
     raise KeyboardInterrupt
-
-
-class _Interrupted(fx.Interpreter):
-    """Runs the emitted graph, but does something just before an operator."""
-
-    def __init__(self, graph: fx.GraphModule, operator: str, happen: Callable[[], None]) -> None:
-        super().__init__(graph)
-        self._operator, self._happen = operator, happen
-
-    def run_node(self, node: fx.Node) -> Any:
-        if self._operator in str(node.target):
-            self._happen()
-        return super().run_node(node)
 
 
 class Interrupting(TrainStep):
@@ -60,7 +46,7 @@ def interrupt_in_step(wire: str, folder: str) -> tuple[str, str, float]:
         mine = dist.get_rank() == 1
 
         def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Any:
-            return _Interrupted(graph, "aten.gelu_backward", interrupted).run if mine else graph.forward
+            return Failing(graph, "aten.gelu_backward", interrupted).run if mine else graph.forward
 
         step = adam_step("mlp", 2, timeout=TIMEOUT, backend=backend)
         x, y = (part(one) for one in batches("mlp", 1)[0])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 import zerograph as zg
-from tests.faults.lost_ranks import Answer, note_time, noted_time, run
+from tests.faults.lost_ranks import Answer, Failing, note_time, noted_time, run
 from tests.faults.survival_table import Tally
 from tests.harness import sliced
 from tests.models import adam_step, batches, part
@@ -90,20 +90,6 @@ WHOLE = [Case(fault, phase) for fault in (*FAULTS, "other shape") for phase in P
 WHOLE += [Case(fault, "backward", 3, lost, store) for fault in FAULTS for lost in (0, 2) for store in ("file", "tcp")]
 
 
-class _Failing(fx.Interpreter):
-    """Runs the emitted graph, but this rank meets its fault just before that operator."""
-
-    def __init__(self, graph: fx.GraphModule, operator: str, happen: Callable[[], None]) -> None:
-        super().__init__(graph)
-        assert any(operator in str(node.target) for node in graph.graph.nodes), graph.graph
-        self._operator, self._happen = operator, happen
-
-    def run_node(self, node: fx.Node) -> Any:
-        if self._operator in str(node.target):
-            self._happen()
-        return super().run_node(node)
-
-
 def train(case: Case, folder: str) -> tuple[str, str, float]:
     """(type of error, message, when it came) of what a rank fails with, any rank being lost."""
     mine = dist.get_rank() == case.lost
@@ -116,7 +102,7 @@ def train(case: Case, folder: str) -> tuple[str, str, float]:
         if mine and case.phase == "compile" and case.fault in FAULTS:
             happen()
         if mine and case.phase in OPERATORS and case.fault in FAULTS:
-            return _Failing(graph, OPERATORS[case.phase], happen).run
+            return Failing(graph, OPERATORS[case.phase], happen).run
         # The others run what a user would.
         return graph.forward
 

@@ -182,34 +182,11 @@ def test_frozen_unused_tied_and_tiny_parameters(pool: Pool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for x in data:
         update_by(optimizer, model(x).square().mean())
-    for ranks, stage in ((2, 1), (4, 3)):
-        state, sbp = pool.run(ranks, partly, stage)[0]
-        assert state.keys() == model.state_dict().keys()
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
-        assert "S(0)" in sbp
-
-
-def global_module() -> dict[str, Tensor]:
-    mesh = zg.placement("cpu", ranks=[0, 1])
-    model = make("conv")
-    zg.to_global(model, placement=mesh, sbp=zg.sbp.broadcast)
-    optimizer = adamw(model)
-    step = TrainStep(model, optimizer, 2)
-    for x, y in batches("conv", 3):
-        step(
-            zg.to_global(part(x), placement=mesh, sbp=zg.sbp.split(0)),
-            zg.to_global(part(y), placement=mesh, sbp=zg.sbp.split(0)),
-        )
-    return step.state_dict()["modules"]["model"]
-
-
-def test_a_module_of_global_tensors_trains(pool: Pool) -> None:
-    model = make("conv")
-    train_plainly(model, adamw(model), batches("conv", 3))
-    for name, value in pool.run(2, global_module)[0].items():
-        assert type(value) is Tensor
-        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-6)
+    state, sbp = pool.run(4, partly, 3)[0]
+    assert state.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=2e-5, atol=1e-6)
+    assert "S(0)" in sbp
 
 
 def to_global_and_back() -> None:

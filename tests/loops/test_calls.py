@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import zerograph as zg
-from tests.harness import LossStep, sliced
+from tests.harness import LossStep, are_graphs, sliced
 from tests.loops import scripts
 from tests.loops.scripts import Prepare, assert_like_one_process, prepare_at, samples, seeded, unprepared
 from tests.loops.test_habits import update
@@ -62,12 +62,6 @@ def prepared(model: Any, stage: int, count: int = 4) -> tuple[nn.Module, torch.o
     return result
 
 
-def graphs_of(model: nn.Module) -> list[bool]:
-    """Return for each kind of calls of a model whether a graph runs them."""
-    calls = type(model)._zerograph_prepared.calls  # type: ignore[attr-defined]
-    return [kind.graph is not None for kind in calls._kinds.values()]
-
-
 def noisy_losses(stage: int) -> tuple[list[str], list[bool]]:
     model, optimizer, loader = prepared(noisy, stage)
     losses = []
@@ -79,7 +73,7 @@ def noisy_losses(stage: int) -> tuple[list[str], list[bool]]:
         with torch.no_grad():
             losses.append(F.cross_entropy(model(x), y).item().hex())
         model.train()
-    return losses, graphs_of(model)
+    return losses, are_graphs(model)
 
 
 @functools.cache
@@ -95,9 +89,9 @@ def test_graphs_of_calls_with_dropout_and_buffers_agree_bitwise_between_stages(p
 
 
 def test_masks_of_dropout_are_those_of_one_rank(pool: Pool) -> None:
-    one, *_ = pool.run(1, noisy_losses, 2)
+    one, _ = noisy_losses(2)
     for losses, _ in noisy_losses_of(pool, 3):
-        assert list(map(float.fromhex, losses)) == pytest.approx(list(map(float.fromhex, one[0])), rel=1e-5)
+        assert list(map(float.fromhex, losses)) == pytest.approx(list(map(float.fromhex, one)), rel=1e-5)
 
 
 def graph_and_loop() -> tuple[list[str], list[str]]:
@@ -262,7 +256,11 @@ def counted() -> tuple[list[float], list[bool], list[str]]:
     model, optimizer, loader = prepared(Growing, 2)
     with warnings.catch_warnings(record=True, action="always") as caught:
         losses = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in loader]
-    return losses, graphs_of(model), [str(one.message) for one in caught if "operator by operator" in str(one.message)]
+    return (
+        losses,
+        are_graphs(model),
+        [str(one.message) for one in caught if "operator by operator" in str(one.message)],
+    )
 
 
 def test_a_call_that_changes_python_state_runs_operator_by_operator_and_says_so(pool: Pool) -> None:
@@ -375,7 +373,7 @@ def unequal(prepare: Any) -> list[float]:
         out, hidden = module(x)
         loss = update(optimizer, F.cross_entropy(out, y) + out[:2].sum())
         seen += [loss.item(), float(x.grad.abs().sum()), float(hidden.detach().sum()), len(out)]
-    return [*seen, float(all(graphs_of(module))) if hasattr(module, "no_sync") else 1.0]
+    return [*seen, float(all(are_graphs(module))) if hasattr(module, "no_sync") else 1.0]
 
 
 @sliced("stage", [3], [0])
@@ -742,7 +740,7 @@ def written_results(stage: int | None, view: str, small: int) -> tuple[list[floa
         if number % 2:
             loss = loss + F.cross_entropy(results[1], y)
         seen.append(float(update(optimizer, loss).detach()))
-    return seen, [] if stage is None else graphs_of(model)
+    return seen, [] if stage is None else are_graphs(model)
 
 
 # Whose memory is a result's: of two sizes, where that depends on the size; of no view at all, the others show.
@@ -751,6 +749,6 @@ def test_results_that_share_memory_share_it_after_a_graph_or_run_operator_by_ope
     pool: Pool, view: str, small: int
 ) -> None:
     expected, _ = written_results(None, view, small)
-    for seen, are_graphs in pool.run(2, written_results, 3, view, small):
+    for seen, by_graphs in pool.run(2, written_results, 3, view, small):
         assert seen == pytest.approx(expected, rel=1e-12)
-        assert are_graphs == [view not in NO_GRAPHS] * 2
+        assert by_graphs == [view not in NO_GRAPHS] * 2

@@ -95,13 +95,6 @@ def test_arguments_that_do_not_fit_are_named(name: str) -> None:
         call(network(), torch.optim.SGD(network().parameters()))
 
 
-def test_stage_0_is_plain_data_parallel() -> None:
-    model, optimizer = ready(stage=0)
-    F.cross_entropy(model(X), Y).backward()
-    optimizer.step()
-    assert loop_of(model).graph(optimizer).config.zero.stage == 0
-
-
 def test_a_cell_that_prepares_and_trains_may_run_again() -> None:
     model, twin = network(), network()
     for _ in range(2):
@@ -132,35 +125,6 @@ def test_gradients_that_are_left_are_those_of_the_next_loop() -> None:
         return losses
 
     assert train(zg.prepare) == pytest.approx(train(unprepared), rel=1e-12)
-
-
-def test_an_evaluation_may_run_in_inference_mode() -> None:
-    model, optimizer = ready(nn.BatchNorm1d(16))
-    model.eval()
-    with torch.inference_mode():
-        batch = X * 1
-        early = F.cross_entropy(model(batch), Y).item()
-        batch.mul_(2)
-    model.train()
-    loss = F.cross_entropy(model(X), Y)
-    loss.backward()
-    optimizer.step()
-    assert early == pytest.approx(F.cross_entropy(network(nn.BatchNorm1d(16)).eval()(X), Y).item(), rel=1e-9)
-
-
-def test_values_read_early_are_those_of_the_step_and_change_nothing() -> None:
-    model, optimizer = ready(nn.BatchNorm1d(16), nn.Dropout(0.5))
-    early, late = [], []
-
-    for _ in range(3):
-        loss = F.cross_entropy(model(X), Y)
-        early.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        late.append(loss.item())
-    assert early == late
-    assert model.state_dict()["1.num_batches_tracked"] == 3
 
 
 def test_a_model_without_an_optimizer_computes_what_is_read() -> None:

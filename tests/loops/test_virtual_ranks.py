@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
 from tests.equivalence.test_virtual_ranks import Recurrent, Run, assert_equal, dropout, fused, masked_loss, mean_loss
-from tests.harness import sliced
+from tests.harness import are_graphs, sliced
 from tests.models import MODELS, adamw, batches, part
 from tests.pool import Pool, RanksError
 from zerograph.runtime.state import text_of
@@ -100,7 +100,7 @@ def trained(data: str, slices: int, stages: tuple[int, ...], options: dict[str, 
 @sliced("name", ["dropout"], CASES)
 def test_loops_on_any_number_of_ranks_have_the_same_bits(pool: Pool, name: str) -> None:
     data, options = CASES[name]
-    (wanted,) = pool.run(1, trained, data, SLICES, (0,), options)[0]
+    (wanted,) = trained(data, SLICES, (0,), options)
     # On three ranks the first has two slices, and the others one.
     every = ((1, (2, 3)), (2, (0, 1, 2, 3)), (3, (0, 2, 3)), (4, (0, 3)))
     stages = ((2, (2,)), (3, (3,))) if name == "dropout" else every
@@ -114,7 +114,7 @@ def test_loops_on_any_number_of_ranks_have_the_same_bits(pool: Pool, name: str) 
 @pytest.mark.parametrize("name", ["perceptron", "batch norm"])
 def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str) -> None:
     data, options = CASES[name]
-    (wanted,) = pool.run(1, trained, data, 8, (0,), options)[0]
+    (wanted,) = trained(data, 8, (0,), options)
     for ranks in (2, 4):
         for run in pool.run(ranks, trained, data, 8, (2, 3), options)[0]:
             assert_equal(run, wanted, f"{ranks} ranks")
@@ -126,12 +126,11 @@ def calls_are_graphs(slices: int) -> bool:
         for batch in loader:
             mean_loss(model, *batch).backward()
             optimizer.step()
-    calls = type(model)._zerograph_prepared.calls  # type: ignore[attr-defined]
-    return all(kind.graph is not None for kind in calls._kinds.values())
+    return all(are_graphs(model))
 
 
 def test_calls_are_graphs_whether_a_rank_has_one_slice_or_several(pool: Pool) -> None:
-    assert pool.run(1, calls_are_graphs, 4) == [True]
+    assert calls_are_graphs(4)
     assert pool.run(2, calls_are_graphs, 2) == [True, True]
 
 

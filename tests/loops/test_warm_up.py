@@ -12,8 +12,6 @@ import zerograph as zg
 from tests.harness import covering, sliced
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "Adam": (torch.optim.Adam, {}),
-    "AdamW": (torch.optim.AdamW, {}),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
     "NAdam": (torch.optim.NAdam, {}),
     "RAdam": (torch.optim.RAdam, {}),

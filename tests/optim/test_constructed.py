@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import optimizer_of
 from tests.models import TrainStep, part, train_plainly
 from tests.optim.test_update import data, model
 from tests.pool import Pool
@@ -135,7 +136,7 @@ def test_a_step_that_needs_state_of_the_constructor_takes_no_empty_state() -> No
     with pytest.raises(zg.ConfigError, match=r"nothing of parameter 0 of Constructed, whose step\(\) needs"):
         step.load_state_dict({"optimizers": [state["optimizers"][0] | {"state": {}}]})
     with pytest.raises(zg.ConfigError, match="nothing of parameter"), step.full_parameters():
-        step._optimizers[0].state.clear()
+        optimizer_of(step).state.clear()
     after = step.state_dict()["optimizers"][0]["state"]
     torch.testing.assert_close(after, state["optimizers"][0]["state"], rtol=0, atol=0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zerograph as zg
-from tests.harness import LossStep, MakeOptimizer, inputs, sliced, sum_of_squares, two_layers
+from tests.harness import LossStep, MakeOptimizer, inputs, optimizer_of, sliced, sum_of_squares, two_layers
 from tests.models import part, update_by
 from tests.pool import Pool
 
@@ -59,7 +59,7 @@ def trained(name: str, stage: int) -> tuple[list[dict[str, Any]], list[int]]:
     step = step_of(make, stage)
     states, serials = [], []
     for x, options in zip(inputs([8] * len(changes)), changes, strict=True):
-        change(step._optimizers[0], options)
+        change(optimizer_of(step), options)
         step(part(x))
         states.append(step.state_dict())
         serials.append(next(step.model.parameters())._zerograph_store.serial)
@@ -100,7 +100,7 @@ def predicted_state(stage: int, micro_batches: int) -> list[int]:
     step.config.zero.shard_min_size = 1
     predicted = []
     for x, momentum in zip(inputs([8] * 2), (0.9, 0.0), strict=True):
-        change(step._optimizers[0], {"momentum": momentum})
+        change(optimizer_of(step), {"momentum": momentum})
         step(part(x))
         predicted.append(step.inspect.memory.kinds["optimizer state"])
     return predicted
@@ -144,7 +144,7 @@ def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None
     ):
         other = step_of(sgd(momentum=0.9))
         load(other)
-        change(other._optimizers[0], {"momentum": 0.0})
+        change(optimizer_of(other), {"momentum": 0.0})
         other(batches[1])
         for number, entries in state["optimizers"][0]["state"].items():
             found = other.state_dict()["optimizers"][0]["state"][number]
@@ -183,11 +183,11 @@ def test_after_an_empty_state_is_loaded_the_first_update_is_a_first_one() -> Non
     optimizer = make(plain.parameters())
     x, *_ = inputs([8])
     for momentum in (0.9, 0.0, 0.9):
-        change(step._optimizers[0], {"momentum": momentum})
+        change(optimizer_of(step), {"momentum": momentum})
         step(x)
     step.load_state_dict(empty)
     for momentum in (0.0, 0.9, 0.9):
-        change(step._optimizers[0], {"momentum": momentum})
+        change(optimizer_of(step), {"momentum": momentum})
         change(optimizer, {"momentum": momentum})
         step(x)
         update_by(optimizer, sum_of_squares(plain, x))
@@ -203,10 +203,10 @@ def test_state_that_an_update_needs_and_no_step_made_is_an_error_before_anything
     x, *_ = inputs([8])
     step(x)
     before = step.state_dict()
-    change(step._optimizers[0], {"amsgrad": True})
+    change(optimizer_of(step), {"amsgrad": True})
     with pytest.raises(zg.CaptureError, match="needs step, exp_avg, exp_avg_sq, max_exp_avg_sq"):
         step(x)
-    change(step._optimizers[0], {"amsgrad": False})
+    change(optimizer_of(step), {"amsgrad": False})
     after = step.state_dict()
     assert after["steps_done"] == 1
     torch.testing.assert_close(after["modules"], before["modules"], rtol=0, atol=0)

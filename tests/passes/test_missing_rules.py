@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import stores_of
+from tests.harness import optimizer_of, stores_of
 from tests.models import part, update_by
 from tests.passes.samples import ints, x
 from tests.passes.test_rules import graph_of
@@ -77,7 +77,7 @@ def batch() -> Tensor:
 def plainly() -> list[Tensor]:
     step = Step("gather")
     # The graph's guard concerns only its own state.
-    optimizer = step._optimizers[0]
+    optimizer = optimizer_of(step)
     losses = [
         update_by(optimizer, step.second(squash(batch(), step.first.weight.t())).square().mean()) for _ in range(3)
     ]

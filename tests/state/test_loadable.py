@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zerograph as zg
-from tests.harness import LossStep, in_turn, mean_of_squares, sliced
+from tests.harness import LossStep, in_turn, mean_of_squares, optimizer_of, sliced
 from tests.models import TrainStep, batches, make, train_plainly
 from zerograph.state.checks import check_scheduler
 
@@ -150,7 +150,7 @@ def test_a_state_older_than_a_hyperparameter_loads() -> None:
         one["step"] = int(one["step"])
     step.load_state_dict(state)
     assert isinstance(step.state_dict()["optimizers"][0]["state"][0]["step"], Tensor)
-    group = step._optimizers[0].param_groups[0]
+    group = optimizer_of(step).param_groups[0]
     assert (group["amsgrad"], group["decoupled_weight_decay"]) == (False, True)
 
 
@@ -163,7 +163,7 @@ def test_graphs_that_load_one_state_share_nothing() -> None:
         step.load_state_dict(state)
         steps.append(step)
     steps[0]._optimizers[0].param_groups[0]["lr"].fill_(0.5)
-    assert [float(step._optimizers[0].param_groups[0]["lr"]) for step in steps] == pytest.approx([0.5, 0.1])
+    assert [float(optimizer_of(step).param_groups[0]["lr"]) for step in steps] == pytest.approx([0.5, 0.1])
     assert float(state["optimizers"][0]["param_groups"][0]["lr"]) == pytest.approx(0.1)
 
 
@@ -270,7 +270,7 @@ def test_a_hyperparameter_that_is_no_possible_one_is_refused(
     monkeypatch: pytest.MonkeyPatch, both: tuple[TrainStep, TrainStep], tmp_path: Path, way: str, key: str, value: Any
 ) -> None:
     source, step = both
-    monkeypatch.setitem(source._optimizers[0].param_groups[0], key, value)
+    monkeypatch.setitem(optimizer_of(source).param_groups[0], key, value)
     if way == "a state":
         state = source.state_dict()
         refused(step, lambda: step.load_state_dict(state), f"says {key} = ")
@@ -287,15 +287,15 @@ def test_hyperparameters_at_the_edge_are_taken(
     monkeypatch: pytest.MonkeyPatch, both: tuple[TrainStep, TrainStep], key: str, value: Any
 ) -> None:
     source, step = both
-    monkeypatch.setitem(source._optimizers[0].param_groups[0], key, value)
+    monkeypatch.setitem(optimizer_of(source).param_groups[0], key, value)
     step.load_state_dict(source.state_dict())
-    assert step._optimizers[0].param_groups[0][key] == value
+    assert optimizer_of(step).param_groups[0][key] == value
 
 
 def test_a_hyperparameter_that_the_graph_has_itself_is_taken() -> None:
     source, step = trained(momentum), trained(momentum)
     for one in (source, step):
-        one._optimizers[0].param_groups[0]["weight_decay"] = -0.1
+        optimizer_of(one).param_groups[0]["weight_decay"] = -0.1
     step.load_state_dict(source.state_dict())
 
 

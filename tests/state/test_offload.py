@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import zerograph as zg
-from tests.harness import covering, sliced, stores_of
+from tests.harness import covering, optimizer_of, sliced, stores_of
 from tests.models import TrainStep, batches, make, part
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
@@ -240,7 +240,7 @@ def test_the_remedy_for_a_lost_file_works_while_the_graph_lives(tmp_path: Path, 
         run(step, 1)
     again = step
     if way == "a new graph of the same":
-        again = TrainStep(step.model, step._optimizers[0], stage, bucket_size=256)
+        again = TrainStep(step.model, optimizer_of(step), stage, bucket_size=256)
         into_files(again, folder)
     if way == "load":
         again.load(tmp_path / "checkpoint")

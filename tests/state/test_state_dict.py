@@ -87,7 +87,7 @@ def test_training_goes_on_with_another_stage_and_number_of_ranks(pool: Pool, opt
     buffer.seek(0)
     loaded = torch.load(buffer)
     on_four = pool.run(4, trained, "mlp", optimizer, 1, 2, loaded)[0]
-    alone = pool.run(1, trained, "mlp", optimizer, 2, 2, loaded)[0]
+    alone = trained("mlp", optimizer, 2, 2, loaded)
     model, plain = plainly("mlp", optimizer, 4)
     for state in (on_four, alone):
         same(state["modules"]["model"], dict(model.state_dict()))

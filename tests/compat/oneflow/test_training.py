@@ -28,6 +28,7 @@ from tests.compat.oneflow.samples import (
     plainly,
     trained,
 )
+from tests.harness import optimizer_of
 from tests.pool import Pool
 from zerograph.compat.oneflow import nn
 
@@ -53,7 +54,7 @@ def clipped() -> list[Tensor]:
     model = mlp()
     graph = Train(model, groups(model, 0.05), **STAGE3)
     losses = trained(graph, batches())
-    graph._optimizers[0].param_groups[0]["clip_grad_max_norm"] = 0.01
+    optimizer_of(graph).param_groups[0]["clip_grad_max_norm"] = 0.01
     return losses + trained(graph, batches())
 
 
