@@ -116,7 +116,7 @@ def in_flight() -> bool:
     return all(right) and kept(job) == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@sliced("ranks", [3], [2])
 def test_more_may_be_in_flight_than_a_mailbox_holds(pool: Pool, ranks: int) -> None:
     assert pool.run(ranks, in_flight) == [True] * ranks
 
@@ -170,7 +170,7 @@ def trained(stages: list[int], sockets: bool, backend: Any = "eager") -> list[tu
     return results
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [([0, 3], 2), ([3], 3)])
+@sliced("stages, ranks", [([0, 3], 2)], [([3], 3)])
 def test_a_step_has_the_numbers_that_it_has_over_sockets(pool: Pool, stages: list[int], ranks: int) -> None:
     # Three numbers have several orders in which to be added, and gloo has its own.
     tolerance = 0.0 if ranks == 2 else 1e-6

@@ -88,11 +88,11 @@ def same_with_and_without(folder: Path, optimizer: Optimizer, stages: list[int],
 @sliced(
     "optimizer, stages, options",
     [
-        (torch.optim.Adam, [1], {"shard_min_size": 32}),
         (fused_adamw, [3], {"amp_dtype": torch.float16, "grad_scaler": zg.GradScaler(init_scale=2.0**40)}),
         (matrices_by_muon, [2], {}),
     ],
     [
+        (torch.optim.Adam, [1], {"shard_min_size": 32}),
         (fused_adamw, [0], {"clip_grad_norm": 1.0}),
         (fused_adamw, [3], {"clip_grad_norm": 1.0}),
         (momentum, [2], {}),

@@ -1,3 +1,0 @@
-"""As of runtime."""
-
-from tests.runtime.conftest import pool as pool
