@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, prepare
+from tests.harness import LossStep, mean_of_squares, prepare
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.step_key import StepRequest
 from zerograph.inspection.step import Inspection
@@ -46,11 +46,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-
-def mean_square(model: nn.Module, *batch: Tensor) -> Tensor:
-    loss: Tensor = model(*batch).square().mean()
-    return loss
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -108,7 +103,7 @@ def mlp(*widths: int, device: str = "cpu") -> nn.Module:
 def accelerator(width: int, **options: Any) -> LossStep:
     """Make a step on the meta device, which stands for an accelerator."""
     model = mlp(width, width, width, device="meta")
-    return LossStep(model, fused(model), 3, mean_square, bucket_size=4 * width**2, backend="eager", **options)
+    return LossStep(model, fused(model), 3, mean_of_squares, bucket_size=4 * width**2, backend="eager", **options)
 
 
 def prepared_for_accelerator(step: LossStep) -> PreparedStep:
@@ -132,7 +127,7 @@ def step_of(
     *batch: Tensor,
     stage: int = 3,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-    loss: Callable[..., Tensor] = mean_square,
+    loss: Callable[..., Tensor] = mean_of_squares,
     **options: Any,
 ) -> PreparedStep:
     """Prepare for rank 0 of two."""
@@ -142,7 +137,9 @@ def step_of(
 
 def on_a_grid() -> PreparedStep:
     model = mlp(4, 2)
-    step = LossStep(model, sgd(model), 2, mean_square, backend="eager", input_sbp=(zg.sbp.split(0), zg.sbp.broadcast))
+    step = LossStep(
+        model, sgd(model), 2, mean_of_squares, backend="eager", input_sbp=(zg.sbp.split(0), zg.sbp.broadcast)
+    )
     return step.prepare(Mesh((2, 2), (0, 0), ("data", "model")), torch.ones(4, 4)).step
 
 
@@ -155,7 +152,7 @@ def between_peers() -> PreparedStep:
 
 def offloaded() -> PreparedStep:
     model = mlp(4, 4, 2)
-    step = LossStep(model, fused(model), 2, mean_square, backend="eager", shard_min_size=1)
+    step = LossStep(model, fused(model), 2, mean_of_squares, backend="eager", shard_min_size=1)
     step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tempfile.gettempdir()))
     return prepare(step, torch.ones(4, 4)).step
 
@@ -163,7 +160,7 @@ def offloaded() -> PreparedStep:
 def read_early() -> PreparedStep:
     """With a loss that a loop reads before backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
-    step = LossStep(model, sgd(model), 3, mean_square, backend="eager", shard_min_size=1)
+    step = LossStep(model, sgd(model), 3, mean_of_squares, backend="eager", shard_min_size=1)
     step._request = StepRequest(early_outputs=1)
     return prepare(step, torch.ones(4, 4)).step
 
@@ -173,7 +170,7 @@ def any_batch() -> PreparedStep:
     x = torch.ones(4, 3, 4)
     zg.mark_dynamic(x, 0)
     model = mlp(4, 2)
-    return LossStep(model, sgd(model), 2, mean_square, backend="eager").prepare(line(2, 0, "ranks"), x).step
+    return LossStep(model, sgd(model), 2, mean_of_squares, backend="eager").prepare(line(2, 0, "ranks"), x).step
 
 
 # A step in which each pass changes something.

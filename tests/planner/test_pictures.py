@@ -12,11 +12,10 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from typer.testing import CliRunner
 
 import zerograph as zg
+from tests.cli.test_plan import run
 from tests.inspection import models
-from zerograph.__main__ import app
 from zerograph.base.palette import ACTIVITIES
 from zerograph.inspection.report.page import render
 from zerograph.planner import pictures
@@ -24,11 +23,6 @@ from zerograph.planner.machine import machine
 
 SCRIPT = f"{models.__file__}:example"
 STAGES = ["off", "stage 1", "stage 2", "stage 3"]
-
-
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["plan", *arguments])
-    return result.exit_code, result.output
 
 
 def lines_of_json(shown: str) -> list[str]:

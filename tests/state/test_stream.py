@@ -15,20 +15,14 @@ from tests import pretrained
 from tests.harness import LossStep, stores_of
 from tests.peak_memory import Live
 from tests.pool import Pool
+from tests.state.test_generate import loss_of
 
 BUCKET = 20_000
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    loss: Tensor = model(ids, labels=ids).loss
-    return loss
-
-
 def step_of(model: Any, stage: int) -> LossStep:
-    loss = lambda model, ids: model(ids, labels=ids).loss  # noqa: E731
-    return LossStep(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), stage, loss, backend="eager", bucket_size=20_000
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return LossStep(model, optimizer, stage, loss_of, backend="eager", bucket_size=BUCKET)
 
 
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
