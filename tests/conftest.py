@@ -93,7 +93,7 @@ def workers() -> Iterator[Pool]:
 
 @pytest.fixture(scope="session")
 def pool(workers: Pool) -> SharedJobs:
-    """The pool; tests share jobs, which take as long to form as a small step to compile, or longer on a busy machine.
+    """The pool, whose calls share jobs: to form one takes tens of milliseconds, mostly of waiting.
 
     Folders that test jobs have ``workers`` instead, of which each call has a job of its own.
     """
