@@ -52,8 +52,9 @@ def _passing_truth(code: CodeType, offset: int) -> bool | None:
     instructions = list(dis.get_instructions(code))
     by_offset = {instruction.offset: index for index, instruction in enumerate(instructions)}
     index = by_offset[offset]
-    if "CALL" in instructions[index].opname:
-        # The result of bool() or item() may be compared with another value.
+    if "CALL" in instructions[index].opname or instructions[index].opname in ("COMPARE_OP", "TO_BOOL"):
+        # The result of bool() or item() may be compared with another value. From Python 3.13 on jumps read no truth:
+        # an instruction before does.
         index += 1
         while instructions[index].opname.startswith(("LOAD_", "COPY", "COMPARE_OP", "CACHE", "TO_BOOL")):
             index += 1
