@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, ObjectLock, lock
-from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
+from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_of
 from zerograph.runtime.checkpoint.remote import Folder, folder_of
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported, on_interrupt
@@ -280,7 +280,7 @@ def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
         copies[name] = copy = Pieces(piece.shape, piece.dtype)
         for offsets, (sizes, flat, start) in piece.parts.items():
             numel = torch.Size(sizes).numel()
-            copy.parts[offsets] = (sizes, constant(flat()[start : start + numel].to("cpu", piece.dtype, copy=True)), 0)
+            copy.parts[offsets] = (sizes, flat_of(flat()[start : start + numel].to("cpu", piece.dtype, copy=True)), 0)
     return copies
 
 
