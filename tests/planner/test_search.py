@@ -216,6 +216,9 @@ def test_more_micro_batches_than_the_graph_has_are_tried() -> None:
     tried = {one.trade_offs for one in found.alternatives}
     assert "recompute, 4 micro-batches" in tried
     assert "recompute, 2 micro-batches" not in tried
+    step.config.zero.stage = "auto"
+    again = zg.plan(step, X, world_size=RANKS, device="cpu", fit=least, headroom=0)
+    assert [one.verdict for one in again.alternatives] == [one.verdict for one in found.alternatives]
 
 
 def test_a_directory_without_a_search_is_a_mistake() -> None:

@@ -419,5 +419,5 @@ def _scheduler(value: Any) -> MakeScheduler | None:
         raise ConfigError(f"scheduler.type = {kind!r}: choose one of {', '.join(SCHEDULES)}")
     make = SCHEDULES[kind]
     # Report a wrong parameter now, not when the optimizer is created.
-    make(torch.optim.SGD([torch.zeros(1)], lr=0.1), {k: v for k, v in params.items() if not isinstance(v, list)})
+    make(torch.optim.SGD([torch.zeros(1)], lr=0.1), {k: v[:1] if isinstance(v, list) else v for k, v in params.items()})
     return lambda optimizer: make(optimizer, params)

@@ -18,7 +18,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.base.source import relative_to_package
 from zerograph.inspection.report.order import Order, OrderedNode
-from zerograph.inspection.text import dtype_name
+from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, Role, TensorRef, boxing_of, meta, origin, role
@@ -243,14 +243,10 @@ def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
         | (REPEATED if repeated else 0)
         | (IN_PLACE if isinstance(node.target, OpOverload) and _torch.is_mutable(node.target) else 0)
     )
-    target = str(node.target) if not callable(node.target) or isinstance(node.target, OpOverload) else _name_of(node)
+    target = str(node.target) if isinstance(node.target, OpOverload) else operator_name(node)
     return Kind(
         _short(node), target, _sbp(node), shape, "" if whole is None else _shape(whole), sum(map(nbytes, parts)), flags
     )
-
-
-def _name_of(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _short(node: fx.Node) -> str:
@@ -267,7 +263,7 @@ def _short(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         name = str(node.target).partition(".")[2]
         return name.removesuffix(".default").removesuffix(".Tensor").removesuffix(".Scalar").removesuffix(".int")
-    return _name_of(node) if callable(node.target) else str(node.target)
+    return operator_name(node)
 
 
 def _sbp(node: fx.Node) -> str:
