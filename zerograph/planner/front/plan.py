@@ -288,12 +288,10 @@ def with_length(batch: Any, length: int) -> Any:
     """
     before = own_length(batch)
 
-    def resized(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not is_sequence(x, before):
-            return x
-        return torch.empty((x.shape[0], length, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    def resized(x: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], length, *x.shape[2:])) if is_sequence(x, before) else x
 
-    return pytree.tree_map(resized, batch)
+    return pytree.tree_map_only(Tensor, resized, batch)
 
 
 def longest(plan_at: Callable[[int], Plan], begin: int, ranks: int) -> Plan:
