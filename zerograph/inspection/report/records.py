@@ -184,15 +184,11 @@ class Reader:
 
         A node for several buckets, such as the norm of all gradients, has none.
         """
-        homes: dict[str, str | None] = {}
-        for each in nodes:
-            graph_input = role(each.node)
-            if graph_input is not None and graph_input.kind in ("bucket", "state"):
-                assert graph_input.bucket is not None
-                homes[each.name] = self._homes.get(graph_input.bucket)
-            elif each.node.op != "placeholder" and origin(each.node).phase == "update":
-                inputs = {home for name in each.inputs if (home := homes.get(name)) is not None}
-                homes[each.name] = inputs.pop() if len(inputs) == 1 else None
+        homes = {
+            each.name: self._homes.get(each.row.bucket or "")
+            for each in nodes
+            if each.row.bucket is not None or (each.node.op != "placeholder" and origin(each.node).phase == "update")
+        }
         readers: dict[str, set[str | None]] = {}
         for each in reversed(nodes):
             if homes.get(each.name) is None and each.name in homes and each.name in readers:
