@@ -14,14 +14,7 @@ from zerograph.compat.notices import say
 from zerograph.compat.optimizers import adam, by_name, of_torch
 from zerograph.compat.schedules import SCHEDULES
 from zerograph.compat.sections import Section, not_auto, warn_without_effect, whole
-from zerograph.compat.settings import (
-    MakeOptimizer,
-    MakeScheduler,
-    Settings,
-    offload,
-    precision_options,
-    zero_options,
-)
+from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings, offload, precision_options, zero_options
 from zerograph.compiler.placement import placement
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler

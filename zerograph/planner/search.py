@@ -23,10 +23,7 @@ from zerograph.planner.stored import StoredBytes
 from zerograph.planner.timeline import Timeline
 from zerograph.runtime.wire.selection import Transport
 
-STAGES: dict[str, dict[str, Any]] = {
-    "off": {"stage": 0},
-    **{str(stage): {"stage": stage} for stage in (1, 2, 3)},
-}
+STAGES: dict[str, dict[str, Any]] = {"off": {"stage": 0}, **{str(stage): {"stage": stage} for stage in (1, 2, 3)}}
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,7 @@ _TIMEOUT = 600.0
 
 
 def save(
-    obj: Any,
-    path: str | os.PathLike[str],
-    global_dst_rank: int | None = None,
-    save_as_external_data: bool = False,
+    obj: Any, path: str | os.PathLike[str], global_dst_rank: int | None = None, save_as_external_data: bool = False
 ) -> None:
     """Write any nesting of tensors and plain values to a file that ``torch.load`` reads, also ``weights_only``.
 

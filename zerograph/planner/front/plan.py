@@ -197,12 +197,7 @@ _OF_ROWS = ("context_parallel", "expert_parallel")
 
 
 def _fastest(
-    graph: Any,
-    batch: Any,
-    shape: Sequence[int],
-    described: Machine,
-    free: bool,
-    options: dict[str, Any],
+    graph: Any, batch: Any, shape: Sequence[int], described: Machine, free: bool, options: dict[str, Any]
 ) -> Plan:
     """Search the fastest plan.
 

@@ -29,13 +29,7 @@ from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_o
 from zerograph.runtime.checkpoint.remote import Folder, folder_of
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported, on_interrupt
-from zerograph.runtime.job.process_group import (
-    Job,
-    agreeing,
-    explaining_failures,
-    new_group,
-    reporting_failures,
-)
+from zerograph.runtime.job.process_group import Job, agreeing, explaining_failures, new_group, reporting_failures
 from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, remove_tree, tidy
 
 
