@@ -117,9 +117,10 @@ def plan(
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
-        others = [name for name in context.params if name not in _OF_CLOSED_FORM]
-        if given := [name for name in others if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        others = [one for one in context.command.params if one.name not in _OF_CLOSED_FORM]
+        others = [one for one in others if str(context.get_parameter_source(str(one.name))).endswith("COMMANDLINE")]
+        if others:
+            named = ", ".join(one.opts[0] for one in others)
             raise typer.BadParameter(f"--params is all that the closed form knows: give a script's step for {named}")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
