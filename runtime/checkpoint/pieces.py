@@ -193,6 +193,7 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         return pieces.tensor(index)
 
 
-def constant(flat: Tensor) -> Callable[[], Tensor]:
-    """Return a function that returns the tensor."""
+def flat_of(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns the elements of a contiguous tensor."""
+    flat = tensor.detach().view(-1)
     return lambda: flat

@@ -41,6 +41,11 @@ def low():
     step.config.enable_amp(dtype=torch.bfloat16)
     return step, torch.zeros(8, 64)
 
+def offloaded():
+    step, x = planned()
+    step.config.memory.offload = zg.Offload(activations=True)
+    return step, x
+
 def narrow():
     step = Step()
     step.model.bfloat16()
@@ -151,6 +156,33 @@ def test_a_precision_may_be_another_than_the_scripts(script: str) -> None:
     code, shown = run(f"{script}:narrow", "--precision", "fp32")
     assert code == 2
     assert "has parameters in torch.bfloat16" in shown
+
+
+def test_an_option_may_have_another_value_than_the_scripts(script: str) -> None:
+    by_set = ("--set", "gradient_accumulation_steps=2", "--set", "reduce_dtype=torch.bfloat16")
+    options = numbers(f"{script}:planned", *by_set)["options"]
+    assert options.endswith("reduce_dtype=torch.bfloat16, gradient_accumulation_steps=2, backend=inductor")
+    assert numbers(f"{script}:planned", "--micro-batches", "2", "--compress")["options"] == options
+    # A part of offload: the script's other parts stay.
+    for given in (("--offload",), ("--set", "memory.offload.optimizer=cpu")):
+        options = numbers(f"{script}:offloaded", *given)["options"]
+        assert re.search(r"optimizer=OffloadTo\(device='cpu'.*activations=True", options)
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "said"),
+    [
+        ("plan", "bucket_sice=1", "there is no option 'bucket_sice'; did you mean 'bucket_size'"),
+        ("inspect", "bucket_size=no", "bucket_size = 'no': "),
+        ("plan", "bucket_size", "--set bucket_size: give OPTION=VALUE, such as seed=1"),
+        ("inspect", "offload.gradients=cpu", "offload has optimizer, parameters, activations"),
+        ("diff", "offload.optimizer=gpu", "offload to 'gpu': unknown device"),
+    ],
+)
+def test_an_option_that_cannot_be_set_is_told(script: str, command: str, text: str, said: str) -> None:
+    more = ("--stages", "2,3") if command == "diff" else ()
+    found = CliRunner().invoke(app, [command, f"{script}:planned", "--set", text, *more])
+    assert (found.exit_code, said in found.stderr) == (2, True), found.stderr
 
 
 def test_a_graph_of_the_script_takes_inputs_by_name(script: str) -> None:

@@ -275,6 +275,14 @@ def test_what_cannot_be_done_is_an_error_that_names_the_key(config: dict[str, An
         zg.from_deepspeed(config)
 
 
+def test_a_schedule_may_have_a_rate_for_each_group() -> None:
+    cycle = {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": [0.2, 0.4]}}
+    settings = zg.from_deepspeed({"scheduler": cycle, "gradient_clipping": 0.0})
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=1.0)
+    assert settings.scheduler is not None
+    assert settings.scheduler(optimizer).get_last_lr() == [0.1, 0.2]
+
+
 def test_what_has_no_effect_is_said_once_and_what_is_usual_is_not() -> None:
     zero = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "stage3_max_live_parameters": 1e9}
     config = {

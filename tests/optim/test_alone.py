@@ -46,9 +46,7 @@ def marked(net: nn.Module) -> Scaled:
 OTHERWISE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "attributes": marked,
     "set": lambda net: Scaled(
-        net.parameters(),
-        lambda self, param, params, index: 0.5 if param in self.slow else 1.0,
-        slow=set(matrices(net)),
+        net.parameters(), lambda self, param, params, index: 0.5 if param in self.slow else 1.0, slow=set(matrices(net))
     ),
     "table of ids": lambda net: Scaled(
         net.parameters(),

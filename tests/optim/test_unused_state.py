@@ -41,10 +41,7 @@ CASES: dict[str, tuple[MakeOptimizer, list[dict[str, Any]]]] = {
         lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
         [{}, {}, {"centered": False}, {"centered": True}],
     ),
-    "amsgrad": (
-        lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
-        [{}, {}, {"amsgrad": False}, {"amsgrad": True}],
-    ),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True), [{}, {}, {"amsgrad": False}, {"amsgrad": True}]),
 }
 
 
@@ -138,10 +135,7 @@ def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None
     step(batches[0])
     state = step.state_dict()
     step.save(tmp_path / "checkpoint")
-    for load in (
-        lambda other: other.load_state_dict(state),
-        lambda other: other.load(tmp_path / "checkpoint"),
-    ):
+    for load in (lambda other: other.load_state_dict(state), lambda other: other.load(tmp_path / "checkpoint")):
         other = step_of(sgd(momentum=0.9))
         load(other)
         change(optimizer_of(other), {"momentum": 0.0})

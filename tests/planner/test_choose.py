@@ -38,16 +38,17 @@ def trained(step: Wide) -> tuple[list[Tensor], list[Tensor]]:
     return losses, list(step.state_dict()["modules"]["model"].values())
 
 
-def run(budget: int, folder: Path | None) -> tuple[Any, Any, dict[str, Any]]:
+def run(budget: int, folder: Path | None, shard_by: str = "elements") -> tuple[Any, Any, dict[str, Any]]:
     plain, auto = Wide(), Wide()
     auto.set_zero_mode("distributed_split", stage="auto")
-    auto.config.memory.memory_budget = budget
+    auto.config.set(memory_budget=budget, shard_by=shard_by)
     if folder is not None:
         auto.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", folder))
     expected, found = trained(plain), trained(auto)
     about = {
         "stage": auto.config.zero.stage,
         "peak": auto.inspect.memory.peak,
+        "owners": len(auto.inspect.owners()),
         "optimizer": auto.config.memory.offload.optimizer is not None,
         "parameters": auto.config.memory.offload.parameters is not None,
         "files": 0 if folder is None else len(os.listdir(folder)),
@@ -83,6 +84,13 @@ def test_what_it_chooses_for_little_memory_trains_in_files_with_the_same_numbers
         assert about["parameters"]
         assert about["files"] == 2
         assert about["peak"] <= budget
+
+
+def test_shards_of_whole_parameters_stay_so(pool: Pool) -> None:
+    # Too little for all state on each rank, enough for that of two layers.
+    for expected, found, about in pool.run(2, run, 25 * LAYER // 2, None, "parameters"):
+        assert same(expected, found)
+        assert (about["stage"], about["owners"]) == (1, 8)
 
 
 def refused(budget: int | None) -> str:

@@ -208,6 +208,19 @@ def test_attention_of_an_accelerator_is_one_operator_in_bf16_too() -> None:
     assert all(one.device.type == "meta" for node in attention for one in node.meta["val"])
 
 
+def test_more_micro_batches_than_the_graph_has_are_tried() -> None:
+    step = Wide()
+    step.config.gradient_accumulation_steps = 2
+    least = laid_out(step, X, (RANKS,), machine("cpu"), stage=3).lower_bound
+    found = zg.plan(step, X, world_size=RANKS, stage="auto", device="cpu", fit=least, headroom=0)
+    tried = {one.trade_offs for one in found.alternatives}
+    assert "recompute, 4 micro-batches" in tried
+    assert "recompute, 2 micro-batches" not in tried
+    step.config.zero.stage = "auto"
+    again = zg.plan(step, X, world_size=RANKS, device="cpu", fit=least, headroom=0)
+    assert [one.verdict for one in again.alternatives] == [one.verdict for one in found.alternatives]
+
+
 def test_a_directory_without_a_search_is_a_mistake() -> None:
     with pytest.raises(zg.ConfigError, match="stage='auto'"):
         plan(stage=1, nvme_path="/nowhere")

@@ -222,7 +222,7 @@ def inner_lacks(state: dict[str, Any]) -> None:
         (step_lr, group_with(params=[0, 0]), r"have the numbers \[0, 0\]: give each its own"),
         (step_lr, group_with(params=[[0], 1]), r"have the numbers \[\[0\], 1\]: give each its own"),
         (step_lr, numbered_by_texts, r"have the numbers \[0, 1\], their state is of \['0', '1'\]"),
-        (step_lr, scheduler_with(5), "5 is no state of StepLR: give what state_dict"),
+        (step_lr, scheduler_with(5), r"lr_schedulers\[0\] is 5, not a dict"),
         (step_lr, scheduler_with({"x": 1}), "{'x': 1} is no state of StepLR: it lacks last_epoch"),
         (step_lr, scheduler_with({}), "{} is no state of StepLR: it lacks last_epoch"),
         (step_lr, scheduler_with({"last_epoch": "x"}), "says 'last_epoch' = 'x' of StepLR"),
@@ -230,10 +230,10 @@ def inner_lacks(state: dict[str, Any]) -> None:
         (lambda_lr, scheduler_with({"last_epoch": 1}), "no state of LambdaLR: it lacks lr_lambdas"),
         (cyclic, scheduler_with({"last_epoch": 1}), "no state of CyclicLR: it lacks _scale_fn_custom"),
         (sequential, inner_lacks, "no state of LambdaLR: it lacks lr_lambdas"),
-        (step_lr, random_with(seed="abc"), "its random numbers are {'seed': 'abc'"),
-        (step_lr, random_with(seed=1.5), "its random numbers are"),
-        (step_lr, random_with(passes="x"), "its random numbers are"),
-        (step_lr, random_with(passes=-1), "its random numbers are"),
+        (step_lr, random_with(seed="abc"), r"random\['seed'\] is 'abc', not an int"),
+        (step_lr, random_with(seed=1.5), r"random\['seed'\] is 1.5, not an int"),
+        (step_lr, random_with(passes="x"), r"random\['passes'\] is 'x', not a whole"),
+        (step_lr, random_with(passes=-1), r"random\['passes'\] is -1, not a whole"),
     ],
 )
 def test_an_entry_that_could_not_be_one_changes_nothing(

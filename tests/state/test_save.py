@@ -24,7 +24,7 @@ from zerograph.__main__ import app
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.boxes import boxes
 from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
-from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
+from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.state.checkpoint import state_of
@@ -396,7 +396,7 @@ def test_rank_0_plans_a_save_of_thousands_of_ranks_from_their_counts() -> None:
         planner = PieceSavePlanner()
         pieces = {name: Pieces((ranks, 3), torch.float32) for name in names}
         for piece in pieces.values():
-            piece.add(rank * 3, rank * 3 + held, constant(torch.zeros(3)), 0)
+            piece.add(rank * 3, rank * 3 + held, flat_of(torch.zeros(3)), 0)
         planner.set_up_planner(pieces, is_coordinator=rank == 0)  # type: ignore[arg-type]
         return planner
 
@@ -431,7 +431,7 @@ def test_a_process_plans_a_load_of_what_thousands_of_ranks_saved(tmp_path: Path)
         boxes_read = []
         for name in names:
             pieces = Pieces((ranks, 3), torch.float32)
-            pieces.add(0, ranks * 3, constant(torch.zeros(ranks * 3)), 0)
+            pieces.add(0, ranks * 3, flat_of(torch.zeros(ranks * 3)), 0)
             boxes_read += [reader.box_at(item.storage_index) for item in pieces.reads(name, reader.stored(name))]
         return boxes_read
 

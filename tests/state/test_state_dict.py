@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import zerograph as zg
 from tests.harness import LossStep, sliced

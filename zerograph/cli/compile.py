@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zerograph.cli.failing import reported
-from zerograph.cli.options import INPUTS, PRECISION, SCRIPT, precision_checked
+from zerograph.cli.options import SCRIPT, Inputs, Precision, Settings
 from zerograph.cli.progress import progress_bars
 
 
@@ -18,7 +18,7 @@ def compile(
     world_size: Annotated[int, typer.Option(help="number of ranks of the job")] = 2,
     mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, such as 2x4")] = None,
     stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
-    precision: Annotated[str | None, typer.Option(help=PRECISION, callback=precision_checked)] = None,
+    precision: Precision = None,
     device: Annotated[str, typer.Option(help="device type of the job: cpu or cuda")] = "cpu",
     transport: Annotated[
         str | None,
@@ -27,7 +27,8 @@ def compile(
             "ranks of one host that share memory (default: torch on accelerators and on one rank, else host)"
         ),
     ] = None,
-    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
+    inputs: Inputs = None,
+    settings: Settings = None,
 ) -> None:
     """Compile a script's step for a job of many ranks, and write it to one file for all of them.
 
@@ -39,7 +40,7 @@ def compile(
     with reported(), progress_bars("loading torch"):
         from zerograph.cli.script import load, mesh_of, prepare, tracing
 
-        step, batch = load(script, inputs, precision)
+        step, batch = load(script, inputs, precision, settings)
         ranks = mesh_of(world_size, 0, mesh)
         if transport is None:
             transport = "torch" if device != "cpu" or ranks.size == 1 else "host"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zerograph.cli.failing import DIFFERS, as_json, reported
-from zerograph.cli.options import INPUTS, PRECISION, SCRIPT, precision_checked
+from zerograph.cli.options import SCRIPT, Inputs, Precision, Settings
 from zerograph.cli.progress import progress_bars
 from zerograph.errors import ConfigError
 
@@ -27,10 +27,9 @@ def diff(
     module: Annotated[str | None, typer.Option(help="with a script: only this module's nodes")] = None,
     world_size: Annotated[int, typer.Option(help="with a script: number of ranks")] = 2,
     rank: Annotated[int, typer.Option(help="with a script: the rank")] = 0,
-    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
-    precision: Annotated[
-        str | None, typer.Option(help=f"with a script: {PRECISION}", callback=precision_checked)
-    ] = None,
+    inputs: Inputs = None,
+    precision: Precision = None,
+    settings: Settings = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show the difference of two ZeRO stages of a step, or of two dumps of ZEROGRAPH_DUMP; exit code 1 if there is one.
@@ -39,9 +38,16 @@ def diff(
     """
     with reported(), progress_bars("loading torch"):
         if after is None:
-            diffs = [_of_stages(before, stages, pass_name, module, world_size, rank, inputs, precision)]
-        elif stages is not None or module is not None or precision is not None:
-            raise ConfigError("--stages, --module and --precision are for a script, not for two dumps")
+            numbers = _two(stages)
+            from zerograph.cli.script import load, mesh_of, prepare
+            from zerograph.inspection.diff import compare
+
+            step, batch = load(before, inputs, precision, settings)
+            prepared = (prepare(step, batch, mesh_of(world_size, rank), stage=number) for number in numbers)
+            old, new = (one.text(pass_name, module).splitlines() for one in prepared)
+            diffs = [compare(old, new, (f"{before} stage {numbers[0]}", f"{before} stage {numbers[1]}"))]
+        elif stages is not None or module is not None or precision is not None or settings:
+            raise ConfigError("--stages, --module, --precision and --set are for a script, not for two dumps")
         else:
             diffs = _of_dumps(Path(before), Path(after), pass_name)
     differing = [each for each in diffs if each]
@@ -61,31 +67,13 @@ def diff(
         raise typer.Exit(DIFFERS)
 
 
-def _of_stages(
-    script: str,
-    stages: str | None,
-    pass_name: str | None,
-    module: str | None,
-    world_size: int,
-    rank: int,
-    inputs: str | None,
-    precision: str | None,
-) -> Diff:
-    from zerograph.cli.script import load, mesh_of, prepare
-    from zerograph.inspection.diff import compare
-
+def _two(stages: str | None) -> list[int]:
     if stages is None:
         raise ConfigError("give two dumps, or a script and --stages 2,3")
     numbers = stages.split(",")
     if len(numbers) != 2 or not all(number.strip().isdigit() for number in numbers):
         raise ConfigError(f"--stages {stages}: give two stages, such as 2,3")
-    step, batch = load(script, inputs, precision)
-    texts = []
-    for number in map(int, numbers):
-        prepared = prepare(step, batch, mesh_of(world_size, rank), stage=number)
-        texts.append(prepared.text(pass_name, module).splitlines())
-    first, second = (f"{script} stage {number.strip()}" for number in numbers)
-    return compare(texts[0], texts[1], (first, second))
+    return list(map(int, numbers))
 
 
 def _of_dumps(before: Path, after: Path, pass_name: str | None) -> list[Diff]:

@@ -18,25 +18,9 @@ from zerograph.cli.failing import as_json
 _PACKAGES = ("zerograph", "torch", "numpy", "networkx", "safetensors", "rich", "typer", "filelock", "transformers")
 _OPTIONAL_PACKAGES = ("triton", "deepspeed")
 # Only variables that change the behaviour of zerograph or torch: others may be private.
-_VARIABLES = (
-    "ZEROGRAPH_",
-    "TORCH_",
-    "TORCHINDUCTOR_",
-    "PYTORCH_",
-    "OMP_",
-    "MKL_",
-    "NCCL_",
-    "GLOO_",
-    "MALLOC_",
-    "GLIBC_TUNABLES",
-    "LD_PRELOAD",
-    "CUDA_VISIBLE_DEVICES",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_PREFIXES = ("ZEROGRAPH_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "OMP_", "MKL_", "NCCL_", "GLOO_", "MALLOC_")
+_VARIABLES = ("GLIBC_TUNABLES", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES")
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def env(json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
@@ -84,7 +68,7 @@ def facts() -> dict[str, dict[str, Any]]:
 
 
 def _is_relevant(name: str) -> bool:
-    return any(name == entry or (entry.endswith("_") and name.startswith(entry)) for entry in _VARIABLES)
+    return name.startswith(_PREFIXES) or name in (*_VARIABLES, *_OF_RANKS)
 
 
 def _packages() -> dict[str, str]:

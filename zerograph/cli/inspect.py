@@ -10,7 +10,7 @@ import typer
 
 from zerograph.base.progress import tell
 from zerograph.cli.failing import as_json, reported
-from zerograph.cli.options import INPUTS, PRECISION, SCRIPT, precision_checked
+from zerograph.cli.options import SCRIPT, Inputs, Precision, Settings
 from zerograph.cli.progress import progress_bars
 from zerograph.errors import ConfigError
 
@@ -21,12 +21,13 @@ def inspect(
     rank: Annotated[int, typer.Option(help="the rank")] = 0,
     mesh: Annotated[str | None, typer.Option(help="a grid of ranks instead, such as 2x4")] = None,
     stage: Annotated[int | None, typer.Option(help="a ZeRO stage instead of the script's; 0 is none")] = None,
-    precision: Annotated[str | None, typer.Option(help=PRECISION, callback=precision_checked)] = None,
+    precision: Precision = None,
     device: Annotated[
         str | None,
         typer.Option(help="device type to compile for; meta tensors are treated as being there  [default: cpu]"),
     ] = None,
-    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
+    inputs: Inputs = None,
+    settings: Settings = None,
     full: Annotated[bool, typer.Option("--full", help="every parameter, collective and pass")] = False,
     text: Annotated[bool, typer.Option("--text", help="the graph, one node per line")] = False,
     pass_name: Annotated[str | None, typer.Option("--pass", help="the graph after this pass (with --text)")] = None,
@@ -54,7 +55,7 @@ def inspect(
         from zerograph.planner.machine import machine as machine_of
         from zerograph.planner.plan import device_of, options_for
 
-        step, batch = load(script, inputs, precision)
+        step, batch = load(script, inputs, precision, settings)
         if machine is not None:
             # As ``zerograph plan`` does: one step has one predicted time.
             described = machine_of(machine)

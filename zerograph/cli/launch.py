@@ -131,9 +131,8 @@ def _under_torchrun(port: int) -> tuple[list[str], str, int]:
     with socket.create_connection((first, meeting)) as probe:
         store.set(f"{key}{number}", first if number == 0 else probe.getsockname()[0])
     names = [store.get(f"{key}{one}").decode() for one in range(count)]
-    for name in [one for one in own if one.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_"))]:
-        del own[name]
-    for name in ("RANK", "WORLD_SIZE"):
+    prefixes = ("TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_")
+    for name in [one for one in own if one.startswith(prefixes) or one in ("RANK", "WORLD_SIZE")]:
         del own[name]
     # The usual port may be torchrun's.
     return names, names[number], meeting + 1 if port == _PORT else port

@@ -15,7 +15,7 @@ import typer
 from zerograph.base.progress import tell
 from zerograph.base.sizes import in_bytes
 from zerograph.cli.failing import DIFFERS, reported
-from zerograph.cli.options import INPUTS, PRECISION, precision_checked
+from zerograph.cli.options import PRECISION, Inputs, Settings, precision_checked
 from zerograph.cli.progress import progress_bars
 
 if TYPE_CHECKING:
@@ -54,8 +54,9 @@ def plan(
         float | None,
         typer.Option(help="plan from a parameter count only, such as 8B (ZeRO, Table 1); no script", parser=_count),
     ] = None,
-    inputs: Annotated[str | None, typer.Option(help=INPUTS)] = None,
+    inputs: Inputs = None,
     precision: Annotated[str | None, typer.Option(help=_PRECISION, callback=precision_checked)] = None,
+    settings: Settings = None,
     world_size: Annotated[str, typer.Option(help="numbers of ranks: 64, or 1,4,16; nodes by ranks: 8x8")] = "8",
     stage: Annotated[
         str | None,
@@ -75,21 +76,17 @@ def plan(
         str | None, typer.Option(help="positions of the sequences, instead of the inputs' own: 8192, or 4096,8192")
     ] = None,
     longest: Annotated[bool, typer.Option("--longest", help="plan the longest sequences that fit")] = False,
-    activation_checkpointing: Annotated[
-        str | None,
-        typer.Option(help="none, blocks or auto: what backward recomputes"),
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, metavar="<int>", help="micro-batches that the inputs make")
-    ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="optimizer state in the CPU's memory")] = False,
-    compress: Annotated[bool, typer.Option("--compress", help="reduce gradients in 16 bits")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="draw curves over numbers of ranks, or over --length, into this PNG or SVG")
     ] = None,
     memory: Annotated[Path | None, typer.Option(help="draw memory by kind into this PNG or SVG")] = None,
     timeline: Annotated[Path | None, typer.Option(help="draw the step over time into this PNG or SVG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, one line per plan")] = False,
+    # Names of before --set.
+    activation_checkpointing: Annotated[str | None, typer.Option(hidden=True)] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
+    offload: Annotated[bool, typer.Option("--offload", hidden=True)] = False,
+    compress: Annotated[bool, typer.Option("--compress", hidden=True)] = False,
 ) -> None:
     """Predict memory, traffic, time and tokens per second of a training step on each rank.
 
@@ -120,9 +117,10 @@ def plan(
     if nvme_path is not None and stage != "auto":
         raise typer.BadParameter("--nvme-path is for --stage auto")
     if params is not None:
-        others = [name for name in context.params if name not in _OF_CLOSED_FORM]
-        if given := [name for name in others if str(context.get_parameter_source(name)).endswith("COMMANDLINE")]:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        others = [one for one in context.command.params if one.name not in _OF_CLOSED_FORM]
+        others = [one for one in others if str(context.get_parameter_source(str(one.name))).endswith("COMMANDLINE")]
+        if others:
+            named = ", ".join(one.opts[0] for one in others)
             raise typer.BadParameter(f"--params is all that the closed form knows: give a script's step for {named}")
         if precision not in (None, "mixed", "fp32"):
             raise typer.BadParameter(f"--precision {precision}: with --params choose mixed or fp32")
@@ -131,9 +129,6 @@ def plan(
         raise typer.Exit(0 if fits else DIFFERS)
     assert step is not None
     with reported(), progress_bars("loading torch"):
-        import torch
-
-        from zerograph.ir.offload import Offload
         from zerograph.planner import pictures, plan_data
 
         kinds: tuple[tuple[Draw, Path | None], ...] = (
@@ -144,20 +139,17 @@ def plan(
         drawings = [(draw, path) for draw, path in kinds if path is not None]
         for _, path in drawings:
             pictures.check(path)
-        options: dict[str, Any] = {
-            "device": device,
-            "fit": limit,
-            "headroom": free,
-            "nvme_path": nvme_path,
+        values = {
             "context_parallel": context_parallel,
             "activation_checkpointing": activation_checkpointing,
             "gradient_accumulation_steps": micro_batches,
-            "offload": Offload(optimizer="cpu") if offload else None,
-            "reduce_dtype": torch.bfloat16 if compress else None,
+            "offload.optimizer": "cpu" if offload else None,
+            "reduce_dtype": "torch.bfloat16" if compress else None,
         }
-        options = {name: value for name, value in options.items() if value is not None}
+        given = [*(f"{name}={value}" for name, value in values.items() if value is not None), *(settings or ())]
+        options = {"device": device, "fit": limit, "headroom": free, "nvme_path": nvme_path}
         choices = list(itertools.product(meshes, [None] if stage is None else stage.split(","), lengths))
-        plans = _plans(step, inputs, precision, choices, options)
+        plans = _plans(step, inputs, precision, given, choices, options)
         for number, (draw, path) in enumerate(drawings):
             tell("pictures", number, len(drawings), path.name)
             pictures.save(draw(plans), path)
@@ -179,6 +171,7 @@ def _plans(
     script: str,
     inputs: str | None,
     precision: str | None,
+    settings: Sequence[str],
     choices: Sequence[tuple[tuple[int, ...], str | None, Any]],
     options: dict[str, Any],
 ) -> list[Plan]:
@@ -186,7 +179,7 @@ def _plans(
     from zerograph.cli.script import load, tracing
     from zerograph.planner.front.plan import plan as plan_step
 
-    subject, batch = load(script, inputs, precision, meta=True)
+    subject, batch = load(script, inputs, precision, settings, meta=True)
     plans: list[Plan] = []
     for mesh, stage, length in choices:
         if len(choices) > 1:

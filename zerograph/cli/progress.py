@@ -63,10 +63,7 @@ def _bars(console: Console, doing: str) -> Iterator[None]:
         if progress.of not in tasks:
             tasks[progress.of] = shown.add_task(progress.doing, total=progress.total or None, of=progress.of)
         shown.update(
-            tasks[progress.of],
-            completed=progress.done,
-            total=progress.total or None,
-            description=progress.doing,
+            tasks[progress.of], completed=progress.done, total=progress.total or None, description=progress.doing
         )
 
     begins.start()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import inspect
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,11 +21,14 @@ import typer
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.progress import tell
+from zerograph.config import Config
 from zerograph.errors import ConfigError, ZeroGraphError, did_you_mean
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
 from zerograph.ir.mesh import Mesh
+from zerograph.ir.offload import Offload
 from zerograph.ir.precision import LOW_DTYPES, precision_text
+from zerograph.ir.slots import unravel
 from zerograph.loops.prepare import loop_of
 from zerograph.loops.whole_step import WholeStep
 
@@ -36,22 +41,29 @@ _HELP = (
 
 
 def load(
-    script: str, inputs: str | None = None, precision: str | None = None, *, meta: bool = False
+    script: str,
+    inputs: str | None = None,
+    precision: str | None = None,
+    settings: Sequence[str] | None = None,
+    *,
+    meta: bool = False,
 ) -> tuple[ZeroGraph, tuple[Any, ...]]:
     """Load the graph that ``train.py:example`` names, and its inputs.
 
     Args:
         inputs: name of inputs in the script, or of a function that returns them; required if STEP is a graph.
         precision: a value that :func:`zerograph.cli.options.precision_checked` accepts; None: the script's own.
+        settings: options to set, each as ``option=value``, or ``offload.part=value`` for a part of that option.
         meta: call functions of the script with the meta device as default, so that their tensors take no memory.
 
     Raises:
-        ConfigError: there is no such file or name, or it is neither graph nor function; the script failed; or fp32 is
-            asked for, but parameters have a narrower dtype.
+        ConfigError: there is no such file or name, or it is neither graph nor function; the script failed; fp32 is
+            asked for, but parameters have a narrower dtype; or an option does not exist or cannot have its value.
     """
     step, batch = _loaded(script, inputs, meta)
     if precision is not None:
         _set_precision(step, precision)
+    _set(step.config, settings or ())
     return step, batch if isinstance(batch, tuple) else (batch,)
 
 
@@ -98,8 +110,6 @@ def prepare(
         ZeroGraphError: as :meth:`zerograph.graph.ZeroGraph.prepare`.
     """
     if stage is not None:
-        if stage not in range(4):
-            raise ConfigError(f"there is no stage {stage}: stages are 1, 2 and 3, and 0 is none")
         step.config.set(stage=stage)
     with tracing(step):
         return step.prepare(mesh, *inputs, device=device, transport=transport)
@@ -116,6 +126,33 @@ def _set_precision(step: ZeroGraph, precision: str) -> None:
         step.config.enable_amp(False)
         return
     step.config.enable_amp(dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
+
+
+def _set(config: Config, settings: Sequence[str]) -> None:
+    values: dict[str, Any] = {}
+    for text in settings:
+        path, is_given, value = text.partition("=")
+        *groups, name = path.split(".")
+        if not is_given:
+            raise ConfigError(f"--set {text}: give OPTION=VALUE, such as seed=1 or offload.optimizer=cpu")
+        if groups[-1:] == ["offload"]:
+            offload: Offload = values.get("offload", config.memory.offload)
+            if name not in vars(offload):
+                raise ConfigError(f"--set {text}: offload has {', '.join(vars(offload))}")
+            values["offload"] = replace(offload, **{name: _value_of(value)})
+        else:
+            values[name] = _value_of(value)
+    config.set(**values)
+
+
+def _value_of(text: str) -> Any:
+    """Return a value of Python, such as a number or None, or a dtype of torch; other text is itself."""
+    if text.startswith("torch."):
+        return getattr(torch, text.removeprefix("torch."), text)
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def shown_precision(step: ZeroGraph) -> str:
@@ -175,12 +212,8 @@ def mesh_of(world_size: int, rank: int, shape: str | None = None) -> Mesh:
         world_size = math.prod(sizes)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(f"there is no rank {rank} of {world_size}: ranks count from 0")
-    position = []
-    for size in reversed(sizes):
-        rank, index = divmod(rank, size)
-        position.append(index)
     names = ("ranks",) if len(sizes) == 1 else tuple(f"ranks{dim}" for dim in range(len(sizes)))
-    return Mesh(sizes, tuple(reversed(position)), names)
+    return Mesh(sizes, unravel(rank, sizes), names)
 
 
 def _imported(path: Path) -> ModuleType:

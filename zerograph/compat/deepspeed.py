@@ -14,14 +14,7 @@ from zerograph.compat.notices import say
 from zerograph.compat.optimizers import adam, by_name, of_torch
 from zerograph.compat.schedules import SCHEDULES
 from zerograph.compat.sections import Section, not_auto, warn_without_effect, whole
-from zerograph.compat.settings import (
-    MakeOptimizer,
-    MakeScheduler,
-    Settings,
-    offload,
-    precision_options,
-    zero_options,
-)
+from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings, offload, precision_options, zero_options
 from zerograph.compiler.placement import placement
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
@@ -41,125 +34,56 @@ _DTYPES = {
 
 # Keys of other tools, or of DeepSpeed's own kernels (see Section); ...: any value is ignored without a warning.
 _WITHOUT_EFFECT: Mapping[str, Any] = {
-    "activation_checkpointing": None,
-    "aio": None,
-    "autotuning": None,
-    "checkpoint": None,
-    "comms_logger": None,
-    "compile": None,
-    "csv_monitor": None,
-    "dataloader_drop_last": None,
-    "disable_allgather": None,
-    "disable_python_gc": ...,
-    "dump_state": None,
-    "flops_profiler": None,
-    "graph_harvesting": ...,
-    "gradient_predivide_factor": ...,
-    "managed_gradient_accumulation": ...,
-    "memory_breakdown": None,
-    "monitor_config": None,
-    "nebula": None,
-    "prescale_gradients": ...,
-    "seq_parallel_communication_data_type": None,
-    "steps_per_print": ...,
-    "tensorboard": None,
-    "use_data_before_expert_parallel_": ...,
-    "use_data_before_expert_parallelism": ...,
-    "wandb": None,
-    "wall_clock_breakdown": None,
-    "zero_allow_untested_optimizer": ...,
-    "zero_force_ds_cpu_optimizer": ...,
+    **dict.fromkeys(("activation_checkpointing", "aio", "autotuning", "checkpoint", "compile", "nebula"), None),
+    **dict.fromkeys(("comms_logger", "csv_monitor", "monitor_config", "tensorboard", "wandb"), None),
+    **dict.fromkeys(("dump_state", "flops_profiler", "memory_breakdown", "wall_clock_breakdown"), None),
+    **dict.fromkeys(("dataloader_drop_last", "disable_allgather", "seq_parallel_communication_data_type"), None),
+    **dict.fromkeys(("disable_python_gc", "graph_harvesting", "managed_gradient_accumulation", "steps_per_print"), ...),
+    **dict.fromkeys(("gradient_predivide_factor", "prescale_gradients"), ...),
+    **dict.fromkeys(("use_data_before_expert_parallel_", "use_data_before_expert_parallelism"), ...),
+    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), ...),
 }
 # Keys that would change what is computed, with advice.
 _REFUSED = {
     "amp": "NVIDIA's Apex is not supported: use 'fp16' or 'bf16'",
-    "compression_training": "not supported",
-    "curriculum_learning": "not supported: choose the data yourself",
-    "data_efficiency": "not supported: choose the data yourself",
-    "eigenvalue": "not supported",
+    **dict.fromkeys(("curriculum_learning", "data_efficiency"), "not supported: choose the data yourself"),
     "elasticity": "not supported: zg.elastic() goes on with the ranks that are left",
-    "hybrid_engine": "not supported",
-    "pipeline": "not supported",
-    "progressive_layer_drop": "not supported",
-    "sequence_parallel_size": "not supported",
+    **dict.fromkeys(("compression_training", "eigenvalue", "hybrid_engine", "pipeline"), "not supported"),
+    **dict.fromkeys(("progressive_layer_drop", "sequence_parallel_size"), "not supported"),
     "sparse_attention": "not supported: write the attention in the model",
     "sparse_gradients": "not supported: gradients are dense",
     "tensor_parallel": "annotate parameters with zg.annotate() instead",
 }
 _READ = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_allreduce_op",
-    "gradient_clipping",
-    "optimizer",
-    "scheduler",
-    "fp16",
-    "bf16",
-    "bfloat16",
-    "torch_autocast",
-    "communication_data_type",
-    "data_types",
-    "zero_optimization",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("fp16", "bf16", "bfloat16", "torch_autocast", "communication_data_type", "data_types", "gradient_allreduce_op"),
+    *("optimizer", "scheduler", "zero_optimization"),
 )
 _FP16 = (
-    "enabled",
-    "auto_cast",
-    "loss_scale",
-    "initial_scale_power",
-    "loss_scale_window",
-    "hysteresis",
-    "consecutive_hysteresis",
-    "min_loss_scale",
+    *("enabled", "auto_cast", "loss_scale", "initial_scale_power", "loss_scale_window", "min_loss_scale"),
+    *("hysteresis", "consecutive_hysteresis"),
 )
 _BF16 = ("enabled", "check_grad_overflow", "check_overflow", "immediate_grad_update")
 _MASTERS = "not supported, masters and optimizer state are fp32"
 _ZERO_READ = (
-    "stage",
-    "reduce_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "sub_group_size",
-    "offload_optimizer",
-    "offload_param",
-    "cpu_offload",
-    "cpu_offload_param",
-    "cpu_offload_params",
-    "zero_quantized_weights",
-    "zero_quantized_gradients",
-    "zeropp_loco_param",
-    "zero_hpz_partition_size",
+    *("stage", "reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    *("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param", "cpu_offload_params", "sub_group_size"),
+    *("zero_quantized_weights", "zero_quantized_gradients", "zeropp_loco_param", "zero_hpz_partition_size"),
 )
 # The value that describes what a graph does anyway (see Section); ...: any value is ignored without a warning.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
-    "allgather_bucket_size": ...,
-    "allgather_partitions": True,
-    "compute_grad_norm": ...,
-    "contiguous_gradients": ...,
-    "cpu_offload_use_pin_memory": None,
-    "elastic_checkpoint": ...,
-    "enable_sanity_checks": None,
-    "ignore_unused_parameters": True,
+    **dict.fromkeys(("allgather_bucket_size", "compute_grad_norm", "contiguous_gradients", "elastic_checkpoint"), ...),
+    **dict.fromkeys(("memory_efficient_linear", "round_robin_gradients", "use_multi_rank_bucket_allreduce"), ...),
+    **dict.fromkeys((f"stage3_gather_{bits}_weights_on_model_save" for bits in ("16bit", "fp16")), ...),
+    **dict.fromkeys(("allgather_partitions", "ignore_unused_parameters", "load_from_fp32_weights"), True),
+    **dict.fromkeys(("overlap_comm", "reduce_scatter"), True),
     "legacy_stage1": False,
-    "load_from_fp32_weights": True,
-    "log_trace_cache_warnings": None,
-    "memory_efficient_linear": ...,
-    "overlap_comm": True,
-    "override_module_apply": None,
-    "parameter_alignment": None,
-    "pipeline_loading_checkpoint": None,
-    "reduce_scatter": True,
-    "round_robin_gradients": ...,
-    "save_muon_momentum_buffer_in_memory": None,
-    "stage3_allgather_sequential": None,
-    "stage3_gather_16bit_weights_on_model_save": ...,
-    "stage3_gather_fp16_weights_on_model_save": ...,
-    "stage3_max_live_parameters": None,
-    "stage3_max_reuse_distance": None,
-    "stage3_model_persistence_threshold": None,
-    "stage3_module_granularity_threshold": None,
+    **dict.fromkeys(("cpu_offload_use_pin_memory", "enable_sanity_checks", "log_trace_cache_warnings"), None),
+    **dict.fromkeys(("override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint"), None),
+    **dict.fromkeys(("save_muon_momentum_buffer_in_memory", "stage3_allgather_sequential"), None),
+    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), None),
+    **dict.fromkeys(("stage3_model_persistence_threshold", "stage3_module_granularity_threshold"), None),
     "stage3_use_all_reduce_for_fetch_params": None,
-    "use_multi_rank_bucket_allreduce": ...,
 }
 # DeepSpeed takes these keys without their prefix too.
 _ZERO_ALIASES = {
@@ -419,5 +343,5 @@ def _scheduler(value: Any) -> MakeScheduler | None:
         raise ConfigError(f"scheduler.type = {kind!r}: choose one of {', '.join(SCHEDULES)}")
     make = SCHEDULES[kind]
     # Report a wrong parameter now, not when the optimizer is created.
-    make(torch.optim.SGD([torch.zeros(1)], lr=0.1), {k: v for k, v in params.items() if not isinstance(v, list)})
+    make(torch.optim.SGD([torch.zeros(1)], lr=0.1), {k: v[:1] if isinstance(v, list) else v for k, v in params.items()})
     return lambda optimizer: make(optimizer, params)

@@ -98,12 +98,7 @@ def _warmup(params: Mapping[str, Any], step: int) -> float | None:
 class WarmupLR(Schedule):
     """A warm-up from ``warmup_min_lr`` to ``warmup_max_lr`` (None: the optimizer's own rate), then a constant rate."""
 
-    defaults = {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": None,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-    }
+    defaults = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> None:
         if params.get("warmup_type", "log") not in ("log", "linear"):

@@ -55,7 +55,7 @@ class Section(dict[str, Any]):
         for key, advice in refused.items():
             if asks(self.get(key), key):
                 raise ConfigError(f"{self.path(key)}: {advice}")
-        self.unused = [self.path(key) for key, usual in same.items() if self._is_unused(key, usual)]
+        self.unused = [self.path(key) for key, usual in sorted(same.items()) if self._is_unused(key, usual)]
 
     def _is_unused(self, key: str, usual: Any) -> bool:
         value = self.get(key)

@@ -128,10 +128,7 @@ def zero_options(
             f"{zero.path(parameter_key)} needs {stage_key} 3, not {stage}: parameters are not sharded below "
             f"{stage_key} 3"
         )
-    options: dict[str, Any] = {
-        "stage": stage,
-        "offload": Offload(state, parameters),
-    }
+    options: dict[str, Any] = {"stage": stage, "offload": Offload(state, parameters)}
     if stage == 3 and zero.get(whole_key, "auto") != "auto":
         # Both systems keep parameters of at most this many elements whole, zerograph those below shard_min_size.
         options["shard_min_size"] = zero.whole(whole_key) + 1

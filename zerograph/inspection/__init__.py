@@ -5,13 +5,4 @@ from zerograph.inspection.diff import Change, Diff, compare
 from zerograph.inspection.lifetime import Event, Life
 from zerograph.inspection.step import Inspection, Prepared
 
-__all__ = [
-    "Change",
-    "Collective",
-    "Diff",
-    "Event",
-    "Inspection",
-    "Life",
-    "Prepared",
-    "compare",
-]
+__all__ = ["Change", "Collective", "Diff", "Event", "Inspection", "Life", "Prepared", "compare"]

@@ -118,11 +118,7 @@ class Inspected(Stateful):
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers) or "none"
         # A stage means nothing without updates.
         kind = f"ZeRO {zero}, {self.steps_done} steps done" if self._optimizers else "forward graph"
-        lines = [
-            f"{type(self).__name__}({kind})",
-            f"  modules: {modules or 'none'}",
-            f"  optimizers: {optimizers}",
-        ]
+        lines = [f"{type(self).__name__}({kind})", f"  modules: {modules or 'none'}", f"  optimizers: {optimizers}"]
         if self.config.scaler is not None:
             lines.append(f"  loss scale: {self.config.scaler.get_scale():g}")
         if self._latest is None:

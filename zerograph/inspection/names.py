@@ -16,13 +16,18 @@ from zerograph.passes.placement.boxing import boxing
 
 def labels(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return the label of every node, in order."""
-    texts: dict[fx.Node, str] = {}
-    # Nodes of an update have no module: they are labelled with the bucket that they update, which their inputs tell.
+    return {node: label(node, bucket) for node, bucket in updated_buckets(graph).items()}
+
+
+def updated_buckets(graph: fx.Graph) -> dict[fx.Node, str | None]:
+    """Return the bucket that each node holds or updates, in order; nodes of an update have no module.
+
+    None for other nodes, and for those of several buckets.
+    """
     buckets: dict[fx.Node, str | None] = {}
     for node in graph.nodes:
         buckets[node] = _bucket(node, buckets)
-        texts[node] = label(node, buckets[node])
-    return texts
+    return buckets
 
 
 def label(node: fx.Node, bucket: str | None = None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.inspection.names import labels
+from zerograph.inspection.names import label, updated_buckets
 from zerograph.ir.loop import accumulate, collect, loop_of
 from zerograph.ir.memory import Profile, Storage, profile
 from zerograph.ir.mesh import local_shape
@@ -24,6 +24,7 @@ class Row:
 
     Attributes:
         label: module path and name, see :mod:`zerograph.inspection.names`.
+        bucket: the bucket that it holds or updates; None for other nodes, and for those of several.
         index: from 0; a loop comes before the nodes of its body.
         done: of a loop, the index after the last node of its body; else the node's own index.
         times: number of runs per step.
@@ -32,6 +33,7 @@ class Row:
 
     node: fx.Node
     label: str
+    bucket: str | None
     index: int
     done: int
     times: int
@@ -129,10 +131,11 @@ class NodeTable:
 
 def _rows(graph: fx.Graph, start: int, times: int, loops: tuple[fx.Node, ...]) -> list[Row]:
     rows: list[Row] = []
-    for node, label in labels(graph).items():
+    for node, bucket in updated_buckets(graph).items():
         index, loop = start + len(rows), loop_of(node)
         body = [] if loop is None else _rows(loop.body.graph, index + 1, times * loop.micro_batches, (*loops, node))
-        rows += [Row(node, label, index, index + len(body) + (loop is not None), times, loops), *body]
+        done = index + len(body) + (loop is not None)
+        rows += [Row(node, label(node, bucket), bucket, index, done, times, loops), *body]
     return rows
 
 

@@ -82,10 +82,7 @@ def _bucket_lines(group: Sequence[Placed]) -> list[str]:
         placed.append(first.location)
     size = show_bytes(sum(bucket.bytes for bucket in group))
     how = f"{first.optimizer or 'no update'}{', dealt out whole' if first.has_owners else ''}"
-    return [
-        f"    {names}: {'; '.join(placed)}; {size} here; {how}",
-        f"      {short(parameters)}",
-    ]
+    return [f"    {names}: {'; '.join(placed)}; {size} here; {how}", f"      {short(parameters)}"]
 
 
 def _sent(step: Summary) -> list[str]:

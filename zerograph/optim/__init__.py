@@ -7,9 +7,4 @@ and compared with the updates of other parameters.
 from zerograph.optim.program import Programs, programs_of, trace_update
 from zerograph.optim.proofs import check_separate
 
-__all__ = [
-    "Programs",
-    "check_separate",
-    "programs_of",
-    "trace_update",
-]
+__all__ = ["Programs", "check_separate", "programs_of", "trace_update"]

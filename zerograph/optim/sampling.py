@@ -22,15 +22,7 @@ from zerograph.optim import hyperparameters
 from zerograph.optim.branches import Answers, Trace, over_branches
 from zerograph.optim.constructed import constructed_of
 from zerograph.optim.memory import FACTORIES
-from zerograph.optim.surroundings import (
-    copied,
-    is_known,
-    leaf_of,
-    numbers_of,
-    restored,
-    single_process,
-    twin_of,
-)
+from zerograph.optim.surroundings import copied, is_known, leaf_of, numbers_of, restored, single_process, twin_of
 from zerograph.optim.tensor_values import ValuesAsTensors, number
 from zerograph.runtime.state import flat_state, nested_state
 

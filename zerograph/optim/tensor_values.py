@@ -148,16 +148,8 @@ def _what(func: Any) -> str:
 
 # Properties of tensors that do not depend on their size.
 _OF_ANY_SIZE = {
-    "device",
-    "dtype",
-    "is_complex",
-    "is_cpu",
-    "is_cuda",
-    "is_floating_point",
-    "is_meta",
-    "is_sparse",
-    "layout",
-    "requires_grad",
+    *("device", "dtype", "layout", "requires_grad", "is_complex", "is_floating_point"),
+    *("is_cpu", "is_cuda", "is_meta", "is_sparse"),
 }
 
 

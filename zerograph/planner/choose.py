@@ -60,11 +60,6 @@ def choose(
 
 
 def _search(graph: Preparable, job: Job, members: Members, call: Call, transport: Transport) -> Search:
-    if graph.config.zero.shard_by == "parameters":
-        raise ConfigError(
-            "config.zero.stage = 'auto' searches shards that cut through parameters\n"
-            "Set config.zero.shard_by = 'elements', or a stage of your own."
-        )
     if graph.config.virtual_ranks is not None:
         slices_per_rank(graph.config, job.mesh)
     device = next((parameter.device for parameter in members.parameters.values()), torch.device("cpu"))

@@ -23,10 +23,7 @@ from zerograph.planner.stored import StoredBytes
 from zerograph.planner.timeline import Timeline
 from zerograph.runtime.wire.selection import Transport
 
-STAGES: dict[str, dict[str, Any]] = {
-    "off": {"stage": 0},
-    **{str(stage): {"stage": stage} for stage in (1, 2, 3)},
-}
+STAGES: dict[str, dict[str, Any]] = {"off": {"stage": 0}, **{str(stage): {"stage": stage} for stage in (1, 2, 3)}}
 
 
 @dataclass(frozen=True)
@@ -195,7 +192,8 @@ class _Trials:
     def with_trade_offs(self, family: _Family) -> bool:
         """Try the family with trade-offs until one fits or none can; return False, for it is settled."""
         time = self.plain[family].time
-        ways = list(_trade_offs(self.batch, self.machine.device.usable, self.options))
+        begin = int(self.options.get("gradient_accumulation_steps", self.graph.config.gradient_accumulation_steps))
+        ways = list(_trade_offs(samples(self.batch), self.machine.device.usable, begin))
         if self._loses(family, time, ways[0][0]) or self._settles(family, *ways.pop(0)):
             return False
         if len(ways) >= _MANY and self._settles(family, *ways.pop(), last=True):
@@ -289,12 +287,11 @@ _NO_BUDGET: Mapping[str, Any] = {"memory_budget": None}
 _MANY = 3
 
 
-def _trade_offs(batch: Any, limit: int, options: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield trade-offs and their options, cheapest first."""
+def _trade_offs(count: int, limit: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield trade-offs and their options, cheapest first, for so many samples in ``steps`` micro-batches."""
     saving = {"activation_checkpointing": "auto", "memory_budget": limit}
     yield "recompute", saving
-    count = samples(batch)
-    steps = int(options.get("gradient_accumulation_steps", 1)) * 2
+    steps *= 2
     while count % steps == 0:
         yield f"recompute, {steps} micro-batches", {**saving, "gradient_accumulation_steps": steps}
         steps *= 2

@@ -19,11 +19,10 @@ from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.optim.constructed import constructed_for
 from zerograph.optim.sampling import Sample
+from zerograph.state.schema import GRAPH, OPTIMIZER, check
 
 Groups = Sequence[Mapping[str, Any]]
 Shape = tuple[int, ...]
-# Counts are below this.
-_MOST = 2**63
 # Options of torch's optimizers that are None, True or False: None lets torch choose.
 _SWITCHES = ("foreach", "fused")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
@@ -33,17 +32,6 @@ _ROUNDING = 1e-9
 _COUNTS = ("base_lrs", "_last_lr", "last_epoch", "_step_count")
 # Keys that the state of a torch scheduler must have: load_state_dict() reads them without a check.
 _REQUIRED = ("last_epoch", "lr_lambdas", "_schedulers", "_scale_fn_custom")
-
-
-# The entries of a graph's state, and their types.
-_KINDS: Mapping[str, Any] = {
-    "modules": Mapping,
-    "optimizers": Sequence,
-    "lr_schedulers": Sequence,
-    "steps_done": int,
-    "grad_scaler": (Mapping, type(None)),
-    "random": Mapping,
-}
 
 
 def check_state(
@@ -84,35 +72,18 @@ def check_form(state: Any) -> None:
     Raises:
         ConfigError: one has not; names it.
     """
-    unknown = [repr(key) for key in state if key not in _KINDS] if isinstance(state, Mapping) else [f"{state!r:.60}"]
-    if unknown or not state:
+    try:
+        if isinstance(state, Mapping) and not state:
+            raise ConfigError(f"{_NO_STATE}: it is empty")
+        check(state, GRAPH, _NO_STATE)
+    except ConfigError as error:
         raise ConfigError(
-            f"not a state of a graph: it has {', '.join(unknown[:3]) or 'nothing'}; a state has {', '.join(_KINDS)}, "
-            'or some of these\nOf a plain module give {"modules": {"model": state}}, by its attribute, of a plain '
-            'optimizer {"optimizers": [state]}.'
-        )
-    for key, value in state.items():
-        if not isinstance(value, _KINDS[key]) or isinstance(value, (str, bool)):
-            expected = (
-                "a list with one for each optimizer" if _KINDS[key] is Sequence else "what state_dict() has there"
-            )
-            raise ConfigError(f"not a state of a graph: its {key} are {value!r:.60}\nGive {expected}.")
-    if not 0 <= state.get("steps_done", 0) < _MOST:
-        raise ConfigError(f"not a state of a graph: steps_done = {state['steps_done']}")
-    for name, module_state in state.get("modules", {}).items():
-        if not isinstance(module_state, Mapping):
-            raise ConfigError(
-                f"not a state of a graph: module {name!r:.60} has a state of the type {type(module_state).__name__}\n"
-                'The state of a plain module goes under its attribute: {"modules": {"model": state}}.'
-            )
-    if "random" in state and not _is_random(state["random"]):
-        raise ConfigError(f"not a state of a graph: its random numbers are {state['random']!r:.60}")
+            f"{error}\nGive what state_dict() returned, or some of it: of a plain module "
+            '{"modules": {"model": state}}, by its attribute, of a plain optimizer {"optimizers": [state]}.'
+        ) from None
 
 
-def _is_random(state: Mapping[str, Any]) -> bool:
-    """Return True if the state has a valid seed, or None, and a valid count."""
-    seed, passes = state.get("seed", ""), state.get("passes")
-    return (seed is None or type(seed) is int) and type(passes) is int and 0 <= passes < _MOST
+_NO_STATE = "not a state of a graph"
 
 
 def convert_state(
@@ -151,26 +122,16 @@ def check_optimizer_state(
     Raises:
         ConfigError: it is not, or it is of another optimizer or of other parameters.
     """
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
-    if not isinstance(groups, Sequence) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
-    ):
-        raise ConfigError(f"{state!r:.60} is no state of an optimizer: it has no param_groups with their params")
-    states = state.get("state", {})
-    if not isinstance(states, Mapping) or not all(isinstance(entries, Mapping) for entries in states.values()):
-        raise ConfigError(f"{states!r:.60} is no state of parameters: give what state_dict() of the optimizer returned")
-    _check_groups(optimizer, groups)
+    check(state, OPTIMIZER, f"not a state of {type(optimizer).__name__}")
+    groups, states = state["param_groups"], state.get("state", {})
+    converted = _check_groups(optimizer, groups)
     _check_numbers(optimizer, groups, states)
     _check_hyperparameters(optimizer, groups, impossible)
-    shapes = {
-        number: {name: _shape(value) for name, value in entries.items() if value is not None}
-        for number, entries in states.items()
-    }
-    _check_entries(optimizer, groups, shapes)
+    _check_entries(optimizer, groups, converted, states)
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
-    """Check that these are groups of such an optimizer.
+def _check_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> Groups:
+    """Check that these are groups of such an optimizer, and return them as it would load them.
 
     Raises:
         ConfigError: the groups have other sizes, or the hyperparameters of another optimizer.
@@ -193,6 +154,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, groups: Groups) -> None:
                 f"the state is of another optimizer than {kind}: its groups have {', '.join(unknown[:3])}, and no "
                 f"{', '.join(missing[:3])}\nBuild the optimizer as it was when the state was saved."
             )
+    return converted
 
 
 def _check_numbers(optimizer: torch.optim.Optimizer, groups: Groups, states: Mapping[Any, Any]) -> None:
@@ -214,45 +176,51 @@ def _check_numbers(optimizer: torch.optim.Optimizer, groups: Groups, states: Map
 
 
 def _check_entries(
-    optimizer: torch.optim.Optimizer, groups: Groups, shapes: Mapping[Any, Mapping[str, Shape | str]]
+    optimizer: torch.optim.Optimizer, groups: Groups, converted: Groups, states: Mapping[Any, Mapping[str, Any]]
 ) -> None:
     """Check that each parameter's state is what the optimizer's update needs with the hyperparameters of ``groups``.
 
     Unknown entries are accepted, as in torch.
 
     Args:
-        shapes: the shape of each entry of a parameter's state, by parameter number and entry name; the name of the type
-            if an entry is not a tensor or number.
+        converted: the groups as the optimizer loads them.
+        states: the state of each parameter, by its number in ``groups``.
 
     Raises:
         ConfigError: it is not; names the parameter.
     """
     kind = type(optimizer).__name__
     entries = _Entries(optimizer)
-    converted, _ = convert_state(optimizer, groups, {})
     for own, saved, loaded in zip(optimizer.param_groups, groups, converted, strict=True):
         for parameter, number in zip(own["params"], saved["params"], strict=True):
-            saved_shapes = shapes.get(number)
-            if not saved_shapes and constructed_for(optimizer, parameter).entries:
+            shapes = {name: _shape(value) for name, value in states.get(number, {}).items() if value is not None}
+            if not shapes and constructed_for(optimizer, parameter).entries:
                 raise ConfigError(
                     f"the state has nothing of parameter {number} of {kind}, whose step() needs what its constructor "
                     "has made\nLoad a state for every parameter, or leave out the optimizer's."
                 )
-            needed = entries.of({**own, **loaded}, parameter) if saved_shapes else None
-            if not saved_shapes or needed is None:
+            needed = entries.of({**own, **loaded}, parameter) if shapes else None
+            if not shapes or needed is None:
                 continue
-            if not needed.keys() <= saved_shapes.keys():
+            if not needed.keys() <= shapes.keys():
                 raise ConfigError(
-                    f"the state has {', '.join(sorted(saved_shapes))} of parameter {number} of {kind}, whose update "
+                    f"the state has {', '.join(sorted(shapes))} of parameter {number} of {kind}, whose update "
                     f"needs {', '.join(needed)}\n"
                     "It is the state of another optimizer, or of parameters in another order."
                 )
             for name, shape in needed.items():
-                if saved_shapes[name] != shape:
+                if shapes[name] != shape:
                     raise ConfigError(
                         f"{name} of parameter {number} of {kind} is of shape {shape}, the loaded state has one of "
-                        f"{saved_shapes[name]}\nIt is the state of another model, or of parameters in another order."
+                        f"{shapes[name]}\nIt is the state of another model, or of parameters in another order."
                     )
+
+
+def _shape(value: Any) -> Shape | str:
+    """Return the shape of a tensor or number, and the type's name of anything else."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return () if isinstance(value, Number) else type(value).__name__
 
 
 class _Entries:
@@ -286,12 +254,6 @@ class _Entries:
         return {name: tuple(parameter.shape) if shape is None else shape for name, shape in shapes.items()}
 
 
-def _shape(value: Any) -> Shape | str:
-    if isinstance(value, Tensor):
-        return tuple(value.shape)
-    return () if isinstance(value, Number) else type(value).__name__
-
-
 def _check_hyperparameters(optimizer: torch.optim.Optimizer, groups: Groups, impossible: type[ZeroGraphError]) -> None:
     """Check that the hyperparameters of saved groups have possible values.
 
@@ -300,32 +262,30 @@ def _check_hyperparameters(optimizer: torch.optim.Optimizer, groups: Groups, imp
     """
     kind = type(optimizer)
     for own, group in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in group.items():
-            if key == "params":
-                continue
-            wrong_switch = key in _SWITCHES and not (value is None or isinstance(value, bool))
-            wrong_type = key in own and _differs_in_type(value, own[key]) and not _is_default(kind, key, value)
-            if wrong_switch or wrong_type or _is_impossible(kind, key, value, own.get(key)):
-                raise impossible(_impossible_value(kind, key, value, own))
-        refused = _refused(kind, own, group)
-        if refused is not None:
-            raise impossible(_impossible_value(kind, refused, group[refused], own))
+        wrong = [key for key, value in group.items() if key != "params" and not _may_be(kind, key, value, own)]
+        for key in wrong or _refused(kind, own, group):
+            raise impossible(
+                f"the state says {key} = {group[key]!r:.60} of {kind.__name__}, which has {own.get(key)!r:.60}: "
+                "no such value"
+            )
 
 
-def _impossible_value(kind: type, key: str, value: Any, own: Mapping[str, Any]) -> str:
-    return f"the state says {key} = {value!r:.60} of {kind.__name__}, which has {own.get(key)!r:.60}: no such value"
-
-
-def _is_impossible(kind: type, key: str, value: Any, own: Any) -> bool:
-    """Return True for NaN, for an infinite rate, and for a bool in place of a number or the other way round."""
-    if repr(value) == repr(own) or _is_default(kind, key, value):
+def _may_be(kind: type, key: str, value: Any, own: Mapping[str, Any]) -> bool:
+    """Return False for a value of another type, NaN, an infinite rate, and a bool for a number or the reverse."""
+    if key in _SWITCHES and not (value is None or isinstance(value, bool)):
         return False
+    argument, present = inspect.signature(kind).parameters.get(key), own.get(key)
+    # The constructor's default may have another type than other values.
+    if repr(value) in (repr(present), None if argument is None else repr(argument.default)):
+        return True
     must_be_finite = key in _RATES or _is_torch_class(kind)
     if any(math.isnan(number) or (must_be_finite and math.isinf(number)) for number in _floats(value)):
-        return True
-    if isinstance(own, bool):
-        return isinstance(value, (int, float)) and value not in (0, 1)
-    return isinstance(own, float) and isinstance(value, bool)
+        return False
+    if key in own and _differs_in_type(value, present):
+        return False
+    if isinstance(present, bool):
+        return value in (0, 1) or not isinstance(value, (int, float))
+    return not (isinstance(present, float) and isinstance(value, bool))
 
 
 def _floats(value: Any) -> list[float]:
@@ -348,14 +308,14 @@ def _is_torch_class(kind: type) -> bool:
     return kind.__module__.startswith("torch.optim.")
 
 
-def _refused(kind: type, own: Mapping[str, Any], group: Mapping[str, Any]) -> str | None:
-    """Return the hyperparameter for which a torch optimizer's constructor refuses a group.
+def _refused(kind: type, own: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
+    """Return the hyperparameters for which a torch optimizer's constructor refuses a group.
 
-    None if it accepts the group, if it refuses the optimizer's own group too, or for other optimizers.
+    There are none if it refuses the optimizer's own group too, and for other optimizers.
     """
     if not _is_torch_class(kind) or _refuses(kind, own) or not _refuses(kind, {**own, **group}):
-        return None
-    return next((key for key in group if key in own and _refuses(kind, {**own, key: group[key]})), None)
+        return []
+    return [key for key in group if key in own and _refuses(kind, {**own, key: group[key]})]
 
 
 def _refuses(kind: type, group: Mapping[str, Any]) -> bool:
@@ -375,12 +335,6 @@ def _refuses(kind: type, group: Mapping[str, Any]) -> bool:
     return False
 
 
-def _is_default(kind: type, key: str, value: Any) -> bool:
-    """Return True if the value is the constructor's default, which may have another type than other values."""
-    argument = inspect.signature(kind).parameters.get(key)
-    return argument is not None and repr(argument.default) == repr(value)
-
-
 def check_scheduler(scheduler: LRScheduler, state: Any, impossible: type[ZeroGraphError] = ConfigError) -> None:
     """Check that the scheduler's ``load_state_dict()`` can load the state and still be the same scheduler.
 
@@ -388,8 +342,6 @@ def check_scheduler(scheduler: LRScheduler, state: Any, impossible: type[ZeroGra
         impossible: it cannot; names the key.
     """
     kind, own = type(scheduler), scheduler.state_dict()
-    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
-        raise impossible(f"{state!r:.60} is no state of {kind.__name__}: give what state_dict() of it returned")
     missing = [
         key for key in _REQUIRED if key in own and (key not in state or (state[key] is None and own[key] is not None))
     ]

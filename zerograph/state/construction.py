@@ -39,17 +39,8 @@ LEAST_CUT_BYTES = 1 << 16
 
 # Operators that overwrite all elements of their first argument.
 _OVERWRITES = {
-    aten.fill_,
-    aten.zero_,
-    aten.copy_,
-    aten.normal_,
-    aten.uniform_,
-    aten.random_,
-    aten.bernoulli_,
-    aten.exponential_,
-    aten.cauchy_,
-    aten.log_normal_,
-    aten.geometric_,
+    *(aten.fill_, aten.zero_, aten.copy_, aten.normal_, aten.uniform_, aten.random_, aten.bernoulli_),
+    *(aten.exponential_, aten.cauchy_, aten.log_normal_, aten.geometric_),
 }
 # Operators whose result has no values yet.
 _ALLOCATES = re.compile(r"aten\.(new_)?empty(_like|_strided|_permuted)?")

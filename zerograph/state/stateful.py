@@ -315,11 +315,7 @@ class Stateful:
                     reshard(store, keep_changes=False)
 
     def stream(
-        self,
-        module: nn.Module | str | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        original_names: bool = True,
+        self, module: nn.Module | str | None = None, *, dtype: torch.dtype | None = None, original_names: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the whole value of each tensor of a module, bucket by bucket, to hand to a serving engine.
 

@@ -67,7 +67,7 @@ class WholeValues:
             RankMismatchError: on every rank: values differ, or the block failed on another rank.
             BaseException: this rank's own ``problem``.
         """
-        keeps, changes = False, []
+        keeps = False
         try:
             if not self._compares:
                 keeps = problem is None or self._job.size == 1
@@ -81,9 +81,7 @@ class WholeValues:
             elif self._compares:
                 facts = self._facts() if problem is None else {}
                 agree(self._job, _END, digest(facts), lambda: facts, problem)
-            changes = [(state, changed) for state in self._states if (changed := state.changes()) is not None]
-            for state, changed in changes:
-                check_optimizer_state(state.optimizer, _with_groups(state, changed))
+            changes = _changes(self._states)
             keeps = True
         finally:
             if not keeps:
@@ -94,8 +92,8 @@ class WholeValues:
                 state.close()
             for store in self._stores:
                 reshard(store, keep_changes=keeps)
-        for state, changed in changes:
-            state_dict.load_optimizer(state.optimizer, _with_groups(state, changed))
+        for optimizer, changed in changes:
+            state_dict.load_optimizer(optimizer, changed)
 
     def _facts(self) -> dict[str, str]:
         """Return texts of what all ranks must have alike, by name."""
@@ -138,18 +136,23 @@ def keep_states(job: Job, states: Sequence[StoredState]) -> None:
     try:
         facts = {f"{type(one.optimizer).__name__}'s {k}": v for one in states for k, v in (one.written() or {}).items()}
         agree(job, "the end of a change of optimizer.state", digest(facts), lambda: facts)
-        changes = [(state, changed) for state in states if (changed := state.changes()) is not None]
-        for state, changed in changes:
-            check_optimizer_state(state.optimizer, _with_groups(state, changed))
+        changes = _changes(states)
     finally:
         for state in states:
             state.close()
-    for state, changed in changes:
-        state_dict.load_optimizer(state.optimizer, _with_groups(state, changed))
+    for optimizer, changed in changes:
+        state_dict.load_optimizer(optimizer, changed)
 
 
-def _with_groups(state: StoredState, entries: Mapping[int, Any]) -> dict[str, Any]:
-    return {"state": entries, "param_groups": state_dict.numbered_groups(state.optimizer)}
+def _changes(states: Sequence[StoredState]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return the optimizers whose state has changed, with states that they can load."""
+    changes: list[tuple[torch.optim.Optimizer, dict[str, Any]]] = []
+    for state in states:
+        if (entries := state.changes()) is not None:
+            groups = state_dict.numbered_groups(state.optimizer)
+            changes.append((state.optimizer, {"state": entries, "param_groups": groups}))
+            check_optimizer_state(*changes[-1])
+    return changes
 
 
 def loaded_facts(state: Mapping[str, Any]) -> dict[str, str]:

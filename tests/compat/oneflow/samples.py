@@ -110,11 +110,7 @@ def trained(graph: Train, data: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def plainly(
-    model: Any,
-    optimizer: Any,
-    data: list[tuple[Tensor, Tensor]],
-    scheduler: Any = None,
-    clip: Any = None,
+    model: Any, optimizer: Any, data: list[tuple[Tensor, Tensor]], scheduler: Any = None, clip: Any = None
 ) -> list[Tensor]:
     """The losses of plain PyTorch on one device, on whole batches; ``clip(model)`` before each update."""
     losses = []

@@ -97,16 +97,8 @@ CHECKS: dict[str, tuple[Any, float, Rate]] = {
         lambda t: polynomial(t, 20, 1e-4, 1.0, 0.01, True),
     ),
     "exponential_lr": (of("ExponentialLR", gamma=0.5), 0.1, lambda t: 0.1 * 0.5**t),
-    "cosine_decay_lr": (
-        of("CosineDecayLR", decay_steps=10, alpha=1e-3),
-        0.1,
-        lambda t: 0.1 * decay(t, 10, 1e-3),
-    ),
-    "cosine_annealing_lr": (
-        of("CosineAnnealingLR", T_max=10, eta_min=1e-4),
-        0.1,
-        lambda t: anneal(t, 10, 1e-4, 0.1),
-    ),
+    "cosine_decay_lr": (of("CosineDecayLR", decay_steps=10, alpha=1e-3), 0.1, lambda t: 0.1 * decay(t, 10, 1e-3)),
+    "cosine_annealing_lr": (of("CosineAnnealingLR", T_max=10, eta_min=1e-4), 0.1, lambda t: anneal(t, 10, 1e-4, 0.1)),
     "linear_warmup_cosine_annealing_lr": (
         warm("linear", COSINE, 0.1),
         0.1,

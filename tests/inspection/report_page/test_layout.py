@@ -10,15 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.inspection.report_page.browser import (
-    ActionChains,
-    By,
-    Keys,
-    folded,
-    opened,
-    row,
-    rows,
-)
+from tests.inspection.report_page.browser import ActionChains, By, Keys, folded, opened, row, rows
 from tests.inspection.test_report import Small
 from zerograph.inspection import report
 from zerograph.ir.mesh import line

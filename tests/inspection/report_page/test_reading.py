@@ -9,16 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.inspection.report_page.browser import (
-    ActionChains,
-    By,
-    Keys,
-    drawn,
-    opened,
-    row,
-    rows,
-    tooltip,
-)
+from tests.inspection.report_page.browser import ActionChains, By, Keys, drawn, opened, row, rows, tooltip
 from tests.inspection.test_report import HOSTILE, Hostile, Small
 from zerograph.inspection import report
 from zerograph.inspection.step import Prepared

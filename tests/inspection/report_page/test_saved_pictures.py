@@ -9,11 +9,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from tests.inspection.report_page.browser import (
-    By,
-    eventually,
-    opened,
-)
+from tests.inspection.report_page.browser import By, eventually, opened
 from tests.inspection.test_report import HOSTILE, Hostile, Small
 from zerograph.inspection import report
 from zerograph.ir.mesh import line

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.inspection.report_page.browser import (
-    By,
-    Keys,
-    opened,
-    row,
-)
+from tests.inspection.report_page.browser import By, Keys, opened, row
 from tests.inspection.test_report import prepared
 from zerograph.inspection import report
 

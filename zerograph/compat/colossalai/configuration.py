@@ -19,53 +19,26 @@ from zerograph.ir.grad_scaler import GradScaler, StaticGradScaler
 from zerograph.ir.offload import OffloadTo
 
 _KEYS = (
-    "bf16",
-    "clip_grad_norm",
-    "cudnn_benchmark",
-    "cudnn_deterministic",
-    "fp16",
-    "gradient_accumulation",
-    "gradient_clipping",
-    "optimizer",
-    "parallel",
-    "seed",
-    "zero",
+    *("bf16", "fp16", "clip_grad_norm", "gradient_clipping", "gradient_accumulation", "optimizer", "parallel", "zero"),
+    *("cudnn_benchmark", "cudnn_deterministic", "seed"),
 )
 _WITHOUT_EFFECT = {"gradient_handler": None, "torch_ddp": None}
 # Keys of the section "zero" that have an effect.
 _ZERO = (
-    "type",
-    "level",
-    "static_loss_scale",
-    "dynamic_loss_scale",
-    "dynamic_loss_args",
-    "clip_grad",
-    "reduce_bucket_size",
-    "prefetch_bucket_size",
-    "max_elements_per_comm",
-    "param_persistence_threshold",
-    "gradient_accumulation_steps",
-    "sub_group_size",
-    "offload_optimizer_config",
-    "offload_param_config",
-    "cpu_offload",
-    "allreduce_always_fp32",
+    *("type", "level", "clip_grad", "gradient_accumulation_steps", "allreduce_always_fp32"),
+    *("static_loss_scale", "dynamic_loss_scale", "dynamic_loss_args"),
+    *("reduce_bucket_size", "prefetch_bucket_size", "max_elements_per_comm", "param_persistence_threshold"),
+    *("offload_optimizer_config", "offload_param_config", "cpu_offload", "sub_group_size"),
 )
 # The value that describes what a graph does anyway (see Section); ...: any value.
 _ZERO_WITHOUT_EFFECT: Mapping[str, Any] = {
-    "allgather_bucket_size": ...,
-    "aio_config": ...,
-    "contiguous_gradients": True,
-    "elastic_checkpoint": False,
-    "gradient_predivide_factor": 1.0,
-    "ignore_unused_parameters": True,
-    "max_live_parameters": ...,
-    "max_reuse_distance": ...,
-    "overlap_comm": True,
+    **dict.fromkeys(
+        ("allgather_bucket_size", "aio_config", "max_live_parameters", "max_reuse_distance", "verbose"), ...
+    ),
+    **dict.fromkeys(("contiguous_gradients", "ignore_unused_parameters", "overlap_comm", "reduce_scatter"), True),
     "postscale_gradients": True,
-    "reduce_scatter": True,
-    "round_robin_gradients": False,
-    "verbose": ...,
+    **dict.fromkeys(("elastic_checkpoint", "round_robin_gradients"), False),
+    "gradient_predivide_factor": 1.0,
 }
 _TYPE = "ZeroRedundancyOptimizer_Level_"
 

@@ -17,25 +17,8 @@ from zerograph.graph import building
 from zerograph.ir.sbp import all_broadcast, nd_sbp
 
 NAMES = (
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "tensor",
-    "zeros",
-    "zeros_like",
+    *("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones", "randperm", "tensor", "zeros"),
+    *("rand", "randint", "randn", "rand_like", "randint_like", "randn_like", "ones_like", "zeros_like"),
 )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph._torch import pytree
 from zerograph.base.cache import replacing
@@ -26,10 +25,7 @@ _TIMEOUT = 600.0
 
 
 def save(
-    obj: Any,
-    path: str | os.PathLike[str],
-    global_dst_rank: int | None = None,
-    save_as_external_data: bool = False,
+    obj: Any, path: str | os.PathLike[str], global_dst_rank: int | None = None, save_as_external_data: bool = False
 ) -> None:
     """Write any nesting of tensors and plain values to a file that ``torch.load`` reads, also ``weights_only``.
 
@@ -51,7 +47,7 @@ def save(
     if save_as_external_data:
         raise ConfigError("flow.save(save_as_external_data=True): files of torch are the only format")
     _check_rank("global_dst_rank", global_dst_rank)
-    plain = pytree.tree_map(lambda value: whole_of(value) if isinstance(value, Tensor) else value, obj)
+    plain = pytree.tree_map_only(Tensor, whole_of, obj)
     if global_dst_rank is None:
         _write(plain, Path(path))
         return
@@ -90,7 +86,9 @@ def load(
     mesh = placement("cpu", [global_src_rank]).mesh
     like = shared(values, global_src_rank)
     own = values if rank() == global_src_rank else like
-    return _mapped(pytree.tree_map(lambda value: _on_one_rank(value, mesh), own), map_location)
+    sbp = all_broadcast(mesh.ndim)
+    placed = pytree.tree_map_only(Tensor, lambda value: cut(value, mesh, sbp) if value.dim() else value, own)
+    return _mapped(placed, map_location)
 
 
 def _on_rank(number: int, call: str, act: Callable[[], Any]) -> Any:
@@ -109,20 +107,14 @@ class _Description:
 
 def shared(values: Any, source: int) -> Any:
     """Return one rank's values on all ranks, with empty tensors of the same shapes and dtypes. A collective."""
-
-    def described(value: Any) -> Any:
+    own = None
+    if rank() == source:
         # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
-        return _Description(value.shape, value.dtype) if isinstance(value, Tensor) and value.dim() else value
-
-    def like(value: Any) -> Any:
-        return torch.empty(value.shape, dtype=value.dtype) if isinstance(value, _Description) else value
-
-    own = pytree.tree_map(described, values) if rank() == source else None
-    return pytree.tree_map(like, join(_TIMEOUT).channel.broadcast(own, source))
-
-
-def _on_one_rank(value: Any, mesh: DeviceMesh) -> Any:
-    return cut(value, mesh, all_broadcast(mesh.ndim)) if isinstance(value, Tensor) and value.dim() else value
+        own = pytree.tree_map_only(
+            Tensor, lambda value: _Description(value.shape, value.dtype) if value.dim() else value, values
+        )
+    sent = join(_TIMEOUT).channel.broadcast(own, source)
+    return pytree.tree_map_only(_Description, lambda one: torch.empty(one.shape, dtype=one.dtype), sent)
 
 
 def _mapped(values: Any, location: Any) -> Any:
@@ -130,11 +122,8 @@ def _mapped(values: Any, location: Any) -> Any:
         return values
     if isinstance(location, placement):
         mesh = mesh_of(location)
-        sbp = (broadcast,) * mesh.ndim
-        return pytree.tree_map(
-            lambda value: to_global(value, mesh, sbp) if isinstance(value, Tensor) else value, values
-        )
-    return pytree.tree_map(lambda value: value.to(location) if isinstance(value, Tensor) else value, values)
+        return pytree.tree_map_only(Tensor, lambda value: to_global(value, mesh, (broadcast,) * mesh.ndim), values)
+    return pytree.tree_map_only(Tensor, lambda value: value.to(location), values)
 
 
 def _check_rank(name: str, number: int | None) -> None:

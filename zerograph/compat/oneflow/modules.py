@@ -18,9 +18,7 @@ from zerograph.runtime.state import Store, reshard, store_of, stores_of, unshard
 
 
 def module_to_global(
-    module: nn.Module,
-    placement: placement | DeviceMesh | None = None,
-    sbp: Sbp | Sequence[Sbp] | None = None,
+    module: nn.Module, placement: placement | DeviceMesh | None = None, sbp: Sbp | Sequence[Sbp] | None = None
 ) -> nn.Module:
     """Make every parameter and buffer of a module global in place, as ``tensor.to_global`` does. A collective.
 

@@ -18,7 +18,7 @@ from zerograph import _torch
 from zerograph._torch import OpOverload
 from zerograph.base.source import relative_to_package
 from zerograph.inspection.report.order import Order, OrderedNode
-from zerograph.inspection.text import dtype_name
+from zerograph.inspection.text import dtype_name, operator_name
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, Role, TensorRef, boxing_of, meta, origin, role
@@ -184,15 +184,11 @@ class Reader:
 
         A node for several buckets, such as the norm of all gradients, has none.
         """
-        homes: dict[str, str | None] = {}
-        for each in nodes:
-            graph_input = role(each.node)
-            if graph_input is not None and graph_input.kind in ("bucket", "state"):
-                assert graph_input.bucket is not None
-                homes[each.name] = self._homes.get(graph_input.bucket)
-            elif each.node.op != "placeholder" and origin(each.node).phase == "update":
-                inputs = {home for name in each.inputs if (home := homes.get(name)) is not None}
-                homes[each.name] = inputs.pop() if len(inputs) == 1 else None
+        homes = {
+            each.name: self._homes.get(each.row.bucket or "")
+            for each in nodes
+            if each.row.bucket is not None or (each.node.op != "placeholder" and origin(each.node).phase == "update")
+        }
         readers: dict[str, set[str | None]] = {}
         for each in reversed(nodes):
             if homes.get(each.name) is None and each.name in homes and each.name in readers:
@@ -243,14 +239,10 @@ def _kind(node: fx.Node, returned: bool, repeated: bool) -> Kind:
         | (REPEATED if repeated else 0)
         | (IN_PLACE if isinstance(node.target, OpOverload) and _torch.is_mutable(node.target) else 0)
     )
-    target = str(node.target) if not callable(node.target) or isinstance(node.target, OpOverload) else _name_of(node)
+    target = str(node.target) if isinstance(node.target, OpOverload) else operator_name(node)
     return Kind(
         _short(node), target, _sbp(node), shape, "" if whole is None else _shape(whole), sum(map(nbytes, parts)), flags
     )
-
-
-def _name_of(node: fx.Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 def _short(node: fx.Node) -> str:
@@ -267,7 +259,7 @@ def _short(node: fx.Node) -> str:
     if isinstance(node.target, OpOverload):
         name = str(node.target).partition(".")[2]
         return name.removesuffix(".default").removesuffix(".Tensor").removesuffix(".Scalar").removesuffix(".int")
-    return _name_of(node) if callable(node.target) else str(node.target)
+    return operator_name(node)
 
 
 def _sbp(node: fx.Node) -> str:

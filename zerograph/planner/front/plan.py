@@ -122,8 +122,8 @@ def plan(
         mesh: shape of a grid of ranks instead, ``(2, 4)``: each row has ranks that follow each other, which are close
             in the network; or the grid itself as :func:`zerograph.placement` takes it, ``[[0, 2], [1, 3]]``.
         stage: 1, 2 or 3; 0 or ``"off"`` for data parallel; ``"auto"`` for the fastest that fits, with the trade-offs
-            that it needs (see :mod:`zerograph.planner.search`); None for the graph's configuration, and stage
-            2 for a module.
+            that it needs (see :mod:`zerograph.planner.search`); None for the graph's configuration, ``"auto"``
+            there included, and stage 2 for a module.
         device: a built-in machine, a YAML file, or a :class:`Machine`.
         loss: function from the module's output to the loss; None if the output is the loss, or has it as ``loss``.
         fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory of ``device``.
@@ -164,7 +164,7 @@ def plan(
         ranks, is_free, shape = config.mesh.context_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
         if order is not None and len(shape) != len(size):
             raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
-    if stage == "auto":
+    if stage == "auto" or (stage is None and graph.config.zero.stage == "auto"):
         folder = None if nvme_path is None else os.fspath(nvme_path)
         free = mesh is None and is_free
 
@@ -197,12 +197,7 @@ _OF_ROWS = ("context_parallel", "expert_parallel")
 
 
 def _fastest(
-    graph: Any,
-    batch: Any,
-    shape: Sequence[int],
-    described: Machine,
-    free: bool,
-    options: dict[str, Any],
+    graph: Any, batch: Any, shape: Sequence[int], described: Machine, free: bool, options: dict[str, Any]
 ) -> Plan:
     """Search the fastest plan.
 
@@ -288,12 +283,10 @@ def with_length(batch: Any, length: int) -> Any:
     """
     before = own_length(batch)
 
-    def resized(x: Any) -> Any:
-        if not isinstance(x, Tensor) or not is_sequence(x, before):
-            return x
-        return torch.empty((x.shape[0], length, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    def resized(x: Tensor) -> Tensor:
+        return x.new_empty((x.shape[0], length, *x.shape[2:])) if is_sequence(x, before) else x
 
-    return pytree.tree_map(resized, batch)
+    return pytree.tree_map_only(Tensor, resized, batch)
 
 
 def longest(plan_at: Callable[[int], Plan], begin: int, ranks: int) -> Plan:

@@ -17,7 +17,7 @@ from zerograph.ir.coded_state import saved_name
 from zerograph.ir.mesh import Mesh, local_part
 from zerograph.ir.sbp import Split, is_dtensor
 from zerograph.ir.slots import Slot
-from zerograph.runtime.checkpoint.pieces import Pieces, Within
+from zerograph.runtime.checkpoint.pieces import Pieces, Within, flat_of
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
 from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
@@ -97,7 +97,7 @@ def pieces_of_plain(tensors: Iterable[tuple[str, Tensor]], rank: int, ranks: int
     for number, (name, tensor) in enumerate(tensors):
         pieces[name] = Pieces(tuple(tensor.shape), tensor.dtype)
         if number % ranks == rank:
-            pieces[name].parts[(0,) * tensor.dim()] = (tuple(tensor.shape), _flat(tensor.contiguous()), 0)
+            pieces[name].parts[(0,) * tensor.dim()] = (tuple(tensor.shape), flat_of(tensor.contiguous()), 0)
     return pieces
 
 
@@ -148,11 +148,11 @@ def pieces_to_fill(
 
     def flat(data: TensorOrExtent, names: Sequence[str | None]) -> Flat:
         if isinstance(data, Tensor):
-            return _flat(data)
+            return flat_of(data)
         if not read:
             return lambda: in_memory(data)
         copies.append((data, read_to_overwrite(data, whole=None not in names)))
-        return _flat(copies[-1][1])
+        return flat_of(copies[-1][1])
 
     mesh = store.job.mesh
     parameters = [named.parameters.get(id(parameter)) for parameter in store.parameters]
@@ -212,10 +212,6 @@ def _replicas(layout: Bucket, mesh: Mesh) -> tuple[int, int]:
             replica = replica * ranks + position
             replicas *= ranks
     return replicas, replica
-
-
-def _flat(tensor: Tensor) -> Flat:
-    return lambda: tensor.detach().view(-1)
 
 
 class _CachedReader:

@@ -25,17 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, ObjectLock, lock
-from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, constant
+from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_of
 from zerograph.runtime.checkpoint.remote import Folder, folder_of
 from zerograph.runtime.checkpoint.storage import Writer
 from zerograph.runtime.job.liveness import mark_reported, on_interrupt
-from zerograph.runtime.job.process_group import (
-    Job,
-    agreeing,
-    explaining_failures,
-    new_group,
-    reporting_failures,
-)
+from zerograph.runtime.job.process_group import Job, agreeing, explaining_failures, new_group, reporting_failures
 from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, remove_tree, tidy
 
 
@@ -280,7 +274,7 @@ def _copied(pieces: Mapping[str, Pieces]) -> dict[str, Pieces]:
         copies[name] = copy = Pieces(piece.shape, piece.dtype)
         for offsets, (sizes, flat, start) in piece.parts.items():
             numel = torch.Size(sizes).numel()
-            copy.parts[offsets] = (sizes, constant(flat()[start : start + numel].to("cpu", piece.dtype, copy=True)), 0)
+            copy.parts[offsets] = (sizes, flat_of(flat()[start : start + numel].to("cpu", piece.dtype, copy=True)), 0)
     return copies
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from zerograph.config import Config
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.runtime.checkpoint.index import DTYPES, check_text
-from zerograph.runtime.checkpoint.pieces import Pieces, constant
+from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.feedback import RECEIVED, pending_residuals, set_residuals
 from zerograph.runtime.job.process_group import Job, agreeing
@@ -217,7 +216,7 @@ def _generators(job: Job) -> dict[str, Pieces]:
         for kind, state in _states().items():
             pieces[_generator_of(rank) + kind] = piece = Pieces(tuple(state.shape), state.dtype)
             if rank == job.rank:
-                piece.add(0, state.numel(), constant(state), 0)
+                piece.add(0, state.numel(), flat_of(state), 0)
     return pieces
 
 
@@ -267,7 +266,7 @@ def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
                     name = f"{_RECEIVED_PREFIX}.{names[id(parameter)]}"
                     pieces[name] = Pieces((slot.numel,), copy.dtype)
                     if number % job.size == job.rank:
-                        pieces[name].add(0, slot.numel, functools.partial(_flat, copy), slot.offset)
+                        pieces[name].add(0, slot.numel, flat_of(copy), slot.offset)
     for name, parameter in members.parameters.items():
         for dim, residual in pending_residuals(parameter).items():
             pieces.setdefault(f"{_PREFIX}.{dim}.{name}", _row(job, residual, 0, residual.numel()))
@@ -278,12 +277,8 @@ def _row(job: Job, residual: Tensor, offset: int, numel: int) -> Pieces:
     """Return this rank's row of a tensor with a row for each rank."""
     row = Pieces((job.size, numel), residual.dtype)
     start = job.rank * numel
-    row.add(start, start + numel, functools.partial(_flat, residual), offset)
+    row.add(start, start + numel, flat_of(residual), offset)
     return row
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.view(-1)
 
 
 def read_residuals(job: Job, reader: Reader, members: Members) -> dict[int, dict[int, Tensor]]:
@@ -309,7 +304,7 @@ def read_residuals(job: Job, reader: Reader, members: Members) -> dict[int, dict
             if row < count:
                 rows[name] = torch.empty(numel, dtype=DTYPES[entry.dtype])
                 pieces[name] = Pieces((count, numel), DTYPES[entry.dtype])
-                pieces[name].add(row * numel, (row + 1) * numel, functools.partial(_flat, rows[name]), 0)
+                pieces[name].add(row * numel, (row + 1) * numel, flat_of(rows[name]), 0)
         read_pieces(job, reader, pieces)
         for name in pieces:
             totals[name] = totals[name] + rows[name].float() if name in totals else rows[name]

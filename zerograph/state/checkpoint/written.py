@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,11 @@ from zerograph.runtime.checkpoint.index import DTYPES
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.state.checkpoint.document import decode
 from zerograph.state.checkpoint.pretrained import FILES
-from zerograph.state.checks import check_form
+from zerograph.state.schema import CALL, DOCUMENT, GRAPH, check
 
 Counts = tuple[int, int, int | None]
 # A kind of calls of a loop: what it is, the number of results, and those that the loop differentiates.
 Call = tuple[str, int, list[int]]
-
-_NAMES = re.compile(
-    r"modules\.[^.]+\..+|optimizers\.\d{1,9}\.state\.\d{1,9}\..+|residuals\.\d{1,9}\..+|received\..+"
-    r"|generators\.\d{1,9}\.(cpu|cuda)",
-    re.S,
-)
 
 
 @dataclass(frozen=True)
@@ -72,81 +66,61 @@ def written(reader: Reader) -> Written:
     """
     document = reader.index.document
     try:
+        check(document, DOCUMENT, "no document of a checkpoint")
         state = {
-            "optimizers": [
-                {"param_groups": [_texts(decode(group)) for group in _list(groups)]}
-                for groups in _list(document["optimizers"])
-            ],
-            "lr_schedulers": [
-                None if state is None else _texts(decode(state)) for state in _list(document["lr_schedulers"])
-            ],
-            "grad_scaler": None if document["grad_scaler"] is None else _texts(decode(document["grad_scaler"])),
+            "optimizers": [{"param_groups": list(map(decode, groups))} for groups in document["optimizers"]],
+            "lr_schedulers": list(map(decode, document["lr_schedulers"])),
+            "grad_scaler": decode(document["grad_scaler"]),
             "steps_done": document["steps_done"],
             "random": {"seed": document["seed"], "passes": document["passes_done"]},
         }
-        check_form(state)
+        check(state, GRAPH, "not a state of a graph")
         decoded = Written(
             state,
-            _whole(document["ranks"]),
-            _aliases(reader, document["aliases"]),
+            document["ranks"],
+            document["aliases"],
             # Checkpoints of earlier versions have none of these.
-            {module: decode(state) for module, state in _texts(document.get("extra_state", {})).items()},
-            {module: _texts(files) for module, files in _texts(document.get("pretrained", {})).items()},
-            [_call(*_list(call)) for call in _list(document.get("calls", []))],
+            {module: decode(state) for module, state in document.get("extra_state", {}).items()},
+            document.get("pretrained", {}),
+            [_call(*call) for call in document.get("calls", [])],
         )
-        for number, optimizer_groups in enumerate(decoded.groups):
-            _check_numbers(number, optimizer_groups)
+        for number, groups in enumerate(decoded.groups):
+            numbers = [number for group in groups for number in group["params"]]
+            if numbers != list(range(len(numbers))) or bool in map(type, numbers):
+                raise ValueError(f"the parameters of optimizer {number} have the numbers {numbers!r:.40}")
         if len(state["lr_schedulers"]) != len(decoded.groups):
             raise ValueError("it needs a scheduler, or None, for each optimizer")
+        _check_aliases(reader, decoded.aliases)
         _check_tensors(reader, decoded)
-    except KeyError as error:
-        raise CheckpointError(f"{reader.folder} is damaged: its document lacks {error}") from error
     except (ConfigError, TypeError, ValueError) as error:
         raise CheckpointError(f"{reader.folder} is damaged: in its document {error!s:.200}") from error
     return decoded
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.40} is not a list")
-    return value
-
-
 def _call(name: Any, results: Any, used: Any) -> Call:
-    if not isinstance(name, str) or not all(_whole(one) < _whole(results) for one in _list(used)):
-        raise TypeError(f"{name!r:.40} is not a call")
+    check({"name": name, "results": results, "used": used}, CALL, "no call")
+    if not all(one < results for one in used):
+        raise ValueError(f"{name!r:.40} has {results} results, not {used!r:.40}")
     return name, results, used
 
 
-def _texts(value: Any) -> dict[str, Any]:
-    """Return the value if it is a dict with string keys."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{value!r:.40} is not a state dict")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise TypeError(f"{value!r:.40} is not a count")
-    return value
-
-
-def _check_numbers(optimizer: int, groups: list[dict[str, Any]]) -> None:
-    """Check that the groups number the parameters 0, 1, 2 and so on."""
-    numbers = [number for group in groups for number in _list(group["params"])]
-    if not all(type(number) is int for number in numbers) or numbers != list(range(len(numbers))):
-        raise ValueError(f"the parameters of optimizer {optimizer} have the numbers {numbers!r:.40}")
-
-
-def _aliases(reader: Reader, value: Any) -> Mapping[str, str]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{value!r:.40} is not a dict of aliases")
-    for alias, name in value.items():
-        if not isinstance(name, str) or f"modules.{name}" not in reader.index.tensors:
+def _check_aliases(reader: Reader, aliases: Mapping[str, str]) -> None:
+    for alias, name in aliases.items():
+        if f"modules.{name}" not in reader.index.tensors:
             raise ValueError(f"{alias!r:.40} is an alias of {name!r:.40}, which is not there")
         if f"modules.{alias}" in reader.index.tensors:
             raise ValueError(f"{alias!r:.40} is both a tensor and an alias")
-    return value
+
+
+_FLOATING = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+# Tensors by the first part of their names: the rest of it, possible dtypes, and the number of dimensions.
+_TENSORS: Mapping[str, tuple[str, Collection[str], int | None]] = {
+    "modules": (r"[^.]+\..+", DTYPES, None),
+    "optimizers": (r"\d{1,9}\.state\.\d{1,9}\..+", DTYPES, None),
+    "residuals": (r"\d{1,9}\..+", _FLOATING, 2),
+    "received": (r".+", _FLOATING, None),
+    "generators": (r"\d{1,9}\.(cpu|cuda)", ["uint8"], 1),
+}
 
 
 def _check_tensors(reader: Reader, document: Written) -> None:
@@ -155,19 +129,18 @@ def _check_tensors(reader: Reader, document: Written) -> None:
     ranks = sum(name.startswith("generators.") and name.endswith(".cpu") for name in reader.index.tensors)
     sizes = [sum(len(group["params"]) for group in groups) for groups in document.groups]
     for name, entry in reader.index.tensors.items():
-        if not _NAMES.fullmatch(name):
+        kind, _, rest = name.partition(".")
+        pattern, dtypes, dims = _TENSORS.get(kind, ("", (), None))
+        if not pattern or not re.fullmatch(pattern, rest, re.S):
             raise ValueError(f"{name!r:.60} is not a name of a tensor in a checkpoint")
-        kind, number, *rest = name.split(".")
-        if kind == "optimizers" and not (int(number) < len(sizes) and int(rest[1]) < sizes[int(number)]):
-            raise ValueError(f"{name!r:.60} belongs to no parameter")
-        codec = saved_codec(name) if kind == "optimizers" else None
-        if codec is not None and (entry.dtype != "uint8" or entry.shape[1:] != (codec.block_bytes,)):
-            raise ValueError(f"{name!r:.60} has no codes of blocks")
-        if kind == "residuals" and entry.shape[:1] != (min(ranks, document.ranks),):
+        if entry.dtype not in dtypes or dims not in (None, len(entry.shape)):
+            raise ValueError(f"{name!r:.60} is of {entry.dtype} {entry.shape!r:.60}, which {kind} are not")
+        if kind == "optimizers":
+            optimizer, _, parameter, *_ = rest.split(".")
+            if not (int(optimizer) < len(sizes) and int(parameter) < sizes[int(optimizer)]):
+                raise ValueError(f"{name!r:.60} belongs to no parameter")
+            codec = saved_codec(name)
+            if codec is not None and (entry.dtype != "uint8" or entry.shape[1:] != (codec.block_bytes,)):
+                raise ValueError(f"{name!r:.60} has no codes of blocks")
+        if kind == "residuals" and entry.shape[0] != min(ranks, document.ranks):
             raise ValueError(f"{name!r:.60} has no row for each of {document.ranks} ranks")
-        if kind == "residuals" and (len(entry.shape) != 2 or not DTYPES[entry.dtype].is_floating_point):
-            raise ValueError(f"{name!r:.60} has no row for each rank")
-        if kind == "received" and not DTYPES[entry.dtype].is_floating_point:
-            raise ValueError(f"{name!r:.60} are no weights")
-        if kind == "generators" and (entry.dtype != "uint8" or len(entry.shape) != 1):
-            raise ValueError(f"{name!r:.60} is not a state of a generator")

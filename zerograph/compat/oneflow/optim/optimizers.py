@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerograph.compat.oneflow.optim.base import (
-    TableOptimizer,
-    check,
-    counted,
-    gradient_of,
-    moments,
-    zeros,
-)
+from zerograph.compat.oneflow.optim.base import TableOptimizer, check, counted, gradient_of, moments, zeros
 from zerograph.errors import ConfigError
 
 

@@ -41,12 +41,12 @@ def to_global(
     like = shared(input, first)
     tree = like if input is None else input
 
-    def placed(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or (not leaf.dim() and mesh.size() < dist.get_world_size()):
+    def placed(leaf: Tensor) -> Tensor:
+        if not leaf.dim() and mesh.size() < dist.get_world_size():
             return leaf
         return tensors.to_global(leaf, mesh, sbp(tree, leaf) if callable(sbp) and not isinstance(sbp, Sbp) else sbp)
 
-    return pytree.tree_map(placed, tree)
+    return pytree.tree_map_only(Tensor, placed, tree)
 
 
 def to_local(input: Any, *, copy: bool = False) -> Any:
@@ -56,11 +56,4 @@ def to_local(input: Any, *, copy: bool = False) -> Any:
         input: a nesting with global tensors.
         copy: copy the parts, so that they share no memory with the global tensors.
     """
-
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        local = leaf.to_local()
-        return local.clone() if copy else local
-
-    return pytree.tree_map(part, input)
+    return pytree.tree_map_only(DTensor, lambda leaf: leaf.to_local().clone() if copy else leaf.to_local(), input)

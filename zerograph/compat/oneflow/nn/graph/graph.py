@@ -26,8 +26,6 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.graph import ZeroGraph
 from zerograph.ir.grad_scaler import GradScaler
-from zerograph.ir.metadata import origin
-from zerograph.ir.sbp import show
 from zerograph.ir.zero import DEFAULT_STAGE, options_of_mode
 from zerograph.runtime.job.process_group import Job, rank
 
@@ -192,12 +190,9 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         if global_input is None:
             return result
         mesh = global_input.device_mesh
-
-        def as_global(leaf: Any) -> Any:
-            plain = isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
-            return replicated(leaf, mesh) if plain else leaf
-
-        return pytree.tree_map(as_global, result)
+        return pytree.tree_map_only(
+            Tensor, lambda leaf: leaf if isinstance(leaf, DTensor) else replicated(leaf, mesh), result
+        )
 
     def state_dict(self, destination: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the state of each module under its name, and other state under ``zerograph``. A collective.
@@ -226,7 +221,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
             ConfigError: the state does not fit; nothing has changed then.
         """
         self._check_state(state, strict)
-        plain = pytree.tree_map(lambda leaf: whole_of(leaf) if isinstance(leaf, Tensor) else leaf, dict(state))
+        plain = pytree.tree_map_only(Tensor, whole_of, dict(state))
         rest = plain.pop(_REST, None)
         now = super().state_dict() if rest is None or not strict else {}
         modules = self._stateless() | plain if strict else _filled(now["modules"], plain)
@@ -291,7 +286,7 @@ class Graph(ZeroGraph, metaclass=_TakesSwitches):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], object] | None = None
     ) -> tuple[CompiledStep, Batch]:
         if self.config.gradient_accumulation_steps > 1:
-            args, kwargs = pytree.tree_map(_cut_on_one_rank, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(DTensor, _cut_on_one_rank, (args, kwargs))
         self._follow(_globals((args, kwargs)))
         return super()._ready(args, kwargs, check)
 
@@ -337,9 +332,9 @@ def _globals(inputs: Any) -> Iterator[DTensor]:
     return (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, DTensor))
 
 
-def _cut_on_one_rank(value: Any) -> Any:
+def _cut_on_one_rank(value: DTensor) -> DTensor:
     """Return a global tensor on one rank with the SBP ``split(0)``, along which accumulation cuts."""
-    if not isinstance(value, DTensor) or value.device_mesh.size() > 1 or not value.dim():
+    if value.device_mesh.size() > 1 or not value.dim():
         return value
     split = [Shard(0)] + [Replicate()] * (value.device_mesh.ndim - 1)
     return DTensor.from_local(value.to_local(), value.device_mesh, split, run_check=False)
@@ -359,9 +354,6 @@ def _report(graph: ZeroGraph, title: str, level: int) -> str:
     if level >= 1:
         lines += [f"  pass {p.name}: {p.nodes} nodes, {p.seconds:.3f} s. {p.summary}" for p in graph.inspect.passes]
     if level >= 2:
-        for node in graph.inspect.graph.graph.nodes:
-            sbp = node.meta.get("sbp")
-            where = origin(node)
-            line = f"  {node.format_node() or node.name}{f'  {show(sbp)}' if isinstance(sbp, tuple) else ''}"
-            lines.append(line + (f"  {where.module} {where.source} {where.code}".rstrip() if level >= 3 else ""))
+        nodes = graph.inspect.text().splitlines()
+        lines += [f"  {line if level >= 3 else line.partition('  # ')[0]}" for line in nodes]
     return "\n".join(lines)
