@@ -85,9 +85,3 @@ def on_ranks(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns under a launcher."""
     with launched():
         return function(*args)
-
-
-def samples(count: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 6, generator=generator)
-    return TensorDataset(x, torch.randint(0, 4, (count,), generator=generator))
