@@ -8,6 +8,7 @@ memory, like tmpfs, keeps them all the same.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import socket
@@ -169,7 +170,8 @@ def _create(folder: Path, rank: int, keep: bool) -> StateFile:
             f"{path} cannot be created: {error.strerror}\nGive a writable directory as nvme_path."
         ) from error
     file = StateFile(path, descriptor, direct, rank=rank, keep=keep)
-    weakref.finalize(file, _close, descriptor, None if keep else path, os.getpid())
+    # A finalizer's own way of running at exit is lost in processes that Python 3.13 forks.
+    atexit.register(weakref.finalize(file, _close, descriptor, None if keep else path, os.getpid()))
     return file
 
 

@@ -263,7 +263,7 @@ def torchs() -> float:
 
 DOUBTS: dict[str, Callable[[], float]] = {
     "calls time.time()": lambda: time.time() * 0,
-    "calls io.open()": text_of_file,
+    "io.open()": text_of_file,
     "calls builtins.eval()": lambda: float(eval("1.5")),
     "all environment variables": lambda: float(len(dict(os.environ))),
     "calls posix.listdir()": lambda: float(len(os.listdir("/"))),

@@ -61,7 +61,7 @@ _OF_CLASSES = ADDED | frozenset(
     {
         *("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__slotnames__"),
         *("__abstractmethods__", "__orig_bases__", "__parameters__", "__slots__", "__hash__", "__dataclass_params__"),
-        *("_abc_impl", "___needs_generation_tag_patch"),
+        *("_abc_impl", "___needs_generation_tag_patch", "___has_generation_tag_patch"),
     }
 )
 # Entries of the classes that zerograph gives prepared modules, and parameters: to a trace they are their bases.
