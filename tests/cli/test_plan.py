@@ -177,6 +177,11 @@ def test_an_option_may_have_another_value_than_the_scripts(script: str) -> None:
         ("plan", "bucket_size", "--set bucket_size: give OPTION=VALUE, such as seed=1"),
         ("inspect", "offload.gradients=cpu", "offload has optimizer, parameters, activations"),
         ("diff", "offload.optimizer=gpu", "offload to 'gpu': unknown device"),
+        ("plan", "zero.seed=1", "--set zero.seed=1: the option is config.seed"),
+        ("plan", "zero.offload.optimizer=cpu", "the option is config.memory.offload"),
+        ("plan", "offload=cpu", "offload has optimizer, parameters, activations"),
+        ("plan", "backend=torch.save", "unknown backend"),
+        ("plan", "seed={[]: 1}", "seed = '{[]: 1}': give a whole number"),
     ],
 )
 def test_an_option_that_cannot_be_set_is_told(script: str, command: str, text: str, said: str) -> None:

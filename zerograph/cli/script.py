@@ -21,7 +21,7 @@ import typer
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.progress import tell
-from zerograph.config import Config
+from zerograph.config import OPTIONS, Config, place
 from zerograph.errors import ConfigError, ZeroGraphError, did_you_mean
 from zerograph.graph import ZeroGraph
 from zerograph.inspection.step import Prepared
@@ -133,13 +133,16 @@ def _set(config: Config, settings: Sequence[str]) -> None:
     for text in settings:
         path, is_given, value = text.partition("=")
         *groups, name = path.split(".")
+        option = groups.pop() if groups[-1:] == ["offload"] else name
         if not is_given:
             raise ConfigError(f"--set {text}: give OPTION=VALUE, such as seed=1 or offload.optimizer=cpu")
-        if groups[-1:] == ["offload"]:
-            offload: Offload = values.get("offload", config.memory.offload)
+        if option in OPTIONS and not f".{place(option)}".endswith(".".join(("", *groups, option))):
+            raise ConfigError(f"--set {text}: the option is {place(option)}")
+        if option == "offload":
+            offload: Offload = values.get(option, config.memory.offload)
             if name not in vars(offload):
                 raise ConfigError(f"--set {text}: offload has {', '.join(vars(offload))}")
-            values["offload"] = replace(offload, **{name: _value_of(value)})
+            values[option] = replace(offload, **{name: _value_of(value)})
         else:
             values[name] = _value_of(value)
     config.set(**values)
@@ -147,12 +150,10 @@ def _set(config: Config, settings: Sequence[str]) -> None:
 
 def _value_of(text: str) -> Any:
     """Return a value of Python, such as a number or None, or a dtype of torch; other text is itself."""
-    if text.startswith("torch."):
-        return getattr(torch, text.removeprefix("torch."), text)
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    dtype = getattr(torch, text.removeprefix("torch."), None) if text.startswith("torch.") else None
+    with contextlib.suppress(ValueError, SyntaxError, TypeError):
+        return dtype if isinstance(dtype, torch.dtype) else ast.literal_eval(text)
+    return text
 
 
 def shown_precision(step: ZeroGraph) -> str:
