@@ -219,6 +219,8 @@ def test_more_micro_batches_than_the_graph_has_are_tried() -> None:
     step.config.zero.stage = "auto"
     again = zg.plan(step, X, world_size=RANKS, device="cpu", fit=least, headroom=0)
     assert [one.verdict for one in again.alternatives] == [one.verdict for one in found.alternatives]
+    with pytest.warns(zg.ZeroGraphWarning, match="'mode'"):
+        assert zg.plan(step, X, world_size=RANKS, device="cpu", mode="off").alternatives == ()
 
 
 def test_a_directory_without_a_search_is_a_mistake() -> None:

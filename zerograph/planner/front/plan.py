@@ -164,7 +164,7 @@ def plan(
         ranks, is_free, shape = config.mesh.context_parallel, ranks_of_row(config) == 1, with_rows(grid, config).shape
         if order is not None and len(shape) != len(size):
             raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
-    if stage == "auto" or (stage is None and graph.config.zero.stage == "auto"):
+    if (options.get("stage", graph.config.zero.stage) if stage is None else stage) == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
         free = mesh is None and is_free
 
