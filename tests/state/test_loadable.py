@@ -302,6 +302,7 @@ def test_a_hyperparameter_that_the_graph_has_itself_is_taken() -> None:
 @pytest.mark.parametrize(("key", "value"), [("base_lrs", [float("nan")]), ("last_epoch", float("inf"))])
 def test_a_scheduler_that_would_go_on_from_no_number_is_refused(key: str, value: Any) -> None:
     scheduler = lr_scheduler.StepLR(adamw(make("mlp").parameters()), 3)
-    state = {**scheduler.state_dict(), key: value}
+    state = {**scheduler.state_dict(), key: value, "_schedulers": None}
+    check_scheduler(scheduler, {**state, **scheduler.state_dict()})
     with pytest.raises(zg.ConfigError, match=f"says '{key}' = "):
         check_scheduler(scheduler, state)

@@ -355,7 +355,7 @@ def check_scheduler(scheduler: LRScheduler, state: Any, impossible: type[ZeroGra
         no_number = no_number or (_is_torch_class(kind) and any(map(math.isnan, numbers)))
         if hides or no_number or (key in own and _differs_in_type(value, own[key], allow_none=True)):
             raise impossible(f"the state says {key!r:.60} = {value!r:.60} of {kind.__name__}: no such value")
-    for inner, inner_state in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+    for inner, inner_state in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers") or (), strict=False):
         check_scheduler(inner, inner_state, impossible)
 
 

@@ -86,7 +86,7 @@ def written(reader: Reader) -> Written:
         )
         for number, groups in enumerate(decoded.groups):
             numbers = [number for group in groups for number in group["params"]]
-            if numbers != list(range(len(numbers))) or bool in map(type, numbers):
+            if {*map(type, numbers)} - {int} or numbers != list(range(len(numbers))):
                 raise ValueError(f"the parameters of optimizer {number} have the numbers {numbers!r:.40}")
         if len(state["lr_schedulers"]) != len(decoded.groups):
             raise ValueError("it needs a scheduler, or None, for each optimizer")
