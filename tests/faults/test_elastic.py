@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from typer.testing import CliRunner
@@ -45,6 +46,7 @@ from tests.scripts import run_by_torchruns_agent
 from zerograph.__main__ import app
 from zerograph.capture.captured import Captured
 from zerograph.capture.trace import Capture
+from zerograph.cli import elastic
 from zerograph.cli.elastic import Supervisor, _interface
 from zerograph.loops.elastic import _buddies, _interval, _Loop
 from zerograph.runtime.job.elastic import Generation, JobLostError
@@ -411,6 +413,23 @@ def test_launchers_that_do_not_fit_together_say_so_at_once(tmp_path: Path) -> No
         assert f"--elastic is 1:3 on b, and 1:2 on {first}" in launch("1:3", *hosts)
         assert "its digest is" in launch("1:2", *hosts)
         del store, launcher
+
+
+def test_a_minority_waits_anew_in_each_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, now, store = "abcdefg", 1.0, dist.HashStore()
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now))
+    launcher = Supervisor([], 1, 7, 0, 5.0, 1, hosts, "a")
+    launcher._store, launcher._claims = store, elastic._Claims(tmp_path)
+    launcher._generation = elastic._Generation(1, range(7), 7, hosts)
+    for generation, left in ((1, "abc"), (2, "a")):
+        launcher._workers = {hosts.index(host): elastic._Worker(host) for host in left}
+        launcher._launchers = {hosts.index(host): elastic._Launcher(now, host=host) for host in left[1:]}
+        for number in launcher._workers:
+            store.set(f"want/{number}", f"[{generation}, null]")
+        for seconds, formed in ((0, generation), (14, generation), (2, generation + 1)):
+            now += seconds
+            launcher._form()
+            assert launcher._generation.number == formed
 
 
 def test_without_a_copy_and_without_a_checkpoint_the_error_says_so(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_a_hyperparameter_that_could_not_be_one_is_refused(
     pairs = group["dict"]
     pairs[[name for name, _ in pairs].index(key)][1] = value
     file.write_text(sign(body))
-    with pytest.raises(zg.CheckpointError, match=f"says {key} = .* of AdamW, which has .*: no such value|have the numbers"):
+    with pytest.raises(zg.CheckpointError, match=f"says {key} = .* of AdamW, .*: no such value|have the numbers"):
         step.load(path)
 
 

@@ -558,7 +558,8 @@ class Supervisor:
         ranks = self._ranks(len(order), waiting)
         if ranks:
             hosts = [self._workers[number].host for number in order]
-            self._generation, self._awaited = _Generation(generation + 1, order, ranks, hosts), set()
+            self._generation = _Generation(generation + 1, order, ranks, hosts)
+            self._awaited, self._few_since = set(), 0.0
             if self._claims is not None:
                 self._claims.claim(self._generation)
             # All that live have left the earlier generations.
