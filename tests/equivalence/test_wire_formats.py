@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from tests.runtime.test_across_hosts import on_host
 
 STEPS, SAMPLES = 3, 12
 BOTH: tuple[Any, ...] = ("bf16", "int8", "int4")
-
-Coding = Callable[[Tensor], Tensor]
 
 
 def model() -> nn.Module:

@@ -557,8 +557,7 @@ class Supervisor:
         order += [number for number in sorted(waiting) if number not in workers]
         ranks = self._ranks(len(order), waiting)
         if ranks:
-            hosts = [self._workers[number].host for number in order]
-            self._generation = _Generation(generation + 1, order, ranks, hosts)
+            self._generation = _Generation(generation + 1, order, ranks, [self._workers[one].host for one in order])
             self._awaited, self._few_since = set(), 0.0
             if self._claims is not None:
                 self._claims.claim(self._generation)

@@ -29,7 +29,6 @@ from zerograph.runtime.state import adopt_shard, own_state, store_of, stores_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-from zerograph import _torch
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -430,7 +429,7 @@ def check_shared_memory(members: Members) -> None:
         ConfigError: a trainable parameter overlaps another member; names both.
     """
     # A parameter whose values are split between ranks has one element, in memory of its own.
-    with _torch.without_torch_function():
+    with without_torch_function():
         spans = sorted(_spans(members), key=lambda span: span.begin)
         open_spans: list[_Span] = []
         for span in spans:
