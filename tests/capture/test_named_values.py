@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zerograph as zg
@@ -264,3 +265,36 @@ def on_one_rank() -> str:
 def test_a_change_on_one_rank_only_is_an_error_that_names_the_value(pool: Pool) -> None:
     for message in pool.run(2, on_one_rank):
         assert "options.factor" in message
+
+
+class Called(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def build(self, x: Tensor) -> Tensor:
+        h = F.relu(x + self.linear.weight.square()) + F.dropout(x, 0.0)
+        return F.softmax(h, 0) + h.norm() + h.abs() + F.embedding(x.long(), self.linear.weight).sum()
+
+
+@pytest.mark.filterwarnings(r"ignore:build\(\) adds to calls")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [*((F, name) for name in ("relu", "dropout", "softmax", "embedding")), (Tensor, "norm"), (Tensor, "abs")],
+)
+def test_a_function_in_place_of_torchs_is_called_as_often_as_in_plain_pytorch(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    plain, calls, step, x = getattr(owner, name), [], Called(), torch.ones(3, 3)
+
+    def doubled(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(name)
+        return 2 * plain(*args, **kwargs)
+
+    expected = [step.build(x)]
+    monkeypatch.setattr(owner, name, doubled, raising=False)
+    expected.append(step.build(x))
+    assert not torch.equal(*expected)
+    calls.clear()
+    torch.testing.assert_close(step(x), expected[1])
+    assert calls == [name]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ def substituted(counts_any: bool = True) -> Iterator[None]:
         counts_any: ``bincount`` has ``minlength`` bins. In a loop it may get more, as in plain PyTorch.
     """
     with (
+        replaced(_called_once()),
         replaced(_replacements(counts_any)),
         _torch.trusted_causal_flags(),
         _torch.unchecked_distributions(),
@@ -50,6 +52,27 @@ def substituted(counts_any: bool = True) -> Iterator[None]:
         replaced(untraced_masks()),
     ):
         yield
+
+
+def _called_once() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the functions that a script has put in place of torch's: owner, name, and one that modes do not see.
+
+    torch's own function, which such a function calls, finds itself by its name to tell a mode of it, so each mode of a
+    trace would call the script's once more.
+    """
+    for owner in (F, torch, Tensor):
+        for name, value in [*vars(owner).items()]:
+            if isinstance(value, types.FunctionType) and not str(value.__globals__.get("__name__")).startswith("torch"):
+                yield owner, name, _unseen(value)
+
+
+def _unseen(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _torch.plain_tensors():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _replacements(counts_any: bool) -> Iterator[tuple[Any, str, Any]]:
