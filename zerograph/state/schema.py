@@ -60,7 +60,7 @@ def check(value: Any, schema: Any, what: str, place: str = "") -> None:
         return
     kind, words = _KINDS[schema if isinstance(schema, type) else type(schema)]
     is_other = isinstance(value, (str, bool)) and kind is not str
-    if is_other or not isinstance(value, kind) or (isinstance(schema, range) and value not in schema):
+    if is_other or not isinstance(value, kind) or (isinstance(schema, range) and int(value) not in schema):
         raise ConfigError(f"{what}: {place or 'it'} is {' '.join(repr(value).split())[:60]}, not {words}")
     if isinstance(schema, list):
         schema, value = {...: schema[0]}, dict(enumerate(value))
