@@ -298,3 +298,17 @@ def test_a_function_in_place_of_torchs_is_called_as_often_as_in_plain_pytorch(
     calls.clear()
     torch.testing.assert_close(step(x), expected[1])
     assert calls == [name]
+
+
+@pytest.mark.parametrize(("owner", "name"), [(F, "relu"), (Tensor, "abs")])
+def test_a_function_of_torch_that_the_code_has_kept_is_torchs(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    kept, x = getattr(owner, name), torch.ones(3)
+
+    class Kept(zg.ZeroGraph):
+        def build(self, x: Tensor) -> Tensor:
+            return kept(x)
+
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: 2 * kept(*args, **kwargs), raising=False)
+    assert torch.equal(Kept()(x), x)

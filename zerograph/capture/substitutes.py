@@ -54,16 +54,32 @@ def substituted(counts_any: bool = True) -> Iterator[None]:
         yield
 
 
+def _is_torchs(value: Any) -> bool:
+    return str(value.__globals__.get("__name__")).startswith("torch")
+
+
+# torch's functions of Python, as they were at first.
+_TORCHS = {
+    (owner, name): value
+    for owner in (F, torch, Tensor)
+    for name, value in vars(owner).items()
+    if isinstance(value, types.FunctionType) and _is_torchs(value)
+}
+
+
 def _called_once() -> Iterator[tuple[Any, str, Any]]:
     """Yield the functions that a script has put in place of torch's: owner, name, and one that modes do not see.
 
     torch's own function, which such a function calls, finds itself by its name to tell a mode of it, so each mode of a
-    trace would call the script's once more.
+    trace would call the script's once more. A mode that is told of it all the same runs the attribute ``torchs``.
     """
     for owner in (F, torch, Tensor):
         for name, value in [*vars(owner).items()]:
-            if isinstance(value, types.FunctionType) and not str(value.__globals__.get("__name__")).startswith("torch"):
-                yield owner, name, _unseen(value)
+            if isinstance(value, types.FunctionType) and not _is_torchs(value):
+                in_c = vars(torch._C.TensorBase).get(name) if owner is Tensor else None
+                unseen = _unseen(value)
+                unseen.torchs = _unseen(_TORCHS.get((owner, name), in_c) or value)
+                yield owner, name, unseen
 
 
 def _unseen(function: Any) -> Any:
