@@ -146,9 +146,20 @@ def numbered_cpu() -> None:
     assert torch.nn.functional.embedding(x.long().abs() % 3, torch.ones(3, 2)).sbp == (zg.sbp.split(0),)
 
 
+def writes_past_the_count() -> None:
+    """A sum that all ranks have read is read anew after a write through ``.data``, which torch does not count."""
+    total = distributed(whole(), (4, 4)).sum()
+    assert total.sbp == (zg.sbp.partial_sum,)
+    before = total.item()
+    total.data.mul_(2)
+    assert total.item() == 2 * before
+    total.data.zero_()
+    assert total.item() == 0
+
+
 CHECKS = [
     *(metadata, reading, gradients, sums_that_an_operator_needs, gradients_of_gradients, hooks, conversions, dtensors),
-    *(copies, numbered_cpu),
+    *(copies, numbered_cpu, writes_past_the_count),
 ]
 
 

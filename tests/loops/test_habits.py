@@ -228,6 +228,16 @@ def gradients_of_samples(model: nn.Module, optimizer: torch.optim.Optimizer, x: 
     return torch.tensor([gradients[name].abs().max() for name in parameters]).sum().item()
 
 
+def inner_steps(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    """Learn to learn, as MAML: weights that were updated inside of the loss take the place of the parameters."""
+    values: dict[str, Tensor] = dict(model.named_parameters())
+    for _ in range(2):
+        inner = F.cross_entropy(torch.func.functional_call(model, values, (x,)), y)
+        gradients = torch.autograd.grad(inner, list(values.values()), create_graph=True)
+        values = {name: one - 0.1 * g for (name, one), g in zip(values.items(), gradients, strict=True)}
+    return update(optimizer, F.cross_entropy(torch.func.functional_call(model, values, (-x,)), y)).item()
+
+
 def changed_state(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     loss = update(optimizer, F.cross_entropy(model(x), y))
     # As averages of models do. No version counts the second.
@@ -661,6 +671,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "a draw of one row": (draw_of_one_row, perceptron),
     "packed sequences": (packed_sequences, Packed),
     "hooks of the optimizer": (hooks_of_the_optimizer, perceptron),
+    "inner steps": (inner_steps, perceptron),
 }
 
 

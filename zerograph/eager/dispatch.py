@@ -96,6 +96,10 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     found = _, _, numbers = list[Any](), list[Any](), list[Any]()
     is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
     result = _called(kind, known, args, kwargs, now, found, is_split)
+    for index in known.written:
+        one = args[index] if index < len(args) else None
+        if type(one) is kind:
+            one.local._zerograph_writes = getattr(one.local, "_zerograph_writes", 0) + 1
     if any(numbers):
         number = hash(tuple(numbers))
         for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
@@ -371,11 +375,11 @@ def whole_of(x: GlobalTensor) -> Tensor:
     """Return the whole tensor on every rank, plain and without history. A collective unless every rank has it."""
     if x.viewed is not None:
         refresh(x)
-    if x.known is not None and x.known[0] == _torch.version(x):
+    if x.known is not None and x.known[0] == x.writes:
         return x.known[1].clone()  # type: ignore[no-any-return]
     whole: Tensor = boxed(type(x), x, world().whole).local
     if not x.dim() and whole is not x.local:
-        x.known = _torch.version(x), whole
+        x.known = x.writes, whole
     return whole
 
 

@@ -49,7 +49,7 @@ class GlobalTensor(Tensor):
         spec: metadata of the whole tensor.
         local: this rank's part.
         viewed: what it is a view of, if its elements are a copy of those; else None.
-        known: number of writes to a 0-d tensor when all ranks learned its value, and the value.
+        known: ``writes`` of a 0-d tensor when all ranks learned its value, and the value.
         number: differs between ranks if the tensor was computed with numbers or plain tensors that do.
     """
 
@@ -58,7 +58,7 @@ class GlobalTensor(Tensor):
     spec: Spec
     local: Tensor
     viewed: View | None
-    known: tuple[int, Tensor] | None
+    known: tuple[tuple[int, int], Tensor] | None
     number: int = 0
 
     @staticmethod
@@ -142,6 +142,11 @@ class GlobalTensor(Tensor):
             dispatch.refresh(one)
         DATA.__set__(self, one)
         self.local, self.spec, self.viewed, self.known = one.local, one.spec, None, None
+
+    @property
+    def writes(self) -> tuple[int, int]:
+        """The number of writes that torch counts, and of those to this rank's part, by ``.data`` too."""
+        return _torch.version(self), getattr(self.local, "_zerograph_writes", 0)
 
     @property
     def sbp(self) -> NdSbp:

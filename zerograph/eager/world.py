@@ -130,8 +130,8 @@ class World:
         losses, self._losses = self._losses, []
         rows = [struct.unpack(f"<{_MOST_LOSSES}d", struct.pack(f"<{2 * _MOST_LOSSES}I", *row)) for row in summands]
         for (reference, version, local), values in zip(losses, zip(*rows, strict=True), strict=False):
-            if (loss := reference()) is not None and loss.known is None:
-                loss.known = version, torch.stack([local.new_tensor(one) for one in values]).sum()
+            if (loss := reference()) is not None and loss.known is None and _torch.version(loss) == version:
+                loss.known = loss.writes, torch.stack([local.new_tensor(one) for one in values]).sum()
 
     def seed(self) -> int:
         """Draw a number from torch's generator, as the seed of a graph's random numbers.

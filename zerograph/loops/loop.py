@@ -331,9 +331,16 @@ class Loop:
             self.members["loose"] = before if is_same else nn.ParameterList(loose.values())  # type: ignore[assignment]
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make parameters whole where the loop computes with them. Their gradients are torch's own."""
+        """Make parameters whole where the loop computes with them. Their gradients are torch's own.
+
+        In their place a module may have global tensors, by ``torch.func.functional_call()``, which stay what they are.
+        """
         show = self._show
-        parameters = [one for one in parameters if getattr(one, "_zerograph_whole", None) != show]
+        parameters = [
+            one
+            for one in parameters
+            if not isinstance(one, GlobalTensor) and getattr(one, "_zerograph_whole", None) != show
+        ]
         self._watched += parameters
         for parameter in parameters:
             parameter._zerograph_whole = show  # type: ignore[attr-defined]
