@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import types
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -23,7 +25,7 @@ from tests.models import update_by
 from tests.pool import Pool
 
 FACTOR = 1.0
-TABLE: dict[str, Any] = {"factor": 1.0, "deep": [1.0, {"last": 1.0}]}
+TABLE: dict[str, Any] = {"factor": 1.0, "deep": [1.0, {"last": 1.0}], "cached": 1.0, "tabled": 1.0, "partial": 1.0}
 WEIGHT = torch.ones(1, dtype=torch.float64)
 IN_CONTEXT: ContextVar[float] = ContextVar("factor")
 DAY = datetime.date(2026, 1, 1)
@@ -86,7 +88,17 @@ def counted() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
     return scaled, change
 
 
-options, slots, criterion = Options(), Slots(), Criterion()
+@functools.cache
+def of_table(name: str) -> Any:
+    return TABLE[name]
+
+
+def by_table(x: Tensor) -> Tensor:
+    return x * TABLE["tabled"]
+
+
+options, slots, criterion, referred = Options(), Slots(), Criterion(), Options()
+FUNCTIONS, PARTIAL = {"by_table": by_table}, functools.partial(lambda x, y: x * y * TABLE["partial"], 1.0)
 scaled, change_closure = counted()
 # A name that the model has for something else.
 loss: Any = None
@@ -98,12 +110,13 @@ class Model(nn.Module):
         self.linear = nn.Linear(4, 4, dtype=torch.float64)
         self.options, self.table = Options(), {"factor": 1.0}
         self.loss, self.schedule, self.called = 1.0, Schedule(), Schedule().__call__
-        self.ordered = OrderedDict(first=1.0, second=2.0)
+        self.ordered, self.reference = OrderedDict(first=1.0, second=2.0), weakref.ref(referred)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.called(self.schedule(x)) * IN_CONTEXT.get() * DAY.day * LARGE[0] * next(iter(self.ordered.values()))
         x = torch.tanh(self.linear(x)) * FACTOR * TABLE["factor"] * TABLE["deep"][1]["last"] * WEIGHT * self.loss
         x = scaled(activation(x)) * slots.factor * self.table["factor"]
+        x = PARTIAL(FUNCTIONS["by_table"](x)) * of_table("cached") * self.reference().factor  # type: ignore[union-attr]
         return options.scaled(self.options.scaled(x))
 
 
@@ -111,7 +124,9 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "a global": lambda _: globals().update(FACTOR=2.0),
     "an entry of a dict": lambda _: TABLE.update(factor=0.5),
     "a dict in a list in a dict": lambda _: TABLE["deep"][1].update(last=3.0),
-    "a dict in place of another": lambda _: globals().update(TABLE={"factor": 0.25, "deep": [0.0, {"last": 2.0}]}),
+    "a dict in place of another": lambda _: globals().update(
+        TABLE={**TABLE, "factor": 0.25, "deep": [0.0, {"last": 2.0}]}
+    ),
     "a global tensor": lambda _: globals().update(WEIGHT=torch.full((1,), 2.0, dtype=torch.float64)),
     "a function": lambda _: globals().update(activation=torch.relu),
     "an attribute of an object": lambda _: setattr(options, "factor", 0.7),
@@ -135,6 +150,10 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "an array": lambda _: LARGE.__setitem__(0, 0.5),
     "the order of a dict": lambda model: model.ordered.move_to_end("first"),
     "a dict of the model": lambda model: model.table.update(factor=1.6),
+    "an object behind a weak reference": lambda _: setattr(referred, "factor", 0.4),
+    "what a cached function reads": lambda _: (TABLE.update(cached=0.7), of_table.cache_clear()),
+    "what a function in a dict reads": lambda _: TABLE.update(tabled=0.7),
+    "what a partial function reads": lambda _: TABLE.update(partial=0.7),
     "a function of torch": lambda _: setattr(torch, "tanh", torch.sigmoid),
     "a method of a layer": lambda _: setattr(nn.Linear, "forward", lambda self, x: x @ self.weight),
     "a function of torch.nn": lambda _: setattr(nn.functional, "linear", lambda x, weight, *_: x @ weight),
@@ -156,8 +175,9 @@ def as_before() -> Iterator[None]:
     Schedule.__call__ = call  # type: ignore[method-assign]
     LARGE[0] = 1.0
     vars(options).pop("of_class", None)
-    TABLE.update(factor=1.0, deep=[1.0, {"last": 1.0}])
-    for holder in (options, slots, criterion, options.inner):
+    TABLE.update(factor=1.0, deep=[1.0, {"last": 1.0}], cached=1.0, tabled=1.0, partial=1.0)
+    of_table.cache_clear()
+    for holder in (options, slots, criterion, options.inner, referred):
         holder.factor = 1.0  # type: ignore[attr-defined]
     Options.of_class = 1.0
     change_closure(1.0)

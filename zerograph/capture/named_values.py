@@ -210,6 +210,8 @@ def _has_objects(holder: Any, steps: Sequence[Step], values: Sequence[Any]) -> C
     kind, keys = steps[0][0], [key for _, key in steps]
     if kind == "cell":
         return lambda: holder.cell_contents is values[0]
+    if kind == "call":
+        return lambda: holder() is values[0]
     table = getattr(holder, "__dict__", {}) if kind == "attr" else holder
     get: Callable[[Any], Any] = table.__getitem__
     if kind == "attr" and not all(key in table for key in keys):

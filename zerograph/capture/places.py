@@ -20,6 +20,7 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -99,8 +100,8 @@ class Place:
     Attributes:
         root: an object, a dict or the cell of a closure.
         title: the name of the root in messages.
-        steps: ``("attr", name)``, ``("key", key)``, ``("index", number)``, ``("cell", None)``; a last ``("len", own)``
-            is the length of a container.
+        steps: ``("attr", name)``, ``("key", key)``, ``("index", number)``, ``("cell", None)``, ``("call", None)`` of a
+            weak reference; a last ``("len", own)`` is the length of a container.
         own: the root is the graph, one of its modules or an optimizer's group, whose tensors are handled elsewhere.
     """
 
@@ -121,6 +122,8 @@ class Place:
         for kind, key in self.steps:
             if kind == "attr":
                 name = f"{name}.{key}" if name else str(key)
+            elif kind == "call":
+                name = f"{name}()"
             elif kind != "cell":
                 shown = type(key).__name__ if isinstance(key, Tensor) else f"{key!r:.60}"
                 name = f"len({name})" if kind == "len" else f"{name}[{shown}]" if name else str(key)
@@ -169,6 +172,8 @@ def _follow(value: Any, steps: Iterable[Step]) -> Any:
         for kind, key in steps:
             if kind == "cell":
                 value = value.cell_contents
+            elif kind == "call":
+                value = value()
             elif kind == "len":
                 value = len(_counted(value, own=key))
             elif kind == "attr":
@@ -220,6 +225,8 @@ def parts(value: Any) -> Iterator[tuple[Step, Any]]:
         yield from ((("index", number), entry) for number, entry in enumerate(value))
     elif names := next((names for kind, names in WRAPPERS.items() if isinstance(value, kind)), ()):
         yield from ((("attr", name), getattr(value, name)) for name in names)
+    elif isinstance(value, weakref.ref):
+        yield ("call", None), value()
     else:
         yield from ((("attr", name), entry) for name, entry in object_attributes(value).items())
 
@@ -329,7 +336,7 @@ def _inside(value: Any, names: Collection[str] | None) -> Iterable[tuple[Step, A
     elif isinstance(value, tuple):
         is_walked = any(not isinstance(entry, PLAIN) for entry in value)
     elif isinstance(value, _BOUND) or (names is not None and isinstance(value, LRScheduler)):
-        # The objects that they are bound to, and rates.
+        # The objects that they are bound to or refer to, and rates.
         is_walked = True
     elif names is not None and isinstance(value, torch.optim.Optimizer):
         return [(("attr", "param_groups"), value.param_groups)]
@@ -353,7 +360,7 @@ _SPACES = (types.ModuleType, type)
 _OF_CREATION = frozenset({"__init__", "__new__", "__post_init__"})
 # Special methods that no call of a model runs, unless its code makes or pickles such an object.
 _NOT_CALLED = _OF_CREATION | {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__init_subclass__"}
-_BOUND = (types.MethodType, functools.partial)
+_BOUND = (types.MethodType, functools.partial, weakref.ref)
 _NO_USERS = (*PLAIN, nn.Module, Tensor, type, types.ModuleType, torch.optim.Optimizer, random.Random)
 
 
@@ -364,6 +371,11 @@ def is_users_object(value: Any) -> bool:
     if isinstance(value, _NO_USERS):
         return False
     return is_users_module(sys.modules.get(type(value).__module__))
+
+
+def _is_scripts(value: Any) -> bool:
+    """Return whether a value is a function of the script, in a table of functions for instance."""
+    return isinstance(value, types.FunctionType) and not source.is_installed(value.__code__.co_filename)
 
 
 def is_of_library(root: Any) -> bool:
@@ -424,7 +436,7 @@ class PythonState:
             values = [value for _, value, _ in walk(self.places())]
             # Torch does not know modules in lists.
             for one in [*values, *(entry for owner, _ in self._owners for entry in vars(owner).values())]:
-                if isinstance(one, nn.Module):
+                if isinstance(one, (nn.Module, CACHES)) or _is_scripts(one):
                     self._meet_named(one, set())
             objects = [*filter(is_users_object, values)]
             for kind in {type(one) for one in (*objects, *self.modules())}:
@@ -505,7 +517,7 @@ class PythonState:
                 one = vars(value)[name]
                 if isinstance(one, FUNCTIONS) or (is_users_module(value) and not isinstance(one, _SPACES)):
                     self._meet(self._add(value, value.__name__, ("attr", name)), None)
-        elif isinstance(value, types.FunctionType):
+        elif isinstance(value, (types.FunctionType, CACHES, *_BOUND)):
             self._meet(value, None)
         elif isinstance(value, nn.Module):
             known = {id(owner) for owner, _ in self._owners}

@@ -97,8 +97,7 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
     result = _called(kind, known, args, kwargs, now, found, is_split)
     for index in known.written:
-        one = args[index] if index < len(args) else None
-        if type(one) is kind:
+        if index < len(args) and type(one := args[index]) is kind:
             one.local._zerograph_writes = getattr(one.local, "_zerograph_writes", 0) + 1
     if any(numbers):
         number = hash(tuple(numbers))
