@@ -774,6 +774,9 @@ def halves_of_own_rows() -> tuple[list[str], str]:
         model(x).chunk(2)
     with pytest.raises(zg.InputError, match="counts the rows of this rank"):
         model(x)[torch.arange(4), torch.ones(4).long()]
+    for shape in (lambda out: out.view(len(x), -1), lambda out: out.reshape((len(x), 2, -1))):
+        with pytest.raises(zg.InputError, match="begins with 4, the number of rows of this rank"):
+            shape(model(x))
     with pytest.raises(zg.InputError) as refused:
         F.normalize(model(x)).chunk(2)
     return [str(one.message) for one in seen], str(refused.value)

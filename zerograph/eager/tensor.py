@@ -35,6 +35,7 @@ _OF_ALL_RANKS = (
 _NUMBERS = {Tensor.__bool__, Tensor.__int__, Tensor.__index__, Tensor.__float__, Tensor.__complex__}
 
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_SHAPED = {Tensor.view, Tensor.reshape, torch.reshape}
 _WARN_OF_SIZES = {F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss}
 
 
@@ -94,6 +95,8 @@ class GlobalTensor(Tensor):
             world().note_loss(args[0])
         elif func is Tensor.__getitem__ and world().rows_of_ranks:
             _check_index(*args)
+        elif func in _SHAPED and world().rows_of_ranks:
+            _check_shape(*args)
         elif func in _RECURRENT:
             args = _with_split_state(*args)
         if kwargs.get("is_grads_batched"):
@@ -413,6 +416,18 @@ def _check_index(x: Any, index: Any) -> None:
             "an index counts the rows of this rank, and the tensor has those of all ranks\n"
             "Pass the loader to zg.prepare(), or the rows as zg.global_tensor(part, zg.sbp.split(0)); for one entry of "
             "each row, call gather()."
+        )
+
+
+def _check_shape(x: Any, *shape: Any) -> None:
+    """Refuse a shape that begins with the number of rows of a rank, as of ``view(len(x), -1)``: it would join rows."""
+    first = shape[0][0] if shape and isinstance(shape[0], (tuple, list)) and shape[0] else [*shape, None][0]
+    if not isinstance(x, GlobalTensor) or Split(0) not in x.spec.sbp or world().joins_rows:
+        return
+    if isinstance(first, int) and first < len(x) and first in (x.spec.rows or (len(x.local),)):
+        raise InputError(
+            f"a shape begins with {first}, the number of rows of this rank, and the tensor has the {len(x)} rows of "
+            "all ranks\nPass the loader to zg.prepare(): len(x) is then that of the whole batch."
         )
 
 
