@@ -150,7 +150,7 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "an array": lambda _: LARGE.__setitem__(0, 0.5),
     "the order of a dict": lambda model: model.ordered.move_to_end("first"),
     "a dict of the model": lambda model: model.table.update(factor=1.6),
-    "an object behind a weak reference": lambda _: setattr(referred, "factor", 0.4),
+    "an object of a weak reference": lambda _: setattr(referred, "factor", 0.4),
     "what a cached function reads": lambda _: (TABLE.update(cached=0.7), of_table.cache_clear()),
     "what a function in a dict reads": lambda _: TABLE.update(tabled=0.7),
     "what a partial function reads": lambda _: TABLE.update(partial=0.7),
@@ -318,6 +318,13 @@ def test_a_function_in_place_of_torchs_is_called_as_often_as_in_plain_pytorch(
     calls.clear()
     torch.testing.assert_close(step(x), expected[1])
     assert calls == [name]
+
+
+def test_a_function_of_a_library_named_like_torch_is_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, x, module = Called(), torch.ones(3, 3), {"__name__": "torchvision.ops", "plain": F.relu}
+    exec("def doubled(x, inplace=False): return 2 * plain(x)", module)
+    monkeypatch.setattr(F, "relu", module["doubled"])
+    torch.testing.assert_close(step(x), step.build(x))
 
 
 @pytest.mark.parametrize(("owner", "name"), [(F, "relu"), (Tensor, "abs")])

@@ -263,7 +263,7 @@ def test_what_nobody_trains_on_may_need_the_whole_batch() -> None:
     wanted = {
         "perplexity": F.cross_entropy(out, Y).exp(),
         "similar": out @ out.T,
-        # Reads what is there behind the loop only by way of another node.
+        # It reads a value that another node computes after the loop.
         "shares": (out / out.sum()).exp(),
         "out": out,
     }

@@ -55,7 +55,8 @@ def substituted(counts_any: bool = True) -> Iterator[None]:
 
 
 def _is_torchs(value: Any) -> bool:
-    return str(value.__globals__.get("__name__")).startswith("torch")
+    # Not torchvision's, for instance, which a script may put there too.
+    return str(value.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 
 # torch's functions of Python, as they were at first.
