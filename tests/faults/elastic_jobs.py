@@ -420,6 +420,8 @@ def _work(start: socket.socket, function: Callable[[int], None]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     code = 1
     try:
+        # As in ``forked_pairs``: a backward's threads must not be the first to make torch's pool of threads anew.
+        torch.set_num_threads(1)
         content, pipes, _, _ = socket.recv_fds(start, 4096, 1)
         variables = {**json.loads(content), "ZEROGRAPH_PIPE": str(pipes[0])}
         os.set_blocking(pipes[0], False)

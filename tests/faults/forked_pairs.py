@@ -131,6 +131,8 @@ def _be(rank: int, store: str, function: Callable[..., None], args: tuple[Any, .
 
     code = 1
     try:
+        # The first to set them makes torch's pool of threads anew; two threads of a backward that are first abort.
+        torch.set_num_threads(1)
         torch.manual_seed(0)
         dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
         function(tell, *args)
