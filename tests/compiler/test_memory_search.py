@@ -9,7 +9,7 @@ import pytest
 from torch import fx
 
 import zerograph as zg
-from zerograph.compiler.memory_search import Candidate, search_memory
+from zerograph.compiler.memory_search import MemoryCandidate, search_memory
 from zerograph.errors import MemoryBudgetError
 
 MIB = 2**20
@@ -19,7 +19,7 @@ MIB = 2**20
 class Step:
     """A step that fits. Its graph has no collectives, so that no buckets larger than the default are better."""
 
-    candidate: Candidate
+    candidate: MemoryCandidate
 
     @property
     def emitted(self) -> fx.Graph:
@@ -37,10 +37,10 @@ class Steps:
     """
 
     budget: int
-    peak: Callable[[Candidate], tuple[int, int, int]]
-    candidates: list[Candidate] = field(default_factory=list)
+    peak: Callable[[MemoryCandidate], tuple[int, int, int]]
+    candidates: list[MemoryCandidate] = field(default_factory=list)
 
-    def prepare(self, candidate: Candidate) -> Step | MemoryBudgetError:
+    def prepare(self, candidate: MemoryCandidate) -> Step | MemoryBudgetError:
         self.candidates.append(candidate)
         peak, activations, in_buckets = self.peak(candidate)
         if peak <= self.budget:
@@ -52,8 +52,8 @@ class Steps:
 
     def search(
         self, *, recomputed: int = 0, default: int | None = None, may_recompute: bool = False, may_offload: bool = False
-    ) -> Candidate:
-        start = Candidate(None, recomputed, offload_activations=False)
+    ) -> MemoryCandidate:
+        start = MemoryCandidate(None, recomputed, offload_activations=False)
         return search_memory(
             self.prepare, start, default_bucket_bytes=default, may_recompute=may_recompute, may_offload=may_offload
         ).candidate
@@ -67,7 +67,7 @@ class Steps:
 def in_buckets(budget: int) -> Steps:
     """Steps that hold one bucket and nothing else."""
 
-    def peak(candidate: Candidate) -> tuple[int, int, int]:
+    def peak(candidate: MemoryCandidate) -> tuple[int, int, int]:
         assert candidate.bucket_size is not None
         return candidate.bucket_size, 0, candidate.bucket_size
 
@@ -124,12 +124,12 @@ def test_what_is_missing_is_recomputed() -> None:
 
 
 def test_activations_are_offloaded_before_any_are_recomputed() -> None:
-    def peak(candidate: Candidate) -> tuple[int, int, int]:
+    def peak(candidate: MemoryCandidate) -> tuple[int, int, int]:
         return 1600 - 500 * candidate.offload_activations - candidate.min_recompute_bytes, 1600, 0
 
     steps = Steps(1000, peak)
-    assert steps.search(may_recompute=True, may_offload=True) == Candidate(None, 100, offload_activations=True)
-    assert steps.candidates[1] == Candidate(None, 0, offload_activations=True)
+    assert steps.search(may_recompute=True, may_offload=True) == MemoryCandidate(None, 100, offload_activations=True)
+    assert steps.candidates[1] == MemoryCandidate(None, 0, offload_activations=True)
 
 
 def test_rounds_grow_as_long_as_the_peak_does_not_fall() -> None:

@@ -35,7 +35,7 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.members import Members
-from zerograph.compiler.memory_search import Candidate
+from zerograph.compiler.memory_search import MemoryCandidate
 from zerograph.compiler.step_key import StepRequest
 from zerograph.config import Config, place
 from zerograph.errors import ArtifactError
@@ -133,7 +133,7 @@ def artifact_content(step: PreparedStep, trace: Recording) -> bytes:
         "captured": captured,
         "updates": updates,
         "programs": [write_program(program, writer) for program in programs],
-        "candidate": writer.value(tuple(getattr(step.candidate, one.name) for one in fields(Candidate))),
+        "candidate": writer.value(tuple(getattr(step.candidate, one.name) for one in fields(MemoryCandidate))),
         "context": context_text(context, step.captured),
         "emitted": GraphWriter(writer, context.mesh.groups).write(emitted, emitted.graph),
         "passes": [[record.name, record.summary, record.nodes, record.seconds] for record in step.passes],
@@ -289,14 +289,14 @@ class Artifact:
         return self._read(read)
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> MemoryCandidate:
         """The bucket size and the recomputation that the memory search found."""
 
-        def read() -> Candidate:
+        def read() -> MemoryCandidate:
             size, recomputed, offloads = values = self.reader.value(self.document["candidate"])
             if type(size) not in (int, type(None)) or type(recomputed) is not int or type(offloads) is not bool:
                 raise TypeError(f"{values!r:.60} are no bucket size and recomputation")
-            return Candidate(size, recomputed, offloads)
+            return MemoryCandidate(size, recomputed, offloads)
 
         return self._read(read)
 

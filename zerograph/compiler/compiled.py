@@ -17,7 +17,7 @@ from zerograph.capture.captured import Captured
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.layout import PlannedBucket
 from zerograph.compiler.members import Members
-from zerograph.compiler.memory_search import Candidate
+from zerograph.compiler.memory_search import MemoryCandidate
 from zerograph.config import Config
 from zerograph.ir.dims import Dim, SizeInput
 from zerograph.ir.grad_scaler import GradScaler
@@ -63,7 +63,7 @@ class PreparedStep:
     context: Context
     aliases: Mapping[str, str]
     warnings: tuple[str, ...]
-    candidate: Candidate
+    candidate: MemoryCandidate
     requirements: Mapping[str, str]
     batch: Batch
     layout: tuple[PlannedBucket, ...]

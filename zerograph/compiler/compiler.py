@@ -38,7 +38,7 @@ from zerograph.compiler.members import (
     repeated_blocks,
     trained_names,
 )
-from zerograph.compiler.memory_search import Candidate, search_memory
+from zerograph.compiler.memory_search import MemoryCandidate, search_memory
 from zerograph.compiler.parameter_placement import expert_groups, expert_sbps
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison, check_inputs, compare_inputs, explain_failure
 from zerograph.compiler.preparation import Observer, Preparation, Target, prepare_for_sizes
@@ -257,7 +257,7 @@ class Compiler:
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
             preparation.prepare,
-            Candidate(
+            MemoryCandidate(
                 config.zero.bucket_size, min_recompute_bytes=0, offload_activations=config.memory.offload.activations
             ),
             default_bucket_bytes=(

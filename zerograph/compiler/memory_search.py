@@ -28,7 +28,7 @@ _MIN_SHARE = 16
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MemoryCandidate:
     """One way to prepare a step.
 
     Attributes:
@@ -51,12 +51,12 @@ class Emitted(Protocol):
 
 
 Step = TypeVar("Step", bound=Emitted)
-Prepare = Callable[[Candidate], Step | MemoryBudgetError]
+Prepare = Callable[[MemoryCandidate], Step | MemoryBudgetError]
 
 
 def search_memory(
     prepare: Prepare[Step],
-    start: Candidate,
+    start: MemoryCandidate,
     *,
     default_bucket_bytes: int | None,
     may_recompute: bool,
@@ -102,7 +102,7 @@ def search_memory(
         candidate = replace(candidate, min_recompute_bytes=recomputed + more)
 
 
-def _with_largest_buckets(prepare: Prepare[Step], candidate: Candidate, default: int) -> Step | MemoryBudgetError:
+def _with_largest_buckets(prepare: Prepare[Step], candidate: MemoryCandidate, default: int) -> Step | MemoryBudgetError:
     """Return the candidate's step with the largest buckets that keep the budget, or the error with the smallest.
 
     Larger buckets need fewer collectives, and so cost less latency. Buckets exceed the default size only where that
@@ -138,7 +138,7 @@ def _with_largest_buckets(prepare: Prepare[Step], candidate: Candidate, default:
     return best if sizes[fits] < default else _with_larger_buckets(prepare, candidate, default, best)
 
 
-def _with_larger_buckets(prepare: Prepare[Step], candidate: Candidate, default: int, best: Step) -> Step:
+def _with_larger_buckets(prepare: Prepare[Step], candidate: MemoryCandidate, default: int, best: Step) -> Step:
     """Double the bucket size while the budget is kept and fewer collectives send no more bytes; return the last step.
 
     Args:

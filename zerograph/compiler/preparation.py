@@ -22,7 +22,7 @@ from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
 from zerograph.compiler.layout import Layouts, PlannedBucket, keep_gather_buffers
-from zerograph.compiler.memory_search import Candidate, budget_error
+from zerograph.compiler.memory_search import MemoryCandidate, budget_error
 from zerograph.compiler.plain_inputs import NO_COMPARISON, Comparison
 from zerograph.compiler.step_key import StepRequest
 from zerograph.errors import ArtifactError, MemoryBudgetError, PlacementError
@@ -135,7 +135,7 @@ class Preparation:
         """The captured graph."""
         return self.layouts.captured
 
-    def prepare(self, candidate: Candidate) -> PreparedStep | MemoryBudgetError:
+    def prepare(self, candidate: MemoryCandidate) -> PreparedStep | MemoryBudgetError:
         """Return the candidate's step, or the error if it does not keep the memory budget."""
         captured, layout = self.captured, self._lay_out(candidate)
         buckets = tuple(planned.layout for planned in layout)
@@ -163,13 +163,13 @@ class Preparation:
             self.warn(message)
         return self._prepared(candidate, layout, context, passes, artifact.warnings)
 
-    def _lay_out(self, candidate: Candidate) -> tuple[PlannedBucket, ...]:
+    def _lay_out(self, candidate: MemoryCandidate) -> tuple[PlannedBucket, ...]:
         config = copy.copy(self.layouts.config)
         config.zero.bucket_size = candidate.bucket_size
         return replace(self.layouts, config=config).plan()
 
     @collection_paused()
-    def _run_passes(self, candidate: Candidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
+    def _run_passes(self, candidate: MemoryCandidate, layout: Sequence[PlannedBucket]) -> PreparedStep:
         messages: dict[str, None] = {}
         show = self.warn
 
@@ -185,7 +185,7 @@ class Preparation:
 
     def _prepared(
         self,
-        candidate: Candidate,
+        candidate: MemoryCandidate,
         layout: Sequence[PlannedBucket],
         context: Context,
         passes: tuple[PassRecord, ...],
@@ -204,7 +204,9 @@ class Preparation:
             update_seconds=self.update_seconds,
         )
 
-    def _context(self, candidate: Candidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]) -> Context:
+    def _context(
+        self, candidate: MemoryCandidate, layout: Sequence[PlannedBucket], warn: Callable[[str], None]
+    ) -> Context:
         config, gradients, trains = self.layouts.config, self.request.gradients, self.layouts.trains
         updates = gradients in ("update", "accumulated")
         return Context(
