@@ -84,6 +84,24 @@ def test_gradients_can_be_read_and_changed_before_the_step(edit: Edit, count: in
     assert_same([count, count], edit, stage=count)
 
 
+def test_a_limit_of_clipping_may_be_a_tensor_that_changes() -> None:
+    def loop(model: nn.Module, optimizer: Any) -> None:
+        limit = torch.tensor(0.1)
+        for _ in range(4):
+            F.cross_entropy(model(X), Y).backward()
+            clip_grad_norm_(model.parameters(), limit)
+            optimizer.step()
+            optimizer.zero_grad()
+            limit.mul_(1.0001)
+
+    model, twin = network(), network()
+    loop(twin, torch.optim.SGD(twin.parameters(), lr=0.1))
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loop(model, optimizer)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_a_step_that_is_given_up_leaves_no_gradient() -> None:
     def loop(model: nn.Module, optimizer: Any) -> None:
         for number in range(3):

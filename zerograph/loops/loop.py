@@ -273,6 +273,8 @@ class Loop:
         mine = [one for optimizer in self.separate() for one in parameters_of(optimizer)]
         if not split or stored_gradients(parameters) or len(split) < len(self.gradients.of(mine)):
             return function(parameters, **arguments)
+        # Torch takes the number of a limit that is a tensor.
+        arguments = {name: one.item() if isinstance(one, Tensor) else one for name, one in arguments.items()}
         names = self._forward._members().names()
         edited = tuple(names[id(one)] for one in parameters)
         key = function.__name__, edited, tuple((name, repr(value)) for name, value in arguments.items())
