@@ -139,7 +139,8 @@ class Executor:
 
         def finish(numbers: Mapping[str, float], gradients: Sequence[Tensor] = ()) -> list[Tensor]:
             with self._reporting(doing):
-                self._fill(numbers)
+                # Another call may have run since: what is computed again draws by the seed of this one.
+                self._fill(numbers, seed)
                 return self._explained(lambda: run_rest(gradients), doing)
 
         return values, finish
@@ -159,17 +160,17 @@ class Executor:
             # One with a gather buffer is in memory.
             store.gathered_version = version(in_memory(store.flat))
 
-    def _fill(self, numbers: Mapping[str, float]) -> None:
+    def _fill(self, numbers: Mapping[str, float], seed: int) -> None:
         for name, tensor in self.numbers.items():
             tensor.fill_(numbers[name])
+        if self.draws:
+            self.seed.fill_(seed)
 
     def _bound(
         self, batch: Sequence[Tensor], numbers: Mapping[str, float], seed: int, sizes: Mapping[SizeInput, int]
     ) -> tuple[list[Any], list[Any]]:
         """Return the tensors that the placeholders stand for, and contiguous ones with the same values."""
-        self._fill(numbers)
-        if self.draws:
-            self.seed.fill_(seed)
+        self._fill(numbers, seed)
         constants, changing = self._by_constancy
         inputs = constants.copy()
         for index, feed in changing:

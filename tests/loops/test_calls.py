@@ -338,6 +338,39 @@ def test_a_call_that_is_differentiated_in_another_way_keeps_its_random_numbers_a
                 assert gradient == pytest.approx(expected, rel=1e-5)
 
 
+class NoisyBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(torch.tanh(self.linear(x)), 0.4, self.training)
+
+
+def gradients_of_two_calls(together: bool) -> list[Tensor]:
+    model, config = seeded(lambda: nn.Sequential(NoisyBlock(), NoisyBlock(), NoisyBlock())), zg.Config()
+    config.memory.activation_checkpointing = "blocks"
+    model, _ = zg.prepare(model, torch.optim.SGD(model.parameters()), config=config)
+    x = torch.linspace(-1, 1, 32).view(4, 8).double()
+    model(x).sum().backward()
+    model.zero_grad()
+    torch.manual_seed(5)
+    first = model(x).square().sum()
+    if not together:
+        first.backward()
+    second = model(2 * x).square().sum()
+    second.backward()
+    if together:
+        first.backward()
+    assert are_graphs(model)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_backward_recomputes_the_random_numbers_of_its_own_call() -> None:
+    for one, other in zip(gradients_of_two_calls(True), gradients_of_two_calls(False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def one_of_two_results(prepare: Any) -> list[float]:
     module = seeded(WithNoise)
     module.eval()
