@@ -371,6 +371,62 @@ def test_backward_recomputes_the_random_numbers_of_its_own_call() -> None:
         torch.testing.assert_close(one, other)
 
 
+class ScalingBlock(nn.Module):
+    """A block that reads a buffer and then changes it."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("scale", torch.linspace(1, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.linear(x)) * self.scale.view(1, 6).clone()
+        if self.training:
+            self.scale.mul_(1.1)
+        return x + torch.tanh(hidden)
+
+
+def in_blocks(*objects: Any) -> Any:
+    config = zg.Config()
+    config.memory.activation_checkpointing = "blocks"
+    return zg.prepare(*objects, config=config)
+
+
+def parameters_after_changes_of_buffers(prepare: Any) -> list[Tensor]:
+    model = seeded(lambda: nn.Sequential(*(ScalingBlock() for _ in range(3))))
+    model, optimizer, loader = prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), batches(6))
+    for number, (x, _) in enumerate(loader):
+        loss = model(x).square().sum()
+        if number > 3:
+            loss = loss + model(2 * x).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert prepare is unprepared or any(are_graphs(model))
+    return [*model.state_dict().values()]
+
+
+def test_backward_recomputes_from_buffers_as_its_own_call_has_read_them() -> None:
+    expected = parameters_after_changes_of_buffers(unprepared)
+    for one, other in zip(parameters_after_changes_of_buffers(in_blocks), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_buffer_that_changes_between_a_call_and_its_backward_is_an_error() -> None:
+    model = seeded(lambda: nn.Sequential(*(ScalingBlock() for _ in range(3)))).eval()
+    model, _, ((x, _), *_) = in_blocks(model, torch.optim.SGD(model.parameters()), batches(2))
+    for changes in (False, True):
+        loss = model(x).square().sum()
+        if changes:
+            model[1].scale.mul_(2)
+            with pytest.raises(zg.InputError, match="a buffer of a call of Sequential was changed in place"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
 def one_of_two_results(prepare: Any) -> list[float]:
     module = seeded(WithNoise)
     module.eval()

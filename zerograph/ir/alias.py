@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,14 @@ def base_of(node: fx.Node) -> fx.Node:
     while (source := viewed(node)) is not None:
         node = source
     return node
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that read a value or a view of it."""
+    for user in node.users:
+        yield user
+        if viewed(user) is node:
+            yield from readers(user)
 
 
 def shared_arguments(node: fx.Node) -> Sequence[fx.Node | None]:

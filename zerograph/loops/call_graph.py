@@ -29,11 +29,13 @@ from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, InputError, PlacementError
 from zerograph.inspection.trace import Trace
+from zerograph.ir.alias import readers
 from zerograph.ir.buckets import from_whole_vector
 from zerograph.ir.mesh import of_own_slices
-from zerograph.ir.pause import GRADIENT_OF
+from zerograph.ir.metadata import meta
+from zerograph.ir.pause import GRADIENT_OF, pause_of
 from zerograph.ir.sbp import NdSbp, Split
-from zerograph.ir.step_graph import writes
+from zerograph.ir.step_graph import placeholders, writes
 from zerograph.loops.containers import found_in, map_tensors, opaque_in
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.global_parts import check_numbers
@@ -180,12 +182,14 @@ class _Known(NamedTuple):
         captured: the graph.
         template: the result.
         written: the buffers that it changes. True: a statistic of batch norm.
+        read: the other buffers that backward reads.
         parts: those of :func:`parts_of`.
     """
 
     captured: object
     template: Template
     written: dict[str, bool]
+    read: Sequence[str]
     parts: dict[int, tuple[int, Index]]
 
 
@@ -336,14 +340,23 @@ class CallGraph(LoopGraph):
         buffers = self._members().buffers
         return {buffers[name]: is_statistic for name, is_statistic in names.items()}
 
+    def read_in_backward(self, step: CompiledStep) -> list[Tensor]:
+        """Return the buffers that backward reads where they are."""
+        buffers = self._members().buffers
+        return [one for name in self._known[id(step.captured)].read if not (one := buffers[name]).is_inference()]
+
     def _keep(self, step: CompiledStep, template: Template) -> None:
         roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
         names, root = [role.name.rpartition(".") for role in roles if role.kind == "buffer"], self._members().root
         written = {
             ".".join((path, name)): _torch.is_norm_statistic(root.get_submodule(path), name) for path, _, name in names
         }
-        parts = ast.literal_eval(step.captured.returned[-1])
-        self._known[id(step.captured)] = _Known(step.captured, template, written, parts)
+        graph, parts = step.executor.graph.graph, ast.literal_eval(step.captured.returned[-1])
+        pause, read = pause_of(graph), list[str]()
+        for node in placeholders(graph, "buffer"):
+            if pause is not None and any(pause < reader for reader in readers(node)):
+                read.append(meta(node)["role"].name)
+        self._known[id(step.captured)] = _Known(step.captured, template, written, read, parts)
 
     def _template(self, step: CompiledStep) -> Template:
         return self._known[id(step.captured)].template
@@ -412,7 +425,8 @@ class Begun:
     _versions: tuple[int, ...] = ()
     _outputs: Sequence[Tensor] = ()
     _seen: Sequence[int] = ()
-    _read: Sequence[int] = ()
+    # The arguments, and the buffers that backward reads, with their versions.
+    _read: dict[Tensor, int] = field(default_factory=dict)
     # The buffers that forward changes, as they were.
     _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
     # Those among them to which batch norm writes without counting it.
@@ -440,7 +454,7 @@ class Begun:
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output.detach() for output in outputs]
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
-        self._read = list(map(_torch.version, self.tensors))
+        self._read = {one: _torch.version(one) for one in (*self.tensors, *graph.read_in_backward(self.step))}
         self.parameters = _torch.trained(self.all_parameters)
         wanted = [one for one in self.tensors if one.requires_grad]
         results = _Call.apply(self, outputs, *wanted, *self.parameters)
@@ -461,10 +475,10 @@ class Begun:
         is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
         if is_bound and _versions(stores) != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
-        if list(map(_torch.version, self.tensors)) != self._read:
+        if any(_torch.version(one) != version for one, version in self._read.items()):
             raise InputError(
-                f"an argument of {self.graph._doing()} was changed in place before backward(), which needs it as it "
-                "was\nChange a copy of it, or after backward()."
+                f"an argument or a buffer of {self.graph._doing()} was changed in place before backward(), which needs "
+                "it as it was\nChange a copy of it, or after backward()."
             )
         if torch.is_grad_enabled():
             return self._again_eagerly(gradients, needed)
