@@ -192,6 +192,14 @@ def view_after_a_write() -> None:
     torch.testing.assert_close(x.full_tensor(), y)
     with torch.inference_mode():
         assert x.sum().item() == pytest.approx(y.sum().item())
+    # Writes that torch counts of other tensors, and those to a list.
+    rows, plains = [x[5:7], x[3:5], x[2:6]], [y[5:7], y[3:5], y[2:6]]
+    for tensor, views in ((x, rows), (y, plains)):
+        tensor.t().data.mul_(3)
+        views[0].data.add_(1)
+        torch._foreach_mul_(views[:2], 2)
+    for one, plain in zip((x, *rows), (y, *plains), strict=True):
+        torch.testing.assert_close(one.full_tensor(), plain)
 
 
 def test_a_view_that_was_copied_follows_its_base(pool: Pool) -> None:

@@ -96,9 +96,9 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     found = _, _, numbers = list[Any](), list[Any](), list[Any]()
     is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
     result = _called(kind, known, args, kwargs, now, found, is_split)
-    for index in known.written:
-        if index < len(args) and type(one := args[index]) is kind:
-            one.local._zerograph_writes = getattr(one.local, "_zerograph_writes", 0) + 1
+    for one in pytree.tree_leaves([args[index] for index in known.written if index < len(args)]):
+        if type(one) is kind:
+            _note_write(kind, one)
     if any(numbers):
         number = hash(tuple(numbers))
         for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
@@ -160,7 +160,7 @@ def _called(
         value = program.run(*positional, **named)
         results = (value,) if isinstance(value, Tensor) else value
     if known.returned is not None:
-        return _written(kind, args[known.returned])
+        return args[known.returned]
     value = returned(kind, program, results)
     return _noted_views(kind, value, known, args, kwargs) if known.views else value
 
@@ -217,7 +217,7 @@ class View:
         base: the tensor that it is a view of.
         operator, args, kwargs: the call that yields it.
         index: its index among several results.
-        version: number of writes to the base when it was taken.
+        version: ``writes`` of the base when it was taken.
     """
 
     base: GlobalTensor
@@ -225,7 +225,7 @@ class View:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     index: int | None
-    version: int
+    version: tuple[int, int]
 
     def of(self, base: Tensor) -> Any:
         """Return the view of another base."""
@@ -240,22 +240,24 @@ def _noted_views(kind: type[GlobalTensor], value: Any, known: Operator, args: An
     for index, one in enumerate(results):
         if base.viewed is not None or not _torch.share_memory(one.local, base.local):
             number = None if results is not value else index
-            one.viewed = View(base, known.operator, args, kwargs, number, _torch.version(base))
+            one.viewed = View(base, known.operator, args, kwargs, number, base.writes)
     return value
 
 
-def _written(kind: type[GlobalTensor], x: Any) -> Any:
-    """Write what was written to a copy of elements to those elements."""
-    one = x
-    while type(one) is kind and one.viewed is not None:
-        base = one.viewed.base
+def _note_write(kind: type[GlobalTensor], x: Any) -> None:
+    """Count a write to a tensor; if its elements are a copy, write them to those of its base."""
+    # Of the memory, so that views of this rank's part count too.
+    memory = x.local.untyped_storage()
+    memory._zerograph_writes = getattr(memory, "_zerograph_writes", 0) + 1
+    if x.viewed is not None:
+        base = x.viewed.base
         whole = whole_of(base)
         whole = whole.clone() if whole is base.local else whole
-        one.viewed.of(whole).copy_(whole_of(one))
+        # The copy itself: it is not taken anew from a base that torch counts as written already.
+        x.viewed.of(whole).copy_(boxed(kind, kind(x.local, x.spec), world().whole).local)
         write_whole(base, whole)
-        one.viewed.version = _torch.version(base)
-        one = base
-    return x
+        _note_write(kind, base)
+        x.viewed.version = base.writes
 
 
 def refresh(x: GlobalTensor) -> None:
@@ -264,9 +266,9 @@ def refresh(x: GlobalTensor) -> None:
     assert view is not None
     if view.base.viewed is not None:
         refresh(view.base)
-    if _torch.version(view.base) != view.version:
+    if view.base.writes != view.version:
         fresh = view.of(type(x)(view.base.local, view.base.spec))
-        x.local, x.spec, view.version = fresh.local, fresh.spec, _torch.version(view.base)
+        x.local, x.spec, view.version = fresh.local, fresh.spec, view.base.writes
 
 
 def _describe(values: Sequence[Any], found: Any, now: World, kind: type, *, with_numbers: bool) -> bool:
@@ -357,9 +359,12 @@ def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int
     """
     if x.viewed is not None:
         refresh(x)
+    now = world()
+    if rows not in (None, x.spec.rows) and all(any(isinstance(s, Split) for s in one) for one in (x.spec.sbp, sbp)):
+        # A program has one division of rows.
+        x = boxed(kind, x, now.whole)
     if x.spec.sbp == sbp:
         return x
-    now = world()
     key, programs = (x.spec, sbp, rows), now.boxings
     if key not in programs:
         now.make_space(programs)
@@ -439,7 +444,7 @@ def _run_whole(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: Any
     positional, named = pytree.tree_map_only(kind, lambda x: x.local, (args, kwargs))
     result = known.operator(*positional, **named)
     if known.returned is not None:
-        return _written(kind, args[known.returned])
+        return args[known.returned]
     value = _as_global(kind, result, now)
     is_copied = known.views and type(args[0]) is kind and args[0].viewed is not None
     return _noted_views(kind, value, known, args, kwargs) if is_copied else value
@@ -464,7 +469,7 @@ def _run_gathered(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: 
             if type(one) is kind and values[id(one)] is not one.local:
                 write_whole(one, values[id(one)])
     if known.returned is not None:
-        return _written(kind, args[known.returned])
+        return args[known.returned]
     wrapped = _as_global(kind, result, now)
     return _noted_views(kind, wrapped, known, args, kwargs) if known.views else wrapped
 
@@ -495,7 +500,7 @@ def _draw(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str
         if type(args[index]) is kind:
             write_whole(args[index], positional[index])
     if known.returned is not None:
-        return _written(kind, args[known.returned])
+        return args[known.returned]
     sbp = tuple(broadcast if isinstance(one, PartialSum) else one for one in x.spec.sbp)
 
     def part(one: Tensor) -> Any:
@@ -564,7 +569,7 @@ def _fill(kind: type[GlobalTensor], x: Any, value: Any = 0) -> Any:
         write_whole(x, torch.full(x.shape, 0, dtype=x.dtype, device=x.device).fill_(number))
     else:
         x.local.fill_(number)
-    return _written(kind, x)
+    return x
 
 
 def _packed(kind: type[GlobalTensor], x: Any, lengths: Any, batch_first: bool) -> tuple[GlobalTensor, Tensor]:
@@ -590,7 +595,7 @@ def _refuse(kind: type[GlobalTensor], *_: Any, **__: Any) -> NoReturn:
 def _marked(view: OpOverload, operator: OpOverload, kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
     """Compute a view that torch only marks as conjugate or negative: ranks exchange memory, which has no mark."""
     result = operator(x)
-    result.viewed = View(x, view, (x,), {}, None, _torch.version(x))
+    result.viewed = View(x, view, (x,), {}, None, x.writes)
     return result
 
 
