@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 
@@ -115,10 +116,13 @@ def conversions() -> None:
     summed = zg.global_tensor(x * (zg.rank() + 1), zg.sbp.partial_sum)
     assert summed.full_tensor().equal(x * 3)
     assert summed.to_global(zg.sbp.split(0)).to_local().equal((x * 3).chunk(2)[zg.rank()])
-    own = part(x, (4, 4)).clone().requires_grad_()
-    z = zg.global_tensor(own, zg.sbp.split(0))
-    (z.full_tensor() ** 2).sum().backward()
-    torch.testing.assert_close(own.grad, 2 * part(x, (4, 4)))
+    for rows, halves in itertools.product(((4, 4), (5, 3)), (False, True)):
+        own = part(x, rows).clone().requires_grad_()
+        z = zg.global_tensor(own, zg.sbp.split(0)).to_global(zg.sbp.broadcast)
+        # The gradient then comes in equal parts.
+        z = z.to_global(zg.sbp.split(0)) if halves else z
+        (z.full_tensor() ** 2).sum().backward()
+        torch.testing.assert_close(own.grad, 2 * part(x, rows))
 
 
 def dtensors() -> None:

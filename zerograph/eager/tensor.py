@@ -149,7 +149,7 @@ class GlobalTensor(Tensor):
     @property
     def writes(self) -> tuple[int, int]:
         """The number of writes that torch counts, and of those to this rank's part, by ``.data`` too."""
-        return _torch.version(self), getattr(self.local, "_zerograph_writes", 0)
+        return _torch.version(self), getattr(self.local.untyped_storage(), "_zerograph_writes", 0)
 
     @property
     def sbp(self) -> NdSbp:
@@ -328,7 +328,7 @@ class _ToLocal(torch.autograd.Function):
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, spec: Spec) -> GlobalTensor:
-        ctx.sbp = spec.sbp
+        ctx.sbp, ctx.rows = spec.sbp, spec.rows
         return GlobalTensor(_of_slices(with_all_slices, part.detach(), spec.sbp), spec)
 
     @staticmethod
@@ -337,7 +337,7 @@ class _FromLocal(torch.autograd.Function):
         sbp = tuple(one if isinstance(one, Split) else broadcast for one in ctx.sbp)
         if not isinstance(gradient, GlobalTensor):
             gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
-        return _of_slices(of_own_slices, dispatch.boxed(GlobalTensor, gradient, sbp).local, sbp), None
+        return _of_slices(of_own_slices, dispatch.boxed(GlobalTensor, gradient, sbp, ctx.rows).local, sbp), None
 
 
 class _Gathered(torch.autograd.Function):
