@@ -499,3 +499,42 @@ def test_ranks_send_each_other_only_their_shards_of_a_snapshot(pool: Pool, tmp_p
         assert texts == expected
         assert received < 0.35 * whole
         assert most < 0.6 * whole
+
+
+class Heads(zg.ZeroGraph):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.add_optimizer(torch.optim.AdamW([*self.body.parameters(), *self.head.parameters()]))
+        self.config.set(stage=3, backend="eager")
+
+    def build(self, x: Tensor, with_head: bool) -> Tensor:
+        y = self.body(x)
+        loss = (self.head(y) if with_head else y).square().mean()
+        loss.backward()
+        return loss
+
+
+def head_not_trained(path: Path) -> None:
+    """Load state of parameters that the compiled step does not train, then none of them."""
+    x, step = torch.randn(4, 4, generator=torch.Generator().manual_seed(zg.rank())), Heads()
+    step(x, with_head=False)
+    step.save(path / "without")
+    step(x, with_head=True)
+    step.save(path / "with")
+    other = Heads()
+    other.compile(x, with_head=False)
+    for name, count in (("with", 4), ("without", 2)):
+        other.load(path / name)
+        state = other.state_dict()["optimizers"][0]["state"]
+        assert len(state) == count
+    step.load(path / "with")
+    other.load(path / "with")
+    for one in (step, other):
+        one(x, with_head=True)
+    assert loaded_facts(step.state_dict()) == loaded_facts(other.state_dict())
+
+
+def test_optimizer_state_of_parameters_that_the_compiled_step_does_not_train(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, head_not_trained, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -102,9 +103,10 @@ def load(
     agree(job, "loading a checkpoint", digest(choices), lambda: choices | shown, problem)
     for store in plan.new:
         fill_in(store)
-        for optimizer in optimizers:
+    for store, _ in plan.stores:
+        for optimizer, parameter in itertools.product(optimizers, store.parameters):
             # What is read whole replaces it below.
-            own_state(optimizer).pop(store.parameters[0], None)
+            own_state(optimizer).pop(parameter, None)
     existing = len(plan.stores) - len(plan.new)
     # One by one those that may be in files.
     for together in (*([one] for one in plan.stores[:existing]), plan.stores[existing:]):
@@ -217,8 +219,9 @@ def _plan(
             if id(parameter) in loose
             else (store := store_of(parameter)) is None
             or store.is_provisional
-            or store.optimizer not in (None, optimizer)
-            for parameter in parameters_of(optimizer)
+            # One that no step has trained keeps no state.
+            or (store.optimizer is not optimizer and (store.optimizer is not None or key in saved))
+            for key, parameter in enumerate(parameters_of(optimizer))
         )
         if (
             elsewhere
