@@ -717,6 +717,31 @@ def test_a_scaler_works_where_fp64_is_the_default(pool: Pool) -> None:
     assert_like_one_process(pool, scaled_in_fp64, stages=(2,), rtol=1e-8)
 
 
+def unscaled_in_bf16() -> None:
+    """The inverse of the scale has more digits than gradients of bf16: it is not rounded to them."""
+    for stage, is_read in itertools.product((0, 3), (False, True)):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16).to(torch.bfloat16)
+        optimizer: Any = torch.optim.SGD(model.parameters())
+        model, optimizer, loader = zg.prepare(model, optimizer, [torch.randn(4, 16).bfloat16()] * 3, stage=stage)
+        scaler, found = torch.amp.GradScaler("cpu", init_scale=1000.0), []
+        for number, x in enumerate(loader):
+            scaler.scale(model(x).float().square().mean()).backward()
+            if number and is_read:
+                assert model.weight.grad is not None
+            if number:
+                scaler.unscale_(optimizer)
+            found.append(model.weight.grad.full_tensor().clone())
+            optimizer.zero_grad()
+            scaler.update(1000.0)
+        assert found[1].equal((found[0].float() / 1000).bfloat16())
+        assert found[2].equal(found[1])
+
+
+def test_a_scaler_unscales_as_exactly_as_torch(pool: Pool) -> None:
+    pool.run(2, unscaled_in_bf16)
+
+
 def own_rows(stage: int, loss: str) -> list[float]:
     """Train on rows that each rank cuts by itself, from weights that differ between ranks before the first call."""
     torch.manual_seed(zg.rank())

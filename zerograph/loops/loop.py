@@ -261,7 +261,8 @@ class Loop:
         whole = stored_gradients(parameters).values()
         is_finite = all(bool(gradient.isfinite().all()) for gradient in whole) & self.gradients.are_finite(parameters)
         for gradient in whole:
-            gradient.mul_(inverse.to(gradient.dtype))
+            # Not in the gradient's dtype, which would round the number.
+            gradient.mul_(inverse.to(gradient.device))
         self.gradients.multiply(parameters, inverse)
         return is_finite
 

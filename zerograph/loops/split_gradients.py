@@ -124,7 +124,7 @@ class SplitGradients:
         """Multiply the split gradients of an optimizer's parameters."""
         for store in stores_of(self.of(parameters)):
             if store.accumulated is not None:
-                store.accumulated.mul_(factor.to(store.accumulated.dtype))
+                store.accumulated.mul_(factor.to(store.accumulated.device))
 
 
 def _whole(gradient: Tensor) -> Tensor:
