@@ -185,6 +185,18 @@ def state_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, x
     return loss.item() + total + len(optimizer.state)
 
 
+def kept_state(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    loss = update(optimizer, F.cross_entropy(model(x), y))
+    weight = model[0].weight
+    kept = vars(optimizer).setdefault("kept", optimizer.state[weight])
+    steps = float(kept["step"])
+    kept["exp_avg"].mul_(0.5)
+    kept["exp_avg_sq"] = kept["exp_avg_sq"] * 0.9
+    if steps == 3:
+        optimizer.state[weight] = optimizer.state.pop(weight)
+    return loss.item() + steps + len(kept) + kept.get("exp_avg").sum().item()
+
+
 def hooks_of_the_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     calls: list[float] = []
 
@@ -672,6 +684,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "packed sequences": (packed_sequences, Packed),
     "hooks of the optimizer": (hooks_of_the_optimizer, perceptron),
     "inner steps": (inner_steps, perceptron),
+    "state that is kept over updates": (kept_state, perceptron),
 }
 
 
