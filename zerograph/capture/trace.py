@@ -298,7 +298,8 @@ class _Tracer:
         dims = [replace(dim, hint=hints[dim.name]) for dim in capture._dims()]
         self._mode = _torch.fake_mode()
         self.sizes = Sizes(_torch.size_env(self._mode), dims)
-        with self._mode:
+        # Fakes whose writes are counted, in inference mode too.
+        with torch.inference_mode(False), self._mode:
             parameters = capture.parameters.items()
             self.state: dict[str, Tensor] = {
                 name: nn.Parameter(spec.fake(), spec.requires_grad) for name, spec in parameters

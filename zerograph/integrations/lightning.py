@@ -20,7 +20,7 @@ from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops import noise
 from zerograph.loops.global_parts import of_batch
 from zerograph.loops.loaders import RowsLoader, distributed_sampler, whole_batches, with_others
-from zerograph.loops.loop import Loop
+from zerograph.loops.loop import Loop, count_metrics_once
 from zerograph.loops.prepare import loop_of, prepare, release
 
 try:
@@ -81,9 +81,7 @@ class ZeroStrategy(DDPStrategy):
         self._log_whole(module)
         # A plain tensor is whole.
         self._loop.has_loader = True
-        for metric in filter(_is_metric, module.modules()):
-            # Its state is that of all ranks, and is not added up over them.
-            metric.distributed_available_fn = _never
+        count_metrics_once()
         for wrapped in self._lightning_optimizers:
             # Not that of the class, which sets each gradient.
             wrapped.zero_grad = wrapped.optimizer.zero_grad
@@ -202,7 +200,3 @@ def _called_in(module: nn.Module) -> Iterator[nn.Module]:
 def _is_metric(value: object) -> bool:
     """Return whether an object is a metric of torchmetrics, or a collection of them."""
     return any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in type(value).__mro__)
-
-
-def _never() -> bool:
-    return False

@@ -7,6 +7,9 @@ Loaders yield global tensors. A call of a prepared model computes at once, autog
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -582,6 +585,7 @@ class GlobalLoader(SplitLoader):
 
     def __iter__(self) -> Any:
         """Iterate over the batches. After an error of the loader the pass goes on, if the loader's does."""
+        count_metrics_once()
         return map(of_batch, super().__iter__())
 
 
@@ -597,3 +601,23 @@ class GlobalIterator(GlobalLoader):
 
     def __next__(self) -> Any:
         return next(self._running or iter(self))
+
+
+def count_metrics_once() -> None:
+    """Let metrics of torchmetrics, if the script has imported it, compute as in one process: ranks have the same state.
+
+    They add their state up over ranks otherwise, as is right where ranks pass rows that they have cut themselves.
+    """
+    kind: Any = getattr(sys.modules.get("torchmetrics"), "Metric", None)
+    if kind is None or hasattr(kind.sync, "__wrapped__"):
+        return
+    original = kind.sync
+
+    @functools.wraps(original)
+    def sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        call = inspect.signature(original).bind(self, *args, **kwargs)
+        if not world().rows_of_ranks:
+            call.arguments["distributed_available"] = bool
+        original(*call.args, **call.kwargs)
+
+    kind.sync = sync
