@@ -427,6 +427,18 @@ def test_a_buffer_that_changes_between_a_call_and_its_backward_is_an_error() -> 
             loss.backward()
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_buffer_that_changes_before_a_call_runs_once_more_is_an_error(create_graph: bool) -> None:
+    model = seeded(ScalingBlock).eval()
+    model, _, ((x, _), *_) = zg.prepare(model, torch.optim.SGD(model.parameters()), batches(2))
+    model(x).sum().backward()
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    model.scale.mul_(2)
+    with pytest.raises(zg.InputError, match="a buffer of a call of ScalingBlock was changed in place"):
+        loss.backward(create_graph=create_graph)
+
+
 def one_of_two_results(prepare: Any) -> list[float]:
     module = seeded(WithNoise)
     module.eval()

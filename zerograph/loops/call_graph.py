@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -427,6 +427,8 @@ class Begun:
     _seen: Sequence[int] = ()
     # The arguments, and the buffers that backward reads, with their versions.
     _read: dict[Tensor, int] = field(default_factory=dict)
+    # The other buffers that forward has not changed.
+    _kept: dict[Tensor, int] = field(default_factory=dict)
     # The buffers that forward changes, as they were.
     _buffers: dict[Tensor, Tensor] = field(default_factory=dict)
     # Those among them to which batch norm writes without counting it.
@@ -455,6 +457,8 @@ class Begun:
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
         self._read = {one: _torch.version(one) for one in (*self.tensors, *graph.read_in_backward(self.step))}
+        buffers = [one for one in graph.module.buffers() if one not in self._buffers and not one.is_inference()]
+        self._kept = {one: _torch.version(one) for one in buffers}
         self.parameters = _torch.trained(self.all_parameters)
         wanted = [one for one in self.tensors if one.requires_grad]
         results = _Call.apply(self, outputs, *wanted, *self.parameters)
@@ -475,12 +479,9 @@ class Begun:
         is_bound = all(self.step.stores.get(one.layout.name) is one for one in stores)
         if is_bound and _versions(stores) != self._versions:
             raise InputError(CHANGED_BEFORE_BACKWARD)
-        if any(_torch.version(one) != version for one, version in self._read.items()):
-            raise InputError(
-                f"an argument or a buffer of {self.graph._doing()} was changed in place before backward(), which needs "
-                "it as it was\nChange a copy of it, or after backward()."
-            )
+        self._check_same(self._read)
         if torch.is_grad_enabled():
+            self._check_same(self._kept)
             return self._again_eagerly(gradients, needed)
         adds = (
             _torch.reaches_all_leaves(deeply=self._finish is None)
@@ -498,6 +499,7 @@ class Begun:
         check_numbers(f"backward of {self.graph._doing()}", [*gradients, *self.tensors])
         if adds and goes_on:
             return self._go_on(gradients)
+        self._check_same(self._kept)
         self.graph.predict(used)
         with owner.hidden():
             again = self.graph.variant(self, used)
@@ -511,6 +513,14 @@ class Begun:
             return found
         found[len(found) - len(self.parameters) :] = [sums.get(one) for one in self.parameters]
         return [one if wanted else None for one, wanted in zip(found, needed, strict=True)]
+
+    def _check_same(self, versions: Mapping[Tensor, int]) -> None:
+        """Raise an InputError if one of these tensors was changed since forward."""
+        if any(_torch.version(one) != version for one, version in versions.items()):
+            raise InputError(
+                f"an argument or a buffer of {self.graph._doing()} was changed in place before backward(), which needs "
+                "it as it was\nChange a copy of it, or after backward()."
+            )
 
     def _go_on(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the rest of the graph; return the gradient of each tensor that wants one, and None for parameters."""
