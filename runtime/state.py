@@ -833,6 +833,45 @@ def _stored(value: Tensor, extent: Extent | None) -> TensorOrExtent:
 # ``optimizer.state`` while stores hold the state.
 
 
+class _Entries(MutableMapping[str, Any]):
+    """The state of a parameter, as it is when it is asked: a loop may keep this over updates.
+
+    Args:
+        state: the optimizer's state.
+        key: the parameter.
+        last: its entries. They remain if the loop takes the parameter out of the state.
+    """
+
+    def __init__(self, state: StoredState, key: Any, last: MutableMapping[str, Any]) -> None:
+        self._state, self._key, self._last = state, key, last
+
+    def now(self) -> MutableMapping[str, Any]:
+        """Return the entries, which may be read and written until the next update. A collective after each."""
+        self._last = self._state.entries(self._key).get(self._key, self._last)
+        return self._last
+
+    def __getitem__(self, name: str) -> Any:
+        return self.now()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.now()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.now()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.now())
+
+    def __len__(self) -> int:
+        return len(self.now())
+
+    def __repr__(self) -> str:
+        return repr(self.now())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)
+
+
 class StoredState(MutableMapping[Any, Any]):
     """The attribute ``state`` of an optimizer whose state is in stores.
 
@@ -900,7 +939,8 @@ class StoredState(MutableMapping[Any, Any]):
             if entries
         }
 
-    def _entries(self, key: Any = None, *, reads: bool = False) -> MutableMapping[Any, Any]:
+    def entries(self, key: Any = None, *, reads: bool = False) -> MutableMapping[Any, Any]:
+        """Return the state by parameter, whole where it may be read."""
         if self.whole is not None:
             return self.whole
         stores = self._stores(key)
@@ -924,7 +964,8 @@ class StoredState(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            return self._entries(key)[key]
+            found = self.entries(key)
+            return found[key] if found is self.plain else _Entries(self, key, found[key])
         except SplitParameterError:
             # Of the state that it is to replace, torch unflattens a state by the names.
             if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict":
@@ -938,22 +979,24 @@ class StoredState(MutableMapping[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of a parameter, or the default."""
-        return self._entries(key, reads=True).get(key, default)
+        if key not in self:
+            return default
+        return self[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._entries(key, reads=True)
+        return key in self.entries(key, reads=True)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._entries()[key] = value
+        self.entries()[key] = value.now() if isinstance(value, _Entries) else value
 
     def __delitem__(self, key: Any) -> None:
-        del self._entries(key)[key]
+        del self.entries(key)[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._entries(reads=True))
+        return iter(self.entries(reads=True))
 
     def __len__(self) -> int:
-        return len(self._entries(reads=True))
+        return len(self.entries(reads=True))
 
     def __bool__(self) -> bool:
         """Return whether there is state, in stores or not; torch's checkpoints ask before they call state_dict()."""
@@ -963,10 +1006,10 @@ class StoredState(MutableMapping[Any, Any]):
         return f"<state of {type(self.optimizer).__name__} in a graph>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return defaultdict, (dict, dict(self._entries(reads=True)))
+        return defaultdict, (dict, dict(self.entries(reads=True)))
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return copy.deepcopy(defaultdict(dict, self._entries(reads=True)), memo)
+        return copy.deepcopy(defaultdict(dict, self.entries(reads=True)), memo)
 
 
 def own_state(optimizer: torch.optim.Optimizer) -> MutableMapping[Any, Any]:
