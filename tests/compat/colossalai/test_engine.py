@@ -141,17 +141,6 @@ def test_a_skipped_update_says_so() -> None:
     assert engine.graph.steps_done == 0
 
 
-def test_state_goes_on_where_it_was_saved() -> None:
-    data = batches("mlp", 4)
-    first = engine_of(make("mlp"))
-    train(first, data[:2])
-    state = first.state_dict()
-    wanted = train(first, data[2:])
-    again = engine_of(make("mlp"))
-    again.load_state_dict(state)
-    assert train(again, data[2:]) == wanted
-
-
 class Pairs(nn.Module):
     """Compares all samples of the batch with each other, as contrastive losses do."""
 

@@ -21,7 +21,6 @@ from tests.compat.oneflow.samples import (
     Train,
     batches,
     everybody,
-    given,
     mlp,
     plainly,
     trained,
@@ -261,20 +260,6 @@ def not_strict() -> tuple[bool, bool]:
 
 def test_loading_that_is_not_strict_takes_what_fits(pool: Pool) -> None:
     assert pool.run(2, not_strict) == [(True, True)] * 2
-
-
-def evaluation() -> Tensor:
-    graph = step(mlp())
-    trained(graph, batches(2))
-    predicted: Tensor = Predict(graph.model)(given(batches(1)[0][0])).full_tensor()
-    with graph.full_parameters():
-        eager = graph.model(batches(1)[0][0])
-    torch.testing.assert_close(predicted, eager.detach(), rtol=1e-12, atol=1e-12)
-    return predicted
-
-
-def test_predictions_are_those_of_the_whole_module(pool: Pool) -> None:
-    pool.run(2, evaluation)
 
 
 def made_split() -> list[str]:

@@ -110,12 +110,6 @@ def test_the_tutorial_trains_and_predicts_as_one_device_does(found: dict[int, An
         torch.testing.assert_close(dict(rank["state"]), dict(state), rtol=1e-4, atol=1e-5)
 
 
-def test_the_stages_agree_bitwise(found: dict[int, Any]) -> None:
-    for stage in (2, 3):
-        for name, value in found[1][0]["state"].items():
-            assert torch.equal(value, found[stage][0]["state"][name])
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_graph_shows_the_stage_that_the_switches_gave_it(found: dict[int, Any], stage: int) -> None:
     assert f"ZeRO stage {stage}" in found[stage][0]["text"].splitlines()[0]
@@ -126,7 +120,3 @@ def test_weights_are_whole_before_the_first_step_and_split_after_it_also_for_cod
 ) -> None:
     whole, rows = flow.sbp.broadcast, flow.sbp.split(0)
     assert found[2][0]["sbp"] == ((whole,), (whole,), (rows,), (rows,))
-
-
-def test_global_tensors_in_are_global_tensors_out(found: dict[int, Any]) -> None:
-    assert found[2][1]["guess is"] == (True, (flow.sbp.split(0),), (256, 10))

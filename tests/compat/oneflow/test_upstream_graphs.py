@@ -301,49 +301,6 @@ def test_the_global_view_needs_to_be_told_where() -> None:
     assert flow.utils.data is torch.utils.data
 
 
-class Mixed(nn.Module):
-    def __init__(self, place: Any) -> None:
-        super().__init__()
-        whole = [B, B]
-        self.dp_mp = nn.Linear(8, 4, bias=False).to_global(placement=place, sbp=whole).to_global(sbp=[B, S0])
-        self.mp_dp = nn.Linear(4, 8, bias=False).to_global(placement=place, sbp=whole).to_global(sbp=[S0, B])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.relu(self.mp_dp(nn.functional.relu(self.dp_mp(x))))
-
-
-class Zero2D(nn.Graph):
-    def __init__(self, first: Any, second: Any, stage: int) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-        for one in (first, second):
-            one.to(GraphModule).activation_checkpointing = True
-        groups = [{"params": first.parameters()}, {"params": second.parameters()}]
-        self.add_optimizer(flow.optim.SGD(groups, lr=0.001, momentum=0.9))
-        self.config.backend = "eager"
-        self.config.enable_amp(True)
-        self.set_grad_scaler(flow.amp.StaticGradScaler(200))
-        self.config.enable_zero(True, stage=stage, shard_min_size=1, shard_restore_level=1)
-
-    def build(self, x: Tensor) -> Tensor:
-        loss = self.second(self.first(x)).mean()
-        loss.backward()
-        return loss
-
-
-def placements_of_states() -> list[Any]:
-    place = flow.placement("cpu", ranks=[[0, 1], [2, 3]])
-    torch.manual_seed(0)
-    graph = Zero2D(Mixed(place), Mixed(place), 3)
-    graph(flow.rand(2, 8, placement=place, sbp=[S0, B]))
-    return [one.to(flow.Tensor).sbp for one in graph._state()]
-
-
-def test_the_states_of_a_graph_on_a_grid_tell_how_they_rest(pool: Pool) -> None:
-    for found in pool.run(4, placements_of_states):
-        assert found == [(S0, S0)] * 4
-
-
 def test_a_tensor_of_a_graph_gives_itself_for_its_classes_only() -> None:
     (weight, _) = sums(linear())._state()
     assert weight.to(GraphTensor) is weight
