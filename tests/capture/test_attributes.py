@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -216,43 +215,6 @@ def test_no_tensor_of_a_trace_stays_in_long_or_nested_containers(kind: str) -> N
     with pytest.warns(UserWarning, match=f"stores tensors in self.{kind}: after the step they are not there"):
         step(*inputs([4]))
     assert (repr((step.long, step.deep)), step.many) == before
-
-
-def scale_by(made: Any, x: Tensor) -> Tensor:
-    kept = made._factor * made.tensor * (1 if made.nothing is None else 5)
-    return made.function(made(x) * kept).square().mean()
-
-
-def replaced_attributes(name: str, values: list[Any]) -> Callable[[Any], None]:
-    def change(made: Any) -> None:
-        number = made.__dict__.setdefault("_number", 0)
-        setattr(made, name, values[number % len(values)])
-        made._number = number + 1
-
-    return change
-
-
-CHANGES = {
-    "a tensor": ("tensor", [torch.tensor(1.0).double(), torch.tensor(3.0).double()]),
-    "a private number": ("_factor", [1.0, 2.0]),
-    "a function": ("function", [torch.tanh, torch.sin]),
-    "None": ("nothing", [None, "something"]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_replaced_attribute_is_seen(change: str) -> None:
-    made: Any = model()
-    made.tensor, made._factor, made.function, made.nothing = torch.tensor(2.0).double(), 1.5, torch.relu, None
-    as_plain_pytorch(made, scale_by, [4, 4, 4, 4], replaced_attributes(*CHANGES[change]))
-
-
-def test_a_hook_that_is_registered_later_is_seen() -> None:
-    def change(made: Any) -> None:
-        if len(made._forward_hooks) < 2:
-            made.register_forward_hook(lambda _, __, output: output * 2)
-
-    as_plain_pytorch(model(), lambda made, x: made(x).square().mean(), [4, 4, 4, 4], change)
 
 
 def halve(parameter: Tensor) -> None:

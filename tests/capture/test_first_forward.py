@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from torch.ao import quantization
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerograph as zg
-from tests.harness import forget_steps, inputs
-from tests.models import update_by
-from zerograph.compiler.compiled import CompiledStep
+from tests.harness import LossStep, compilations_of, forget_steps, inputs, mean_of_squares
+from tests.models import output_of, update_by
 
 
 class SetsUp(nn.Module):
@@ -53,34 +53,13 @@ class Counts(SetsUp):
         return super().forward(x) * self.calls
 
 
-class Training(zg.ZeroGraph):
-    """Notes what is compiled."""
-
-    def __init__(self, model: nn.Module, make: Any = torch.optim.SGD) -> None:
-        super().__init__()
-        self.model = model
-        self.add_optimizer(make(model.parameters(), lr=0.01))
-        self.config.backend = "eager"
-        self.compiled: dict[int, CompiledStep] = {}
-        compile_step = self._compiler.compile
-
-        def noting(*args: Any, **kwargs: Any) -> CompiledStep:
-            step = compile_step(*args, **kwargs)
-            noted[id(step)] = step
-            return step
-
-        noted = self.compiled
-        self._compiler.compile = noting  # type: ignore[method-assign]
-
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x)
-        loss.backward()
-        return loss
+def training(model: nn.Module, loss: Callable[..., Tensor] = output_of, make: Any = torch.optim.SGD) -> LossStep:
+    return LossStep(model, make(model.parameters(), lr=0.01), 0, loss, backend="eager")
 
 
-def check(model: nn.Module) -> Training:
+def check(model: nn.Module) -> LossStep:
     """Three steps as plain PyTorch makes them."""
-    plain, step = copy.deepcopy(model), Training(model)
+    plain, step = copy.deepcopy(model), training(model)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
     for x in inputs([4, 4, 4]):
         loss = update_by(optimizer, plain(x))
@@ -91,36 +70,34 @@ def check(model: nn.Module) -> Training:
 
 def test_hooks_that_the_first_forward_installs_need_no_second_compilation() -> None:
     model = SetsUp()
-    assert len(check(model).compiled) == 1
+    assert compilations_of(check(model)) == 1
     assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1]
 
 
 def test_a_first_forward_that_computes_something_else_is_compiled_by_itself() -> None:
-    assert len(check(FirstIsAnother()).compiled) == 2
+    assert compilations_of(check(FirstIsAnother())) == 2
 
 
 def test_a_count_that_the_graph_depends_on_is_compiled_in_every_step() -> None:
     model = Counts()
-    assert len(check(model).compiled) == 3
+    assert compilations_of(check(model)) == 3
     assert model.calls == 3
     assert [len(layer._forward_hooks) for layer in model.layers] == [1, 1]
 
 
 def test_hooks_of_a_trace_that_failed_are_taken_away_with_the_flag() -> None:
     model = SetsUp()
-    step = Training(model)
+    step = training(model)
     with pytest.raises(RuntimeError):
         step(torch.ones(2, 3, dtype=torch.float64))
     assert [len(layer._forward_hooks) for layer in model.layers] == [0, 0]
     assert not hasattr(model, "_hooked")
 
 
-class Llama(Training):
-    def build(self, ids: Tensor) -> Tensor:
-        out = self.model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
-        loss: Tensor = out.loss + sum(one.square().mean() for one in out.hidden_states)
-        loss.backward()
-        return loss
+def loss_and_hidden_states(model: Any, ids: Tensor) -> Tensor:
+    out = model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
+    loss: Tensor = out.loss + sum(one.square().mean() for one in out.hidden_states)
+    return loss
 
 
 def test_a_transformer_that_returns_hidden_states_is_compiled_once() -> None:
@@ -133,23 +110,17 @@ def test_a_transformer_that_returns_hidden_states_is_compiled_once() -> None:
         num_attention_heads=2,
         num_key_value_heads=2,
     )
-    step = Llama(LlamaForCausalLM(config))
+    step = training(LlamaForCausalLM(config), loss_and_hidden_states)
     ids = torch.randint(0, 17, (2, 5), generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         step(ids)
-    assert len(step.compiled) == 1
+    assert compilations_of(step) == 1
 
 
 def test_the_notice_of_many_compilations_names_a_first_update_of_its_own() -> None:
     model = nn.Sequential(nn.Linear(4, 1)).double()
 
-    class Sum(Training):
-        def build(self, x: Tensor) -> Tensor:
-            loss: Tensor = self.model(x).sum()
-            loss.backward()
-            return loss
-
-    step = Sum(model, torch.optim.Rprop)
+    step = training(model, lambda model, x: model(x).sum(), torch.optim.Rprop)
     (x,) = inputs([4])
     empty = step.state_dict()
 
@@ -187,13 +158,6 @@ class Observed(nn.Module):
         return nn.functional.linear(x, weight, self.linear.bias)
 
 
-class Observing(Training):
-    def build(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.model(x).square().mean()
-        loss.backward()
-        return loss
-
-
 def loop_of(kind: str, prepare: Any) -> list[float]:
     model: nn.Module = Observed(kind)
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
@@ -204,7 +168,7 @@ def loop_of(kind: str, prepare: Any) -> list[float]:
 @pytest.mark.parametrize("kind", ["quantized", "resized"])
 def test_a_first_forward_that_reshapes_a_buffer_is_an_error_whose_advice_works(kind: str) -> None:
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
-    step = Observing(Observed(kind))
+    step = training(Observed(kind), mean_of_squares)
     with pytest.raises(zg.CaptureError, match=r"another shape\n.*\nCall the model once on a batch before"):
         step(x)
     if kind == "quantized":

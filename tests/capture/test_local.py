@@ -242,19 +242,6 @@ def test_regions_that_cannot_be(function: Callable[[Tensor], Tensor], words: lis
 COUNTING = Counting()
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: zg.local(torch.relu, outputs=zg.sbp.broadcast), "outside the region"),
-        (lambda: zg.local(torch.relu, inputs=[zg.sbp.partial_sum]), "sbp.broadcast"),
-        (lambda: zg.local(torch.relu, outputs="S(0)"), "sbp.split"),
-    ],
-)
-def test_declarations_that_cannot_be(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(zg.PlacementError, match=words):
-        call()
-
-
 def routed_mixtral() -> LossStep:
     model = mixtral()
     for layer in model.model.layers:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import Step, compilations_of, inputs, model
 from tests.models import update_by
-from tests.pool import Pool
 from zerograph.capture.places import PythonState, walk
 from zerograph.ir.mesh import line
 
@@ -248,23 +247,15 @@ def test_state_is_as_before_after_an_error() -> None:
     assert random.getstate() == before
 
 
-def test_tensors_collected_in_a_global_are_lost_with_a_warning() -> None:
+def test_tensors_kept_in_a_global_or_in_an_object_are_lost_with_a_warning() -> None:
     def collect(made: Any, loss: Tensor) -> Tensor:
         COLLECTED.append(loss.detach())
-        return loss
-
-    with pytest.warns(UserWarning, match="build.. stores tensors in COLLECTED"):
-        losses_of(collect, 2)
-    assert not COLLECTED
-
-
-def test_a_tensor_kept_in_an_object_is_lost_with_a_warning() -> None:
-    def keep(made: Any, loss: Tensor) -> Tensor:
         KEPT.loss = loss.detach()
         return loss
 
-    with pytest.warns(UserWarning, match="build.. stores tensors in KEPT.loss"):
-        losses_of(keep, 2)
+    with pytest.warns(UserWarning, match="build.. stores tensors in (KEPT.loss, COLLECTED|COLLECTED, KEPT.loss):"):
+        losses_of(collect, 2)
+    assert not COLLECTED
     assert KEPT.loss is None
 
 
@@ -288,16 +279,8 @@ def branch(made: Any, loss: Tensor) -> Tensor:
     return loss if random.random() < 0.999 else loss * 2
 
 
-def numpy_branch(made: Any, loss: Tensor) -> Tensor:
-    return loss if np.random.rand() < 0.001 else loss * 2
-
-
 def numpy_scale(made: Any, loss: Tensor) -> Tensor:
     return loss * float(np.random.normal())
-
-
-def choice(made: Any, loss: Tensor) -> Tensor:
-    return loss * random.choice([1, 2, 3])
 
 
 def own_generator(made: Any, loss: Tensor) -> Tensor:
@@ -306,9 +289,7 @@ def own_generator(made: Any, loss: Tensor) -> Tensor:
 
 RANDOM = {
     branch: "random.random()",
-    numpy_branch: "np.random.rand()",
     numpy_scale: "np.random.normal()",
-    choice: "random.choice(",
     own_generator: "GENERATOR.random()",
 }
 
@@ -338,23 +319,6 @@ def test_a_random_number_for_something_else_is_a_warning() -> None:
     random.seed(0)
     random.random()
     assert random.getstate() == drawn
-
-
-def draws_otherwise(act: Any) -> str:
-    np.random.seed(torch.distributed.get_rank())
-    made = model()
-    try:
-        Step(made, lambda made, x: act(made, made(x).square().mean()))(*inputs([4]))
-    except zg.ZeroGraphError as error:
-        return str(error)
-    return "nothing"
-
-
-@needs_lines
-def test_numpy_draws_that_differ_between_ranks_name_the_line(pool: Pool) -> None:
-    for message in pool.run(2, draws_otherwise, numpy_scale):
-        assert "depends on random numbers" in message
-        assert "return loss * float(np.random.normal())" in message
 
 
 def test_dropout_and_layer_drop_of_torch_stay_as_they_are() -> None:

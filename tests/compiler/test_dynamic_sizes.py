@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.compiler.test_any_batch import own
 from tests.harness import LossStep, compilations_of, sliced
-from tests.models import TokenLoss, TrainStep, adam_step, adamw, make, update_by
+from tests.models import TrainStep, adam_step, adamw, make, update_by
 from tests.pool import Pool
 from zerograph import _torch
 from zerograph.ir.mesh import line
@@ -206,27 +206,3 @@ def test_a_compiling_backend_gets_static_sizes(monkeypatch: pytest.MonkeyPatch) 
         x = torch.randn(rows, 3)
         torch.testing.assert_close(step(x), model(x).sum().detach(), atol=10.0, rtol=1.0)
     assert compilations_of(step) == 3
-
-
-def not_finite(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).log().sum()
-
-
-def test_the_search_for_a_number_that_is_not_finite_knows_the_sizes() -> None:
-    model = nn.Linear(3, 2)
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, not_finite, on_nonfinite="raise")
-    nn.init.ones_(model.weight)
-    for rows in (4, 5, 6):
-        step(torch.ones(rows, 3))
-    with pytest.raises(zg.NonFiniteError, match="log"):
-        step(-torch.ones(7, 3) * 9)
-
-
-def test_token_loss_of_padded_batches_counts_valid_targets_only() -> None:
-    """A mean over targets other than -100 divides by their number, whatever the sizes."""
-    model, loss = make("gpt_of_one_block"), TokenLoss()
-    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 0, lambda model, x, y: loss(model(x), y))
-    for rows, length in ((3, 9), (4, 5), (2, 12)):
-        x = torch.randint(0, 61, (rows, length))
-        y = torch.where(torch.rand(rows, length) < 0.3, -100, x)
-        torch.testing.assert_close(step(x, y), loss(model(x), y).detach())

@@ -117,14 +117,6 @@ CASES = {
         last_replicated,
         ("args[2] of shape (4, 8)", "a tensor of shape (8, 8)", "zg.replicated(args[2])"),
     ),
-    "one weight": Case(
-        linear,
-        scaled,
-        lambda: (numbers(0, 16, 8), classes(16), torch.tensor([0.5])),
-        last_whole,
-        last_replicated,
-        ("args[2] of shape (1,)", "zg.replicated(args[2])"),
-    ),
     "edges": Case(
         linear,
         of_graph,

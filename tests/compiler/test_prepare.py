@@ -110,13 +110,6 @@ def test_an_optimizer_that_asks_for_no_size_has_one_program_for_all(optimizer: A
     assert len({program.key for program in programs}) == 1
 
 
-def test_an_update_that_depends_on_a_size_is_traced_for_each() -> None:
-    made = BySize([nn.Parameter(torch.zeros(2))], lr=0.1)
-    program = trace_update(made, made.param_groups[0], torch.Size((4, 3)), torch.float32, "cpu")
-    assert program.mixes is None
-    assert not program.any_shape
-
-
 def test_an_update_that_depends_on_a_size_gets_each_size_right() -> None:
     step, plain = Step(1, "cpu", BySize), Step(1, "cpu", BySize)
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))

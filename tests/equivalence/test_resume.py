@@ -181,13 +181,3 @@ def test_training_goes_on_bitwise_with_every_optimizer_and_precision(
 ) -> None:
     for start in range(0, len(LONG), 8):  # so many at a time: checkpoints lie in memory
         check(pool, new_processes, folder / str(start), LONG[start : start + 8])
-
-
-def undisturbed(case: Case) -> list[float]:
-    return trained(new_step(case), 0, STEPS)[10:]
-
-
-@pytest.mark.long
-def test_a_save_disturbs_nothing(pool: Pool, folder: Path) -> None:
-    case: Case = ("momentum", "fp16", 3)
-    assert pool.run(2, saved_half_way, folder, [case])[0][0][0] == pool.run(2, undisturbed, case)[0]

@@ -147,22 +147,6 @@ def test_in_bf16_what_was_fp32(runs: Saved, pool: Pool) -> None:
     close(pool.run(2, gone_on, 3, BF16, [path])[0][0], wanted)
 
 
-@pytest.mark.long
-def test_in_fp32_what_was_bf16(runs: Saved, pool: Pool) -> None:
-    path, _ = runs.run(2, 2, **BF16)
-    close(pool.run(3, gone_on, 3, {}, [path])[0][0], plainly(zg.read_checkpoint(path)))
-
-
-def plainly(state: dict[str, Any]) -> End:
-    """Plain PyTorch from there on."""
-    model = make("mlp")
-    optimizer = adamw(model)
-    model.load_state_dict(state["modules"]["model"])
-    optimizer.load_state_dict(state["optimizers"][0])
-    losses = train_plainly(model, optimizer, DATA[SAVED:])
-    return [float(loss) for loss in losses], dict(model.state_dict())
-
-
 def trained_before(how: str, state: dict[str, Any]) -> End:
     """A plain state comes into a graph before its first call, or after it."""
     model = make("mlp")

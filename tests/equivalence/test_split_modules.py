@@ -247,23 +247,20 @@ def test_a_split_module_predicts_saves_and_loads(pool: Pool) -> None:
         torch.testing.assert_close(one["losses"], losses[1:], rtol=1e-12, atol=1e-12)
 
 
-def test_clipping_sees_the_norm_of_whole_and_split_layers_together(pool: Pool) -> None:
-    wanted = plain(clip=0.1)[0]
-    for stage in (0, 3):
-        _, losses = pool.run(2, trained_losses, stage, {"clip_grad_norm": 0.1})[0]
-        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+def trained_losses(stage: int, options: dict[str, Any]) -> list[Tensor]:
+    return trained("line", stage, **options)[1]
 
 
-def trained_losses(stage: int, options: dict[str, Any]) -> tuple[int, list[Tensor]]:
-    step, losses = trained("line", stage, **options)
-    return step.steps_done, losses
-
-
-def test_micro_batches_add_up_with_a_split_layer(pool: Pool) -> None:
-    wanted = plain()[0]
-    for stage in (1, 3):
-        _, losses = pool.run(2, trained_losses, stage, {"gradient_accumulation_steps": 2})[0]
-        torch.testing.assert_close(losses, wanted, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    ("options", "clip", "stages"),
+    [({"clip_grad_norm": 0.1}, 0.1, (0, 3)), ({"gradient_accumulation_steps": 2}, None, (1, 3))],
+)
+def test_clipping_and_micro_batches_see_whole_and_split_layers_together(
+    pool: Pool, options: dict[str, Any], clip: float | None, stages: tuple[int, ...]
+) -> None:
+    for stage in stages:
+        losses = pool.run(2, trained_losses, stage, options)[0]
+        torch.testing.assert_close(losses, plain(clip)[0], rtol=1e-12, atol=1e-12)
 
 
 def eager_first() -> tuple[Tensor, Tensor]:
