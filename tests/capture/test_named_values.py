@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import math
+import os
 import types
 import warnings
 import weakref
@@ -18,6 +20,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils.hooks import RemovableHandle
 
 import zerograph as zg
 from tests.harness import LossStep, compilations_of, sliced
@@ -30,6 +34,21 @@ WEIGHT = torch.ones(1, dtype=torch.float64)
 IN_CONTEXT: ContextVar[float] = ContextVar("factor")
 DAY = datetime.date(2026, 1, 1)
 LARGE = numpy.ones(5000)
+HOOKS: list[RemovableHandle] = []
+
+
+class Kinds(type):
+    """A class of classes with a property."""
+
+    level = 1.0
+
+    @property
+    def scale(cls) -> float:
+        return Kinds.level
+
+
+class Scale(metaclass=Kinds):
+    """Such a class."""
 
 
 class Options:
@@ -115,7 +134,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.called(self.schedule(x)) * IN_CONTEXT.get() * DAY.day * LARGE[0] * next(iter(self.ordered.values()))
         x = torch.tanh(self.linear(x)) * FACTOR * TABLE["factor"] * TABLE["deep"][1]["last"] * WEIGHT * self.loss
-        x = scaled(activation(x)) * slots.factor * self.table["factor"]
+        x = scaled(activation(x)) * slots.factor * self.table["factor"] * Scale.scale
+        x = x * float(os.environ.get("FACTOR_OF_A_STEP", "1")) * math.sqrt(2.0)
         x = PARTIAL(FUNCTIONS["by_table"](x)) * of_table("cached") * self.reference().factor  # type: ignore[union-attr]
         return options.scaled(self.options.scaled(x))
 
@@ -156,8 +176,15 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "what a partial function reads": lambda _: TABLE.update(partial=0.7),
     "a function of torch": lambda _: setattr(torch, "tanh", torch.sigmoid),
     "a method of a layer": lambda _: setattr(nn.Linear, "forward", lambda self, x: x @ self.weight),
+    "a variable of the environment": lambda _: os.environ.update(FACTOR_OF_A_STEP="1.5"),
+    "a property of a class of classes": lambda _: setattr(Kinds, "level", 2.0),
+    "a function of Python": lambda _: setattr(math, "sqrt", math.exp),
     "a function of torch.nn": lambda _: setattr(nn.functional, "linear", lambda x, weight, *_: x @ weight),
 }
+
+
+def scaled_if_linear(layer: nn.Module, _: Any, result: Any) -> Any:
+    return result * 1.1 if isinstance(layer, nn.Linear) else None
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
@@ -168,11 +195,15 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def as_before() -> Iterator[None]:
     """Undo at the end of the block what an edit has changed inside."""
     before, call, of_torch = dict(globals()), Schedule.__call__, (torch.tanh, nn.functional.linear, nn.Linear.forward)
+    sqrt = math.sqrt
     IN_CONTEXT.set(1.0)
     yield
     globals().update(before)
     torch.tanh, nn.functional.linear, nn.Linear.forward = of_torch
-    Schedule.__call__ = call  # type: ignore[method-assign]
+    Schedule.__call__, math.sqrt, Kinds.level = call, sqrt, 1.0  # type: ignore[method-assign]
+    os.environ.pop("FACTOR_OF_A_STEP", None)
+    while HOOKS:
+        HOOKS.pop().remove()
     LARGE[0] = 1.0
     vars(options).pop("of_class", None)
     TABLE.update(factor=1.0, deep=[1.0, {"last": 1.0}], cached=1.0, tabled=1.0, partial=1.0)
@@ -222,10 +253,16 @@ def test_a_step_is_compiled_anew_where_a_value_that_it_reads_has_changed(name: s
     assert compilations == [1, 1, 1, 2, 2, 2]
 
 
-@sliced("name", list(EDITS)[::4], EDITS)
+OF_LOOPS: dict[str, Callable[[Model], object]] = {
+    **EDITS,
+    "a hook of all modules": lambda _: HOOKS.append(register_module_forward_hook(scaled_if_linear)),
+}
+
+
+@sliced("name", [*list(EDITS)[::4], *list(OF_LOOPS)[-5:]], OF_LOOPS)
 def test_calls_in_a_loop_follow_what_has_changed(name: str) -> None:
-    plain, _ = losses_of("plain", EDITS[name])
-    assert losses_of("loop", EDITS[name])[0] == pytest.approx(plain, rel=1e-12)
+    plain, _ = losses_of("plain", OF_LOOPS[name])
+    assert losses_of("loop", OF_LOOPS[name])[0] == pytest.approx(plain, rel=1e-12)
 
 
 def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -364,49 +364,6 @@ def windows(prepare: Prepare, accumulation: int = 3, clips: bool = True) -> Seen
     return printed, [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())]
 
 
-def adding_up(prepare: Prepare) -> Seen:
-    """Clip and step without clearing gradients: they add up over steps."""
-    model = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader = DataLoader(samples(30, 8), batch_size=8)
-    model, optimizer, loader = prepare(model, optimizer, loader)
-    printed: list[float] = []
-    for x, y in loader:
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        printed.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        printed.append(loss.item())
-    return printed, [copy.deepcopy(model.state_dict())]
-
-
-def dpo(prepare: Prepare) -> Seen:
-    """Prefer one answer to another, beside a frozen copy of the model; log rewards."""
-    model = seeded(GPT)
-    reference = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    generator = torch.Generator().manual_seed(2)
-    chosen, rejected = (torch.randint(0, 17, (18, 9), generator=generator) for _ in range(2))
-    loader = DataLoader(TensorDataset(chosen, rejected), batch_size=4)
-    model, reference, optimizer, loader = prepare(model, reference, optimizer, loader)
-
-    def log_probability(of: nn.Module, ids: Tensor) -> Tensor:
-        logits = of(ids[:, :-1])[0]
-        return torch.gather(logits.log_softmax(-1), 2, ids[:, 1:].unsqueeze(2)).squeeze(2).sum(1)
-
-    printed: list[float] = []
-    for good, bad in loader:
-        with torch.no_grad():
-            wanted = log_probability(reference, good) - log_probability(reference, bad)
-        rewards = log_probability(model, good) - log_probability(model, bad)
-        loss = -F.logsigmoid(0.5 * (rewards - wanted)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        printed += [loss.item(), (rewards.detach() > wanted).double().mean().item()]
-    return printed, [copy.deepcopy(model.state_dict())]
-
-
 def scaled(prepare: Prepare, fused: bool = False) -> Seen:
     """Scale the loss, unscale and clip gradients, skip an update that overflows."""
     model = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 import zerograph as zg
 from tests.harness import LossStep, are_graphs, sliced
-from tests.loops import scripts
 from tests.loops.scripts import Prepare, assert_like_one_process, prepare_at, samples, seeded, unprepared
 from tests.loops.test_habits import update
 from tests.pool import Pool
@@ -484,63 +479,6 @@ def test_calls_with_unequal_rows_are_graphs_in_inference_mode_too(pool: Pool, st
     assert_like_one_process(pool, unequal, stages=(stage,))
 
 
-def changed_parameters() -> str:
-    model, optimizer, loader = prepared(plain, 2)
-    for number, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y)
-        if number == 2:
-            optimizer.step()
-            with pytest.raises(zg.InputError) as error:
-                loss.backward()
-            return str(error.value)
-        update(optimizer, loss)
-    raise AssertionError
-
-
-def test_a_step_between_a_call_and_its_backward_is_an_error_as_in_pytorch(pool: Pool) -> None:
-    for message in pool.run(2, changed_parameters):
-        assert message.startswith("a parameter was changed between the call of the model and backward()")
-
-
-def other_weights() -> tuple[float, float]:
-    model, optimizer, loader = prepared(plain, 2)
-    for x, y in loader:
-        update(optimizer, F.cross_entropy(model(x), y))
-    with torch.no_grad():
-        model(x)
-        zeros = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
-        return float(torch.func.functional_call(model, zeros, (x,)).abs().sum()), float(model(x).abs().sum())
-
-
-def test_a_functional_call_uses_the_tensors_that_it_is_given(pool: Pool) -> None:
-    for of_zeros, of_model in pool.run(2, other_weights):
-        assert of_zeros == 0
-        assert of_model > 0
-
-
-def transformed(prepare: Any) -> list[float]:
-    module = seeded(plain)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    module, optimizer, loader = prepare(module, optimizer, batches(3))
-
-    def loss_of(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(torch.func.functional_call(module, weights, (x,)), y)
-
-    seen = []
-    for x, y in loader:
-        update(optimizer, F.cross_entropy(module(x), y))
-        weights = dict(module.named_parameters())
-        gradients = torch.func.grad(loss_of)(weights, x, y)
-        each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(weights, x[:, None], y[:, None])
-        _, directional = torch.func.jvp(lambda x: module(x).square().sum(0), (x,), (torch.ones_like(x),))
-        seen += [float(one.detach().square().sum()) for one in (*gradients.values(), *each.values(), directional)]
-    return seen
-
-
-def test_transforms_of_a_call_are_those_of_plain_pytorch(pool: Pool) -> None:
-    assert_like_one_process(pool, transformed, stages=(0, 3))
-
-
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -680,114 +618,6 @@ def test_a_prepared_function_that_calls_modules_gathers_nothing_else(pool: Pool)
     for kinds, last, total in pool.run(2, a_function_of_calls):
         assert "SplitParameter" in kinds
         assert (last, total) == pytest.approx((loss.item(), model.weight.sum().item()))
-
-
-class Kinds(type):
-    """A class of classes with a property."""
-
-    level = 1.0
-
-    @property
-    def scale(cls) -> float:
-        return Kinds.level
-
-
-LAYER = nn.LeakyReLU(0.5)
-
-
-def scaled(x: Tensor, by: float = 1.5) -> Tensor:
-    return x * by
-
-
-class Reading(nn.Module, metaclass=Kinds):
-    """A model that reads the environment, its class of classes, functions of torch, and a layer that torch misses."""
-
-    count = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.layers = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)), [LAYER]
-
-    def forward(self, x: Tensor) -> Tensor:
-        from tests.loops.scripts import unprepared as imported
-
-        x = scaled(self.layers[0](imported(x)))
-        scale = float(os.environ.get("SCALE_OF_READING", "1")) * type(self).scale * math.sqrt(2.0)
-        result: Tensor = torch.relu(self.net(x)) * scale
-        return result
-
-
-class Counted(Reading):
-    """A model whose calls are counted by a function, in its class."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        count_call(self)
-        return super().forward(x) * type(self).count
-
-
-class Warned(Reading):
-    """A model that warns in each call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        warnings.warn("this call warns", stacklevel=1)
-        return super().forward(x)
-
-
-def count_call(model: nn.Module) -> None:
-    type(model).count += 1  # type: ignore[attr-defined]
-
-
-def twice(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, layer.weight, layer.bias) * 2
-
-
-def scaled_if_linear(layer: nn.Module, _: Any, result: Any) -> Any:
-    return result * 1.1 if isinstance(layer, nn.Linear) else None
-
-
-# What a script changes before a call: of what, and in which way.
-Changes = list[tuple[Any, str, Any]]
-CHANGES: Changes = [
-    (Kinds, "level", 2.0),
-    (torch, "relu", torch.tanh),
-    (F, "gelu", lambda x, **_: x.sigmoid()),
-    (nn.Linear, "forward", twice),
-    (Tensor, "sigmoid", Tensor.tanh),
-    (math, "sqrt", math.exp),
-    (LAYER, "negative_slope", 0.1),
-    (scaled, "__defaults__", (0.7,)),
-    (scripts, "unprepared", lambda x: x.exp()),
-]
-
-
-def changed_between_calls(stage: int | None, kind: type[Reading], changes: int) -> list[float]:
-    """Return losses, with one change more in each call and at last with none, then the calls and their warnings."""
-    model: Any = seeded(kind)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data: Any = batches(changes + 6)
-    model, optimizer, data = (unprepared if stage is None else prepare_at(stage))(model, optimizer, data)
-    kind.count, seen = 0, []
-    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True, action="always") as shown:
-        for number, (x, y) in enumerate(data):
-            if number == 2:
-                stack.enter_context(patch.dict(os.environ, SCALE_OF_READING="1.5"))
-            elif 2 < number < changes + 3:
-                stack.enter_context(patch.object(*CHANGES[number - 3]))
-            elif number == changes + 3:
-                stack.callback(register_module_forward_hook(scaled_if_linear).remove)
-            elif number == changes + 4:
-                stack.close()
-            seen.append(float(update(optimizer, F.cross_entropy(model(x), y))))
-    return [*seen, kind.count, sum("this call warns" in str(one.message) for one in shown)]
-
-
-@pytest.mark.parametrize(("kind", "changes"), [(Reading, len(CHANGES)), (Counted, 2), (Warned, 2)])
-def test_calls_follow_what_a_script_changes_in_torch_in_classes_and_elsewhere(
-    pool: Pool, kind: type[Reading], changes: int
-) -> None:
-    expected = changed_between_calls(None, kind, changes)
-    for seen in pool.run(2, changed_between_calls, 2, kind, changes):
-        assert seen == pytest.approx(expected, rel=1e-12)
 
 
 class Turned(torch.autograd.Function):

@@ -127,13 +127,6 @@ def test_gradients_that_are_left_are_those_of_the_next_loop() -> None:
     assert train(zg.prepare) == pytest.approx(train(unprepared), rel=1e-12)
 
 
-def test_a_model_without_an_optimizer_computes_what_is_read() -> None:
-    model = torch.nn.Linear(4, 2)
-    x = torch.linspace(-1, 1, 12).view(3, 4)
-    expected = model(x).sum().item()
-    assert zg.prepare(model)(x).sum().item() == pytest.approx(expected)
-
-
 def test_a_forward_that_nobody_uses_still_counts_in_batch_norm() -> None:
     model, _ = ready(nn.BatchNorm1d(16))
     for _ in range(3):
@@ -224,20 +217,6 @@ def test_an_evaluation_between_backward_and_step_changes_no_number() -> None:
     torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
 
 
-def test_clipping_that_was_imported_by_name_is_part_of_the_step() -> None:
-    import tests.loops.test_prepare as here
-
-    model, optimizer = ready()
-    F.cross_entropy(model(X), Y).backward()
-    norm = here.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
-    twin = network()
-    F.cross_entropy(twin(X), Y).backward()
-    assert norm.item() == pytest.approx(float(clip_grad_norm_(twin.parameters(), 0.01)), rel=1e-9)
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=1e-9, atol=1e-12)
-
-
 def test_training_goes_on_from_state_dicts() -> None:
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
         return [update_by(optimizer, F.cross_entropy(model(X), Y)).item() for _ in range(steps)]
@@ -259,22 +238,6 @@ def test_training_goes_on_from_state_dicts() -> None:
     # Else the next scheduler would start from the rate of the last one.
     assert "initial_lr" not in other.param_groups[0]
     assert train(again, other, 2) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_an_error_in_the_loop_leaves_it_usable() -> None:
-    model, optimizer = ready()
-    for number in range(3):
-        try:
-            loss = F.cross_entropy(model(X), Y)
-            if number == 1:
-                raise ValueError
-            loss.backward()
-            optimizer.step()
-        except ValueError:
-            continue
-        finally:
-            optimizer.zero_grad()
-    assert loop_of(model).graph(optimizer).steps_done == 2
 
 
 class Scored(nn.Module):
@@ -351,11 +314,6 @@ def test_a_model_and_a_criterion_compiled_after_it_was_prepared_run_as_they_are(
             loss = update_by(optimizer, criterion(called(X), Y))
         losses.append(loss.item())
     assert losses[0] == losses[1]
-
-
-def test_only_a_prepared_model_has_parameters_to_make_whole() -> None:
-    with pytest.raises(zg.ConfigError, match="has not prepared"), zg.full_parameters(network()):
-        pass
 
 
 @pytest.mark.parametrize("in_block", [True, False])

@@ -32,7 +32,6 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         ("averaged", 3, {}),
         ("variational", 2, {}),
         ("two_parts", 1, {}),
-        ("adding_up", 3, {}),
     ],
     [
         ("imagenet", 2, {"accumulation": 1}),
@@ -41,8 +40,6 @@ def prepared(name: str, stage: int, options: dict[str, Any]) -> Seen:
         ("gan", 2, {}),
         ("windows", 1, {"clips": False}),
         ("scaled", 3, {}),
-        ("dpo", 3, {}),
-        ("adding_up", 1, {}),
     ],
 )
 def test_a_script_on_two_ranks_prints_and_saves_what_one_process_does(

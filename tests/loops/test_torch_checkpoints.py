@@ -5,19 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 
 import zerograph as zg
-from tests.harness import LossStep
 from tests.models import part
 from tests.pool import Pool
 
@@ -75,27 +71,3 @@ def test_state_is_read_and_set_by_torchs_functions_before_and_after_the_first_st
 
 def resumed_by_zerograph() -> tuple[dict[str, Any], list[list[float]]]:
     return resumed(lambda *objects: zg.prepare(*objects, stage=3))
-
-
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def trained_by_a_graph() -> None:
-    """Set the optimizer's state of two steps of a plain pair on a graph's that has done one step."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    plain, new = pair(unprepared), pair(unprepared)
-    train(*plain, 2, rows=lambda x: x)
-    state = copy.deepcopy(get_optimizer_state_dict(*plain, options=options))
-    step = LossStep(*new, loss=squared)
-    step(torch.ones(2, 8).double())
-    set_optimizer_state_dict(*new, state, options=options)
-    step.load_state_dict({"modules": {"model": plain[0].state_dict()}})
-    generator = torch.Generator().manual_seed(1)
-    losses = [step(part(torch.randn(8, 8, generator=generator).double())).item() for _ in range(2)]
-    assert losses == pytest.approx(train(*plain, 2, rows=lambda x: x))
-
-
-def test_a_graphs_optimizer_takes_its_flat_state_by_torchs_functions(pool: Pool) -> None:
-    pool.run(2, trained_by_a_graph)

@@ -110,16 +110,6 @@ def test_loops_on_any_number_of_ranks_have_the_same_bits(pool: Pool, name: str) 
                 assert_equal(run, wanted, f"stage {stage}, rank {rank} of {ranks}")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["perceptron", "batch norm"])
-def test_ranks_whose_slices_are_no_node_of_the_tree_have_the_bits_of_one(pool: Pool, name: str) -> None:
-    data, options = CASES[name]
-    (wanted,) = trained(data, 8, (0,), options)
-    for ranks in (2, 4):
-        for run in pool.run(ranks, trained, data, 8, (2, 3), options)[0]:
-            assert_equal(run, wanted, f"{ranks} ranks")
-
-
 def calls_are_graphs(slices: int) -> bool:
     model, optimizer, loader = prepared("mlp", slices, 2, {})
     for _ in range(2):
@@ -177,42 +167,43 @@ def test_operators_on_rows_of_unequal_slices_are_those_of_the_whole_batch(pool: 
     pool.run(3, compare_rows_of_unequal_slices)
 
 
-def with_plain_labels() -> None:
+def linear(virtual_ranks: int = 4, **options: Any) -> nn.Module:
     model = nn.Linear(7, 3)
-    model, _ = zg.prepare(model, adamw(model), config=zg.Config(virtual_ranks=4))
+    config = zg.Config(virtual_ranks=virtual_ranks, **options)
+    prepared: nn.Module = zg.prepare(model, adamw(model), config=config)[0]
+    return prepared
+
+
+def with_plain_labels() -> None:
     x, y = batches("mlp", 1, 8)[0]
-    F.cross_entropy(model(part(x)), part(y))
+    F.cross_entropy(linear()(part(x)), part(y))
 
 
 def with_few_rows() -> None:
-    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4))
+    linear()
     rows(torch.ones(6, 7))
 
 
 def with_partial_sums() -> None:
-    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4))
+    linear()
     zg.global_tensor(torch.ones(3), zg.sbp.partial_sum)
 
 
 def with_another_number() -> None:
-    first, second = nn.Linear(7, 3), nn.Linear(7, 3)
-    first, _ = zg.prepare(first, adamw(first), config=zg.Config(virtual_ranks=4))
-    zg.prepare(second, adamw(second), config=zg.Config(virtual_ranks=2))
+    first, _ = linear(), linear(2)
     first(rows(torch.ones(8, 7)))
 
 
 def with_fewer_slices_than_ranks() -> None:
-    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=1))
+    linear(1)
 
 
 def with_a_compiler() -> None:
-    zg.prepare(model := nn.Linear(7, 3), adamw(model), config=zg.Config(virtual_ranks=4, backend="cudagraph"))
+    linear(backend="cudagraph")
 
 
 def with_rows_of_unequal_numbers() -> None:
-    model = nn.Linear(7, 3)
-    model, _ = zg.prepare(model, adamw(model), config=zg.Config(virtual_ranks=4))
-    model(torch.ones(3 + 2 * zg.rank(), 7))
+    linear()(torch.ones(3 + 2 * zg.rank(), 7))
 
 
 @pytest.mark.parametrize(

@@ -80,11 +80,9 @@ def equal(one: Any, other: Any) -> bool:
 # The numbers are those of gathers into new memory.
 
 
-def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dict[str, Any]) -> tuple[bool, int, int]:
+def both_ways(name: str, stage: int, options: dict[str, Any]) -> tuple[bool, int, int]:
     """(whether all numbers are equal, buckets with a room, without one where there are none)."""
-    grid = {} if ranks is None else {"placement": zg.placement("cpu", ranks=ranks)}
-    if ranks is not None:
-        grid["input_sbp"] = (zg.sbp.split(0), zg.sbp.split(0))
+    grid = {"placement": zg.placement("cpu", ranks=[[0, 1], [2, 3]])} if zg.world_size() == 4 else {}
     found = []
     for plain in (False, True):
         step = adam_step(name, stage, **{**SMALL, **grid, **options})
@@ -98,30 +96,17 @@ def both_ways(name: str, stage: int, ranks: list[list[int]] | None, options: dic
 
 
 @sliced(
-    "name, stage, options",
+    "ranks, name, stage, options",
     [
-        ("mlp", 1, {"clip_grad_norm": 0.5, "gradient_accumulation_steps": 2, **TINY}),
-        pytest.param("mlp", 2, {"backend": "inductor", **TINY}, marks=needs_compiler),
+        (2, "mlp", 1, {"clip_grad_norm": 0.5, "gradient_accumulation_steps": 2, **TINY}),
+        pytest.param(2, "mlp", 2, {"backend": "inductor", **TINY}, marks=needs_compiler),
     ],
-    [
-        (GPT, 1, {"clip_grad_norm": 0.5}),
-        ("conv", 2, {"clip_grad_norm": 0.5}),
-        pytest.param(GPT, 2, {"backend": "inductor"}, marks=needs_compiler),
-        ("gpt_tied_of_one_block", 1, {"gradient_accumulation_steps": 2}),
-    ],
+    [(2, GPT, 1, {"clip_grad_norm": 0.5}), (2, "conv", 2, {"clip_grad_norm": 0.5}), (4, "mlp", 2, TINY)],
 )
-def test_a_room_changes_no_number(pool: Pool, name: str, stage: int, options: dict[str, Any]) -> None:
-    same, with_rooms, without = pool.run(2, both_ways, name, stage, None, options)[0]
+def test_a_room_changes_no_number(pool: Pool, ranks: int, name: str, stage: int, options: dict[str, Any]) -> None:
+    same, with_rooms, without = pool.run(ranks, both_ways, name, stage, options)[0]
     assert same
     assert with_rooms > 0
-    assert without == 0
-
-
-@pytest.mark.long
-def test_nor_do_several_on_a_grid(pool: Pool) -> None:
-    same, with_rooms, without = pool.run(4, both_ways, "mlp", 2, [[0, 1], [2, 3]], TINY)[0]
-    assert same
-    assert with_rooms > 1
     assert without == 0
 
 
@@ -342,24 +327,15 @@ def test_a_stage_that_frees_what_it_gathers_gives_rooms_back(pool: Pool) -> None
 # Checkpoints.
 
 
-def gone_on(folder: str) -> tuple[bool, int, int]:
-    """(whether a graph at another stage, and this one again, go on as this one does, bytes written, bytes of state)."""
-    model, other = make(GPT), make(GPT)
-    first, second = batches(GPT, 2)
-    step, later = TrainStep(model, adamw(model), 2, **SMALL), TrainStep(other, adamw(other), 3, **SMALL)
-    step(*map(part, first))
+def saved(folder: str) -> tuple[int, int]:
+    """Return the bytes that are written, and those of the state."""
+    step = adam_step(GPT, 2, **SMALL)
+    step(*map(part, batches(GPT, 1)[0]))
     step.save(folder)
-    later.compile(*map(part, first))
-    later.load(folder)
-    found = [(step(*map(part, second)), step.state_dict()), (later(*map(part, second)), later.state_dict())]
-    step.load(folder)
-    found.append((step(*map(part, second)), step.state_dict()))
     written = sum(one.stat().st_size for one in Path(folder).rglob("*.safetensors"))
-    state = 12 * sum(parameter.numel() for parameter in make(GPT).parameters())
-    return equal(found[0], found[1]) and equal(found[0], found[2]), written, state
+    return written, 12 * sum(parameter.numel() for parameter in make(GPT).parameters())
 
 
 def test_a_checkpoint_has_each_number_once(pool: Pool, tmp_path: Path) -> None:
-    same, written, state = pool.run(2, gone_on, str(tmp_path))[0]
-    assert same
+    written, state = pool.run(2, saved, str(tmp_path))[0]
     assert state <= written < 1.1 * state

@@ -225,13 +225,8 @@ def joined(tensors: list[Tensor], scale: float) -> Tensor:
 @pytest.mark.parametrize(
     ("operator", "notation", "options", "words"),
     [
-        (torch.relu, "n -> n", {}, ["takes an operator", "custom_op"]),
-        ("zg_tests::nothing", "n -> n", {}, ["takes an operator"]),
         (aten.mm.default, "m k, k n -> m n", {}, ["aten.mm.default has a rule already"]),
-        (aten.relu_.default, "n -> n", {}, ["aten.relu_.default writes to its arguments"]),
-        (squash, "n i -> n o", {}, ["names 1 inputs", "squash.default has 2"]),
         (squash, "n i, i o -> n o, n", {}, ["names 2 outputs"]),
-        (squash, "n i, i o", {}, ["one arrow"]),
         (squash, "n i, i o -> n o", {"linear": (2,)}, ["linear=(2,)", "0 to 1"]),
         (joined, "n -> n", {}, ["list of tensors", "function"]),
     ],

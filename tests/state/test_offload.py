@@ -268,20 +268,6 @@ def test_parameters_in_files_need_stage_3(tmp_path: Path) -> None:
         run(step, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"device": "disk"}, "unknown device"),
-        ({"device": "nvme"}, "give nvme_path"),
-        ({"device": "cpu", "nvme_path": "/tmp"}, "nvme_path is for the device 'nvme'"),
-        ({"device": "nvme", "nvme_path": "/tmp", "max_in_cpu": -1}, "max_in_cpu"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(arguments: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        zg.OffloadTo(**arguments)
-
-
 def test_so_many_bytes_of_parameters_stay_in_memory(tmp_path: Path) -> None:
     held = []
     for most in (0, 700, 2**20):

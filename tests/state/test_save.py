@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import zerograph as zg
 from tests.harness import sliced
 from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly
 from tests.peak_memory import most_allocated
 from tests.pool import Pool
-from zerograph.__main__ import app
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.boxes import boxes
 from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
@@ -72,13 +69,11 @@ def saved_and_gone_on(path: Path, stages: list[int]) -> list[tuple[list[float], 
     return found
 
 
-def gone_on_from(
-    path: Path, stages: list[int], compiled: bool, bucket_size: int | None = None
-) -> list[tuple[list[float], State]]:
+def gone_on_from(path: Path, stages: list[int], compiled: bool) -> list[tuple[list[float], State]]:
     """Load what each stage has left into a graph of another, and go on."""
     found = []
     for stage in stages:
-        step = step_of((stage + 1) % 4 if compiled else stage, bucket_size=bucket_size)
+        step = step_of((stage + 1) % 4 if compiled else stage)
         data = batches("mlp", 4)
         if compiled:
             step.compile(*map(part, data[0]))
@@ -111,16 +106,6 @@ def test_training_goes_on_bitwise(pool: Pool, checkpoints: Any, compiled: bool, 
         assert all(torch.equal(parameters[name], value) for name, value in state.items())
 
 
-# Four ranks: test_resume_elsewhere.
-@sliced("ranks", [1], [4])
-def test_training_goes_on_on_another_number_of_ranks(pool: Pool, checkpoints: Any, ranks: int) -> None:
-    path, expected = checkpoints
-    losses, parameters = pool.run(ranks, gone_on_from, path, [3], True, 4096)[0][0]
-    assert losses == pytest.approx(expected[3][0], abs=1e-6)
-    for name, value in expected[3][1].items():
-        torch.testing.assert_close(parameters[name], value, atol=1e-5, rtol=0)
-
-
 def test_a_checkpoint_is_the_plain_state_of_model_and_optimizer(checkpoints: Any) -> None:
     state = zg.read_checkpoint(checkpoints[0] / "2")
     model = make("mlp")
@@ -141,82 +126,6 @@ def test_what_a_checkpoint_reads_as_loads_into_a_graph(checkpoints: Any) -> None
     assert all(torch.equal(found[name], one) for name, one in state["modules"]["model"].items())
 
 
-def test_export_writes_one_file_that_the_plain_model_loads(checkpoints: Any, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["export", str(checkpoints[0] / "3"), str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    model = make("mlp")
-    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    expected = zg.read_checkpoint(checkpoints[0] / "3")["modules"]["model"]
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-
-
-class Dropout(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def muon(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=0.1)
-
-
-class Scheduled(TrainStep):
-    def __init__(self, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], **options: Any) -> None:
-        torch.manual_seed(0)
-        model = Dropout()
-        optimizer = make_optimizer(model)
-        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
-        if options.pop("fp16", False):
-            scaler = zg.GradScaler(init_scale=2.0**30, growth_interval=2)
-            options |= {"amp_dtype": torch.float16, "grad_scaler": scaler}
-        super().__init__(model, optimizer, 3, scheduler=scheduler, backend="eager", **options)
-
-
-CASES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], dict[str, Any]]] = {
-    "fp16 with a loss scale": (adamw, {"fp16": True}),
-    "bf16": (sgd, {"amp_dtype": torch.bfloat16}),
-    "accumulation": (sgd, {"gradient_accumulation_steps": 2, "batch_norm": "local"}),
-    "whole parameters dealt out": (muon, {}),
-}
-
-
-def resumed(path: Path, case: str) -> tuple[list[float], list[float], bool, bool]:
-    """Losses of the last 3 of 6 steps, undisturbed and resumed; whether parameters, and draws of torch, are equal."""
-    optimizer, options = CASES[case]
-    data = batches("mlp", 6, 16)
-
-    def run(step: Scheduled, some: list[Any]) -> list[float]:
-        return [float(step(part(x), part(y))) for x, y in some]
-
-    first = Scheduled(optimizer, **options)
-    run(first, data[:3])
-    first.save(path / case)
-    drawn = torch.rand(3)
-    expected = run(first, data[3:])
-    second = Scheduled(optimizer, **options)
-    second.load(path / case)
-    alike = torch.equal(torch.rand(3), drawn)
-    found = run(second, data[3:])
-    mine, theirs = (one.state_dict()["modules"]["model"] for one in (first, second))
-    return expected, found, all(torch.equal(mine[name], theirs[name]) for name in mine), alike
-
-
-# Micro-batches and bf16 go on in new processes in test_resume.
-@sliced("case", ["fp16 with a loss scale"], CASES)
-def test_loss_scales_schedules_dropout_and_norms_go_on(pool: Pool, tmp_path: Path, case: str) -> None:
-    expected, found, parameters, draws = pool.run(2, resumed, tmp_path, case)[0]
-    assert found == expected
-    assert parameters
-    assert draws
-
-
 def made_in_some_way(way: str) -> TrainStep:
     torch.manual_seed(0)
     if way == "made split":
@@ -226,10 +135,7 @@ def made_in_some_way(way: str) -> TrainStep:
         model = make("gpt_of_one_block")
     if way == "a layer split by the user":
         zg.to_global(model.head, placement=zg.placement("cpu", ranks=[0, 1]), sbp=zg.sbp.split(1))
-    step = TrainStep(model, adamw(model), 3, backend="eager")
-    if way == "whole parameters dealt out":
-        step.set_zero_mode("non_distributed", stage=2)
-    return step
+    return TrainStep(model, adamw(model), 3, backend="eager")
 
 
 def resumed_however_made(path: Path, way: str) -> tuple[list[float], list[float]]:
@@ -242,7 +148,7 @@ def resumed_however_made(path: Path, way: str) -> tuple[list[float], list[float]
     return go(first, data[2:]), go(second, data[2:])
 
 
-@sliced("way", ["a layer split by the user"], ["made split", "whole parameters dealt out"])
+@sliced("way", ["a layer split by the user"], ["made split"])
 def test_training_goes_on_however_parameters_are_placed(pool: Pool, tmp_path: Path, way: str) -> None:
     expected, found = pool.run(2, resumed_however_made, tmp_path, way)[0]
     assert found == expected

@@ -371,11 +371,6 @@ def test_a_block_inside_of_another_is_a_part_of_it(pool: Pool) -> None:
         torch.testing.assert_close(sharded, plain, rtol=0, atol=0)
 
 
-def no_placement() -> None:
-    with zg.sharded_init("cpu"):  # type: ignore[arg-type]
-        pass
-
-
 def lazy() -> None:
     split(lambda: nn.LazyLinear(3))
 
@@ -425,7 +420,6 @@ def view_used() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "no placement": (no_placement, zg.PlacementError, "takes a placement"),
     "lazy": (lazy, zg.ConfigError, "lazy module"),
     "in build()": (lambda: InBuild()(torch.ones(2, 3)), zg.ConfigError, "inside of build"),
     "a graph called": (called_inside, zg.InputError, "only parts there"),
