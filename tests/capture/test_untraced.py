@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -157,18 +157,21 @@ def test_two_ranks_train_as_plain_pytorch_and_stages_agree_bitwise(pool: Pool) -
         assert stages[1] == stages[0]
 
 
+def check_mask(name: str, masks: bool, arguments: Callable[..., dict[str, Any]], *batch: Tensor) -> None:
+    """Compare with plain PyTorch, and the graph with whether a mask is to be in it."""
+
+    def logits(model: nn.Module, ids: Tensor, *more: Tensor) -> Tensor:
+        return model(input_ids=ids, **arguments(ids, *more)).logits.square().mean()  # type: ignore[no-any-return]
+
+    step = step_of(make(name), logits)
+    torch.testing.assert_close(step(*batch), logits(make(name), *batch).detach(), rtol=1e-6, atol=0)
+    assert bool(squares(step.inspect.graph.graph, LENGTH)) == masks
+
+
 def test_a_padding_mask_that_comes_in_masks() -> None:
-    model, ids = make("llama without a cache"), tokens(2, LENGTH)
-    mask = torch.ones_like(ids)
-    mask[0, 10:] = 0
-
-    def logits(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-        return model(input_ids=ids, attention_mask=mask).logits.square().mean()  # type: ignore[no-any-return]
-
-    step = step_of(model, logits)
-    expected = logits(copy.deepcopy(model), ids, mask)
-    torch.testing.assert_close(step(ids, mask), expected.detach(), rtol=1e-6, atol=0)
-    assert squares(step.inspect.graph.graph, LENGTH)
+    ids = tokens(2, LENGTH)
+    mask = holed(torch.ones_like(ids))
+    check_mask("llama without a cache", True, lambda ids, mask: {"attention_mask": mask}, ids, mask)
 
 
 def written(positions: Tensor) -> Tensor:
@@ -189,16 +192,9 @@ POSITIONS: dict[str, tuple[Any, bool]] = {
 
 @sliced("name", ["one row each", "two documents", "written through a view"], POSITIONS)
 def test_positions_that_are_known_to_follow_one_another_need_no_mask(name: str) -> None:
-    make_positions, masks = POSITIONS[name]
-    model, ids = make("llama without a cache"), tokens(2, LENGTH)
-
-    def logits(model: nn.Module, ids: Tensor) -> Tensor:
-        positions = make_positions(ids.shape[1])
-        return model(input_ids=ids, position_ids=positions).logits.square().mean()  # type: ignore[no-any-return]
-
-    step = step_of(model, logits)
-    torch.testing.assert_close(step(ids), logits(make("llama without a cache"), ids).detach(), rtol=1e-6, atol=0)
-    assert bool(squares(step.inspect.graph.graph, LENGTH)) == masks
+    positions, masks = POSITIONS[name]
+    model = "llama without a cache"
+    check_mask(model, masks, lambda ids: {"position_ids": positions(ids.shape[1])}, tokens(2, LENGTH))
 
 
 def holed(mask: Tensor) -> Tensor:
@@ -216,15 +212,8 @@ MASKS: dict[str, tuple[Any, bool]] = {
 
 @sliced("name, model_name", *covering(itertools.product(MASKS, ["bart", "llama"])))
 def test_a_padding_mask_that_is_known_to_mask_nothing_is_none(name: str, model_name: str) -> None:
-    make_mask, masks = MASKS[name]
-    model, ids = make(model_name), tokens(2, LENGTH)
-
-    def logits(model: nn.Module, ids: Tensor) -> Tensor:
-        return model(input_ids=ids, attention_mask=make_mask(ids)).logits.square().mean()  # type: ignore[no-any-return]
-
-    step = step_of(model, logits)
-    torch.testing.assert_close(step(ids), logits(make(model_name), ids).detach(), rtol=1e-6, atol=0)
-    assert bool(squares(step.inspect.graph.graph, LENGTH)) == masks
+    mask, masks = MASKS[name]
+    check_mask(model_name, masks, lambda ids: {"attention_mask": mask(ids)}, tokens(2, LENGTH))
 
 
 # Each place of transformers that asks whether it is traced, by its code, and what a capture does there. "plain": as

@@ -105,35 +105,29 @@ def close(losses: list[Tensor], state: dict[str, Tensor]) -> None:
         assert deviation(state[name], value) <= 1e-10, name
 
 
-# That stages agree depends neither on the batch's SBP nor on the dimensions of ZeRO. The other SBP: the next test.
-@sliced("input_sbp, stages", [((S0, S0), (2,))], itertools.product(((S0, B), (S0, S0)), [(0, 1, 2, 3)]))
-def test_stages_compute_what_one_device_computes(pool: Pool, input_sbp: Any, stages: tuple[int, ...]) -> None:
-    everybody = pool.run(4, train, GRID, stages, input_sbp)
-    for number, stage in enumerate(stages):
-        for losses, state, placed in (results[number] for results in everybody):
-            close(losses, state)
-            assert all(map(torch.equal, losses, everybody[0][0][0])), stage
-            assert placed["model.up.weight"] == "(S(0), S(0))"
-            assert placed["model.down.weight"] == "(S(0), S(1))"
-
-
-@sliced("input_sbp, stages", [((S0, B), (3,))], itertools.product(((S0, B), (S0, S0)), [(0, 1, 2, 3)]))
-def test_zero_along_both_dimensions_splits_a_parameter_where_the_user_does_not(
-    pool: Pool, input_sbp: Any, stages: tuple[int, ...]
+# That stages agree depends neither on the batch's SBP nor on the dimensions of ZeRO.
+@sliced(
+    "columns, input_sbp, stages",
+    [(False, (S0, S0), (2,)), (True, (S0, B), (3,))],
+    itertools.product((False, True), ((S0, B), (S0, S0)), [(0, 1, 2, 3)]),
+)
+def test_stages_compute_what_one_device_computes_along_one_dimension_and_along_both(
+    pool: Pool, columns: bool, input_sbp: Any, stages: tuple[int, ...]
 ) -> None:
-    everybody = pool.run(4, with_columns, stages, input_sbp)
+    everybody = pool.run(4, on_grid, stages, input_sbp, columns)
     for number, stage in enumerate(stages):
         for losses, state, placed in (results[number] for results in everybody):
             close(losses, state)
             assert all(map(torch.equal, losses, everybody[0][0][0])), stage
-            if stage == 3:
-                assert placed["model.down.weight"] == "(S(0), S(1))"  # ZeRO's, and the user's
-                assert placed["model.up.weight"] == "(S(0), S(0))"  # the user's alone
-                assert placed["model.norm.weight"] == "(S(0), S(0))"  # ZeRO's alone
+            if stage == 3 or not columns:
+                # Where columns are ZeRO's too: ZeRO's and the user's, the user's alone, and ZeRO's alone.
+                assert placed["model.down.weight"] == "(S(0), S(1))"
+                assert placed["model.up.weight"] == "(S(0), S(0))"
+                assert placed["model.norm.weight"] == "(S(0), S(0))" or not columns
 
 
-def with_columns(stages: tuple[int, ...], input_sbp: Any) -> list[Any]:
-    return train(GRID, stages, input_sbp, shard_dims=(0, 1), columns=True)
+def on_grid(stages: tuple[int, ...], input_sbp: Any, columns: bool) -> list[Any]:
+    return train(GRID, stages, input_sbp, **({"shard_dims": (0, 1), "columns": True} if columns else {}))
 
 
 CUBE = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]

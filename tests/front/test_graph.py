@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import zerograph as zg
-from tests.harness import LossStep, Predict, mean_of_squares, sliced
+from tests.harness import LossStep, Predict, compilations_of, mean_of_squares, sliced
 from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly, update_by
 from tests.pool import Pool
 from zerograph.passes.pipeline import PIPELINE
@@ -70,61 +70,47 @@ def test_a_forward_graph_predicts_from_split_parameters(pool: Pool, stage: int) 
     torch.testing.assert_close(torch.cat(parts), model(x).detach(), rtol=1e-5, atol=1e-6)
 
 
-def count_compiles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    seen: list[str] = []
-    original = zg.graph.Compiler.compile
-
-    def compile_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append("compiled")
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(zg.graph.Compiler, "compile", compile_)
-    return seen
-
-
-def test_only_what_changes_the_graph_compiles_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_changes_the_graph_compiles_again() -> None:
     model = make("conv")
     optimizer = adamw(model)
     step = TrainStep(model, optimizer, 2)
-    seen = count_compiles(monkeypatch)
     (x, y), *_ = batches("conv", 1)
     step(x, y)
     step(x, y)
-    assert len(seen) == 1
+    assert compilations_of(step) == 1
     optimizer.param_groups[0]["lr"] = 1e-4
     step(x, y)
-    assert len(seen) == 1, "a learning rate is an input"
+    assert compilations_of(step) == 1, "a learning rate is an input"
     step(x[:4], y[:4])
     step(x, y)
-    assert len(seen) == 2, "a new shape compiles, the old step is kept"
+    assert compilations_of(step) == 2, "a new shape compiles, the old step is kept"
     model.eval()
     step(x, y)
     model.train()
     step(x, y)
-    assert len(seen) == 3, "eval() compiles, train() again is kept"
+    assert compilations_of(step) == 3, "eval() compiles, train() again is kept"
     optimizer.param_groups[0]["betas"] = (0.8, 0.999)
     step(x, y)
-    assert len(seen) == 4, "a captured hyperparameter compiles"
+    assert compilations_of(step) == 4, "a captured hyperparameter compiles"
     model.head.weight.requires_grad_(False)
     step(x, y)
-    assert len(seen) == 5, "requires_grad compiles"
+    assert compilations_of(step) == 5, "requires_grad compiles"
     step.config.zero.stage = 3
     step(x, y)
-    assert len(seen) == 6, "the stage compiles"
+    assert compilations_of(step) == 6, "the stage compiles"
     assert step.steps_done == 10
 
 
-def test_an_assigned_configuration_is_the_one_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assigned_configuration_is_the_one_that_is_compiled() -> None:
     model = make("mlp")
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
     (x, y), *_ = batches("mlp", 1)
     step(x, y)
     before = step.state_dict()["modules"]["model"]
-    seen = count_compiles(monkeypatch)
     for _ in range(2):
         step.config = zg.Config(stage=3, clip_grad_norm=1e-3)
         step(x, y)
-    assert len(seen) == 1, "an equal one is the same step"
+    assert compilations_of(step) == 2, "an equal one is the same step"
     assert "ZeRO stage 3" in repr(step)
     after = step.state_dict()["modules"]["model"]
     moved = torch.cat([(after[name] - one).flatten() for name, one in before.items()])

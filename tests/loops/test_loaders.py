@@ -352,23 +352,18 @@ def test_a_pass_keeps_a_generator_that_is_equal_on_all_ranks(pool: Pool) -> None
     assert pool.run(2, noise_of_numpy_alone) == [expected, expected]
 
 
-@pytest.mark.parametrize(("stay", "collates"), [(False, False), (True, False), (True, True)])
-def test_workers_draw_the_noise_of_one_process(monkeypatch: pytest.MonkeyPatch, stay: bool, collates: bool) -> None:
+@pytest.mark.parametrize(
+    ("first", "passes", "stay", "collates"),
+    [(0, 2, False, False), (0, 2, True, False), (0, 2, True, True), (3, 1, False, False), (3, 1, False, True)],
+)
+def test_workers_draw_the_noise_of_one_process_from_any_batch_on(
+    monkeypatch: pytest.MonkeyPatch, first: int, passes: int, stay: bool, collates: bool
+) -> None:
     make = functools.partial(augmented, 2, stay=stay, collates=collates)
     torch.manual_seed(0)
     loader = make()
-    whole = [batch for _ in range(2) for batch in loader]
-    for batch, *parts in zip(whole, *as_ranks(monkeypatch, make, passes=2), strict=True):
-        for column, *columns in zip(batch, *parts, strict=True):
-            assert torch.equal(column, torch.cat(columns))
-
-
-@pytest.mark.parametrize("collates", [False, True])
-def test_workers_draw_the_noise_of_the_rest_of_a_pass(monkeypatch: pytest.MonkeyPatch, collates: bool) -> None:
-    make = functools.partial(augmented, 2, collates=collates)
-    torch.manual_seed(0)
-    whole = list(make())[3:]
-    for batch, *parts in zip(whole, *as_ranks(monkeypatch, make, first=3), strict=True):
+    whole = [batch for _ in range(passes) for batch in loader][first:]
+    for batch, *parts in zip(whole, *as_ranks(monkeypatch, make, passes=passes, first=first), strict=True):
         for column, *columns in zip(batch, *parts, strict=True):
             assert torch.equal(column, torch.cat(columns))
 

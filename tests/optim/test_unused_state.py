@@ -81,7 +81,10 @@ def check(name: str, states: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_state_that_an_update_does_not_use_is_there_again_later(name: str) -> None:
-    check(name, trained(name, 1)[0])
+    states, serials = trained(name, 1)
+    check(name, states)
+    # The switch moves no state.
+    assert name != "amsgrad" or len(set(serials)) == 1
 
 
 @sliced("stage", [3], [1])
@@ -122,11 +125,6 @@ def test_a_step_count_that_an_update_does_not_use_counts_in_the_predicted_peak()
     step(x)
     # One fp32 number.
     assert step.inspect.memory.kinds["optimizer state"] == before + 4
-
-
-def test_switching_between_updates_moves_no_state() -> None:
-    _, serials = trained("amsgrad", 1)
-    assert len(set(serials)) == 1
 
 
 def test_state_that_is_loaded_for_another_update_is_kept(tmp_path: Path) -> None:
