@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.inspection import models
+from tests.inspection.test_report import packed
 from zerograph.__main__ import app
 
 SCRIPT = f"{models.__file__}:example"
@@ -130,13 +127,6 @@ def test_the_page_of_a_step_on_a_machine_has_the_numbers_of_its_plan(tmp_path: P
     plan = json.loads(run("plan", *step, "--json").stdout)
     assert facts["predicted step on h100"] == plan["seconds"]["step"]
     assert facts["predicted peak"] == plan["peak"]["bytes"]
-
-
-def packed(page: Path) -> list[dict[str, Any]]:
-    """Return the data of each step on a report's page."""
-    data = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page.read_text())
-    assert data is not None
-    return [json.loads(gzip.decompress(base64.b64decode(one))) for one in data[1].split()]
 
 
 def test_compare_names_the_first_step_and_tensor_that_differ(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
@@ -347,16 +346,3 @@ def test_a_limit_without_a_unit_is_refused_and_counts_have_units() -> None:
     result = CliRunner().invoke(app, ["plan", "--params", "8B", "--fit", "80gb", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.output)[0]["bytes"]["off"] == 128e9
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"machine": "h100"}, r"plan\(machine=\): the machine is device="),
-        ({"shard_dim": 1}, "there is no option 'shard_dim'; did you mean 'shard_dims'"),
-        ({"stage": 2, "mode": "off"}, r"plan\(stage=2, mode=\): give one of them"),
-    ],
-)
-def test_unknown_and_colliding_options_of_a_plan_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(zg.ConfigError, match=message):
-        zg.plan(torch.nn.Linear(2, 2), torch.ones(2, 2), world_size=2, **options)

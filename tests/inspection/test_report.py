@@ -65,11 +65,16 @@ def prepared(turns: int, layers: int = 2, stage: int = 3) -> Prepared:
     return TrainGpt(turns, layers, stage).prepare(line(4, 0, "ranks"), tokens, tokens)
 
 
-def read(page: str) -> Any:
-    """Return the data that is packed in a page."""
-    found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page)
+def packed(page: Path) -> list[Any]:
+    """Return the data of each step that is packed in a page."""
+    found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', page.read_text())
     assert found is not None
-    return json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return [json.loads(gzip.decompress(base64.b64decode(one))) for one in found[1].split()]
+
+
+def read(page: Path) -> Any:
+    (step,) = packed(page)
+    return step
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one batch", "micro-batches"])
@@ -81,7 +86,7 @@ def step(request: pytest.FixtureRequest) -> Prepared:
 def data(step: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Any:
     path = tmp_path_factory.mktemp("report") / "step.html"
     report.write(step, path, title="TrainGpt", machine="h100")
-    return read(path.read_text())
+    return read(path)
 
 
 def orders(data: Any) -> list[list[int]]:
@@ -166,10 +171,14 @@ def test_the_time_line_is_of_nodes_of_the_last_pass(data: Any) -> None:
     assert all(0 <= node < last and length >= 0 for node, _, length, _, _ in data["time"]["events"])
 
 
-def test_without_a_machine_there_is_no_time_line(tmp_path: Path) -> None:
+def test_without_a_machine_there_is_no_time_line_and_a_page_needs_nothing_else(tmp_path: Path) -> None:
     step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
     report.write(step, tmp_path / "step.html", title="no time")
-    assert read((tmp_path / "step.html").read_text())["time"] is None
+    assert read(tmp_path / "step.html")["time"] is None
+    page = (tmp_path / "step.html").read_text()
+    assert not re.search(r"""\b(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
+    assert "@import" not in page
+    assert "default-src 'none'" in page
 
 
 def test_a_list_is_told_by_the_one_before() -> None:
@@ -184,30 +193,16 @@ def test_names_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     report.write(step.prepare(mesh, torch.ones(2, 8)), tmp_path / "step.html", title=HOSTILE)
     page = (tmp_path / "step.html").read_text()
     assert HOSTILE not in page
-    assert any(HOSTILE in title for _, title, *_ in read(page)["rows"])
+    assert any(HOSTILE in title for _, title, *_ in read(tmp_path / "step.html")["rows"])
 
 
 def test_a_compiled_step_writes_its_report(tmp_path: Path) -> None:
     step = Small(nn.Linear(4, 4))
     step.compile(torch.ones(2, 4))
     step.inspect.report(tmp_path / "step.html")
-    found = read((tmp_path / "step.html").read_text())
+    found = read(tmp_path / "step.html")
     assert found["title"] == "Small"
     assert names(found, orders(found)[-1]) == [n.name for n in step.inspect.graph.graph.nodes if n.op != "output"]
-
-
-def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
-    step = Small(nn.Linear(4, 4)).prepare(line(2, 0, "ranks"), torch.ones(2, 4))
-    report.write(step, tmp_path / "step.html", title="alone")
-    page = (tmp_path / "step.html").read_text()
-    assert not re.search(r"""\b(src|href)\s*=\s*["']?\s*(https?:)?//""", page)
-    assert "@import" not in page
-    assert "default-src 'none'" in page
-
-
-def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
-        Small(nn.Linear(4, 4)).inspect.report(tmp_path / "step.html")
 
 
 def test_a_report_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +246,7 @@ def test_the_head_names_mixed_precision_and_its_masters(tmp_path: Path) -> None:
     graph.config.enable_amp(True, dtype=torch.bfloat16)
     tokens = torch.zeros(2, 12, dtype=torch.int64, device="meta")
     report.write(graph.prepare(line(4, 0, "ranks"), tokens, tokens), tmp_path / "step.html", title="mixed")
-    assert facts(read((tmp_path / "step.html").read_text()))["precision"] == "bf16 with fp32 masters"
+    assert facts(read(tmp_path / "step.html"))["precision"] == "bf16 with fp32 masters"
 
 
 def test_the_head_has_the_day_and_the_commit_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +255,7 @@ def test_the_head_has_the_day_and_the_commit_of_the_folder(tmp_path: Path, monke
     # No repository of a folder around the temporary one either.
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     report.write(step, "step.html", title="no repository")
-    head = facts(read(Path("step.html").read_text()))
+    head = facts(read(Path("step.html")))
     assert "commit" not in head
     assert head["written"] == datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     identity = ("-c", "user.name=someone", "-c", "user.email=someone@example.com")
@@ -268,7 +263,7 @@ def test_the_head_has_the_day_and_the_commit_of_the_folder(tmp_path: Path, monke
         subprocess.run(["git", *command], check=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     report.write(step, "step.html", title="a repository")
-    head = facts(read(Path("step.html").read_text()))
+    head = facts(read(Path("step.html")))
     assert commit.startswith(head["commit"])
 
 
@@ -314,7 +309,7 @@ def test_no_page_has_the_path_of_an_installed_package(tmp_path: Path, monkeypatc
     mean = importlib.import_module("models_of_others").Mean()
     monkeypatch.delitem(sys.modules, "models_of_others")
     report.write(Small(mean).prepare(line(2, 0, "ranks"), torch.ones(2, 8)), tmp_path / "step.html", title="installed")
-    text = json.dumps(read((tmp_path / "step.html").read_text()))
+    text = json.dumps(read(tmp_path / "step.html"))
     assert "models_of_others/__init__.py:7" in text
     assert "site-packages" not in text
 
@@ -323,17 +318,15 @@ def test_a_graph_writes_its_report_beside_another_step(tmp_path: Path) -> None:
     step = Small(nn.Linear(4, 4))
     step.compile(torch.ones(2, 4))
     step.inspect.report(tmp_path / "steps.html", beside=step.prepare(line(2, 0, "ranks"), torch.ones(2, 4)))
-    packed = re.search(r'<script id="data"[^>]*>([^<]*)</script>', (tmp_path / "steps.html").read_text())
-    assert packed is not None
-    titles = [json.loads(gzip.decompress(base64.b64decode(one)))["title"] for one in packed[1].split()]
-    assert titles == ["Small, 1 rank", "Small, 2 ranks"]
+    assert [one["title"] for one in packed(tmp_path / "steps.html")] == ["Small, 1 rank", "Small, 2 ranks"]
 
 
-def test_a_report_beside_a_graph_that_is_not_compiled_is_an_error(tmp_path: Path) -> None:
-    step = Small(nn.Linear(4, 4))
+def test_a_report_of_a_graph_that_is_not_compiled_or_beside_one_is_an_error(tmp_path: Path) -> None:
+    step, other = Small(nn.Linear(4, 4)), Small(nn.Linear(4, 4))
     step.compile(torch.ones(2, 4))
-    with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
-        step.inspect.report(tmp_path / "steps.html", beside=Small(nn.Linear(4, 4)))
+    for one, beside in ((step, other), (other, None)):
+        with pytest.raises(zg.ConfigError, match="call the graph, or compile"):
+            one.inspect.report(tmp_path / "steps.html", beside=beside)
     assert not list(tmp_path.iterdir())
 
 
@@ -341,7 +334,7 @@ def test_the_head_has_the_planners_tokens_per_second_and_mfu(tmp_path: Path) -> 
     tokens = torch.zeros(2, 12, dtype=torch.int64, device="meta")
     plan = zg.plan(TrainGpt(), (tokens, tokens), world_size=4, device="h100")
     report.write(plan.prepared, tmp_path / "step.html", title="planned", machine="h100")
-    head = facts(read((tmp_path / "step.html").read_text()))
+    head = facts(read(tmp_path / "step.html"))
     assert plan.tokens_per_second is not None
     assert plan.mfu is not None
     assert head["tokens/s per device"] == pytest.approx(plan.tokens_per_second)

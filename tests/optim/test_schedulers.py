@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import zerograph as zg
 from tests.harness import sliced
-from tests.models import TokenLoss, update_by
+from tests.models import LossStep, TokenLoss, part, update_by
 from tests.pool import Pool
 
 STEPS = 8
@@ -52,16 +52,13 @@ def data() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-class Step(zg.ZeroGraph):
+class Step(LossStep):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-        super().__init__()
-        self.model, self.loss = model, TokenLoss()
-        self.add_optimizer(optimizer, lr_scheduler=scheduler)
-        self.set_zero_mode("distributed_split", stage=2)
+        super().__init__(model, optimizer, 2, scheduler=scheduler)
 
-    def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def build(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         out = self.model(x)
-        loss = self.loss(out, y)
+        loss = TokenLoss()(out, y)
         loss.backward()
         # The metric is the first 0-d tensor, wherever it stands.
         return out, loss
@@ -73,7 +70,7 @@ def trained(name: str, steps: int = STEPS) -> tuple[list[float], Tensor]:
     rates = []
     for x, y in data()[:steps]:
         rates.append(optimizer.param_groups[0]["lr"])
-        step(x.chunk(zg.world_size())[zg.rank()], y.chunk(zg.world_size())[zg.rank()])
+        step(part(x), part(y))
     return rates, step.state_dict()["modules"]["model"]["weight"]
 
 
