@@ -155,24 +155,6 @@ class GlobalNorm(Optimizer):
             param.sub_(group["lr"] * param.grad / norm)
 
 
-class Counting(Optimizer):
-    """Warms up by step counts that are Python numbers: one of its own, or one for each parameter."""
-
-    def __init__(self, params: Any, lr: float, in_state: bool) -> None:
-        super().__init__(params, {"lr": lr})
-        self.in_state, self.counts = in_state, [0]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group, param, state in _each(self):
-            if self.in_state:
-                state["step"] = state.get("step", 0) + 1
-            else:
-                self.counts[0] += 1
-            count = state["step"] if self.in_state else self.counts[0]
-            param.sub_(group["lr"] * min(1.0, count / 10) * param.grad)
-
-
 def _each(optimizer: Optimizer) -> Iterable[tuple[dict[str, Any], Any, dict[str, Any]]]:
     for group in optimizer.param_groups:
         for param in group["params"]:

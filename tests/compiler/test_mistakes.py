@@ -66,7 +66,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (option("bucket_size", "1MB"), "bucket_size = '1MB': give a whole number of bytes, 1 or more"),
     (option("bucket_size", 0), "bucket_size = 0: give a whole number of bytes, 1 or more"),
     (option("shard_min_size", -1), "shard_min_size = -1: give a whole number of elements, 0 or more"),
-    (option("clip_grad_norm", -1), "clip_grad_norm = -1: .* a number above 0, or None"),
+    (option("clip_grad_norm", 0.0), "clip_grad_norm = 0.0: .* a number above 0, or None"),
     (option("clip_grad_norm", float("nan")), "clip_grad_norm = nan: .* a number above 0, or None"),
     (option("clip_grad_norm", torch.tensor(1.0)), r"clip_grad_norm = tensor\(1.\): .* a number above 0, or None"),
     (option("memory_budget", "9" * 400 + "GiB"), "999GiB': give bytes"),

@@ -136,10 +136,10 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
 
 
-def skip(kind: str, stages: list[int], dtype: torch.dtype | None) -> list[Any]:
+def skip(kind: str, stages: list[int], dtype: torch.dtype | None, shard_by: str = "elements") -> list[Any]:
     model, optimizer, scheduler = made(kind)
     step = LossStep(model, optimizer, 0, scaled, scheduler)
-    step.config.precision.amp_dtype = dtype
+    step.config.precision.amp_dtype, step.config.zero.shard_by = dtype, shard_by
     step.config.precision.grad_scaler = zg.GradScaler(**OPTIONS)
     results = []
     for _ in each_stage(step, stages):
@@ -168,8 +168,8 @@ def test_overflow_is_skipped_as_grad_scaler_skips_it(pool: Pool, kind: str) -> N
             scheduler.step()
             steps += 1
         wanted.append((scaler.get_scale(), optimizer.param_groups[0]["lr"], steps))
-    stages = [0, 3] if kind == "momentum" else [2]
-    for seen, state in pool.run(RANKS, skip, kind, stages, None)[0]:
+    stages, shard_by = [0, 3] if kind == "momentum" else [2], "parameters" if kind == "fused" else "elements"
+    for seen, state in pool.run(RANKS, skip, kind, stages, None, shard_by)[0]:
         assert seen == wanted
         for key, value in model.state_dict().items():
             assert deviation(state["modules"]["model"][key], value) < 1e-6, key

@@ -266,17 +266,11 @@ def scale() -> list[Tensor]:
     return results
 
 
-def test_a_checkpoint_resumes_bitwise_and_its_residuals_are_summed_on_fewer_ranks(pool: Pool, tmp_path: Path) -> None:
-    inputs = batches()
-    expected, _ = train_plainly(2, inputs)
+def test_a_checkpoint_resumes_bitwise(pool: Pool, tmp_path: Path) -> None:
+    expected, _ = train_plainly(2, batches())
     (resumed, again) = pool.run(2, resume, str(tmp_path / "two"))[0]
     assert_equal(resumed, expected)
     assert_equal(again, expected)
-    _, residuals = train_plainly(2, inputs[:2])
-    ((_, loaded),) = pool.run(1, load_alone, str(tmp_path / "two"))
-    for own, *parts in zip(loaded, *residuals, strict=True):
-        total = sum(one.float() for one in parts)
-        torch.testing.assert_close(own.float().view(parts[0].shape), total, rtol=1e-2, atol=1e-6)
 
 
 def test_a_checkpoint_has_the_weights_that_all_ranks_have_received(pool: Pool, tmp_path: Path) -> None:
@@ -307,13 +301,7 @@ def resume(path: str, wire: Any = FEEDBACK) -> list[dict[str, Tensor]]:
     return [*results, second.state_dict()["modules"]["model"]]
 
 
-def load_alone(path: str) -> tuple[int, list[Tensor]]:
-    step = _step()
-    step.load(path)
-    return 0, [pending_residuals(parameter)[0] for parameter in step.model.parameters()]
-
-
-def test_residuals_that_no_step_has_read_are_saved_again(pool: Pool, tmp_path: Path) -> None:
+def test_residuals_are_summed_on_fewer_ranks_and_saved_again_if_nobody_read_them(pool: Pool, tmp_path: Path) -> None:
     saved = pool.run(2, save_residuals, str(tmp_path / "two"))
     pool.run(1, copy_checkpoint, str(tmp_path / "two"), str(tmp_path / "one"))
     pool.run(3, copy_checkpoint, str(tmp_path / "one"), str(tmp_path / "three"))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.equivalence import test_split_modules as split_modules
 from tests.harness import deviation
-from tests.models import Gpt, TokenLoss, TrainStep, adam_step, adamw, batches, make, part, train_plainly, update_by
+from tests.models import Gpt, TokenLoss, TrainStep, adam_step, adamw, batches, make, part, update_by
 from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.runtime.state import in_memory, store_of
@@ -147,42 +147,6 @@ def test_so_it_is_with_micro_batches_offload_and_mixed_precision(pool: Pool, tmp
     torch.testing.assert_close(dealt[:2], cut[:2], rtol=1e-5, atol=1e-6)
 
 
-class Infinite(TrainStep):
-    """The gradients are infinite where the batch says so."""
-
-    def build(self, x: Tensor, y: Tensor, factor: Tensor) -> Tensor:  # type: ignore[override]
-        loss = TokenLoss()(self.model(x), y) * factor.max()
-        loss.backward()
-        return loss
-
-
-def skipped() -> dict[str, Any]:
-    found = {}
-    for way in WAYS:
-        model = make("mlp")
-        step = Infinite(model, adamw(model), grad_scaler=zg.GradScaler(init_scale=8.0))
-        step.config.set(stage=2, shard_by=way)
-        states = []
-        for number, (x, y) in enumerate(batches("mlp", 3)):
-            step(part(x), part(y), zg.replicated(torch.full((1,), float("inf") if number == 1 else 1.0)))
-            assert step.config.precision.grad_scaler is not None
-            states.append(
-                (step.state_dict()["modules"]["model"], step.config.precision.grad_scaler.get_scale(), step.steps_done)
-            )
-        found[way] = states
-    return found
-
-
-def test_an_overflow_changes_nothing_that_is_dealt_out(pool: Pool) -> None:
-    found = pool.run(2, skipped)[0]
-    first, second, third = found["parameters"]
-    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
-    assert [one[1:] for one in (first, second, third)] == [(8.0, 1), (4.0, 1), (4.0, 2)]
-    for one, other in zip(found["parameters"], found["elements"], strict=True):
-        assert one[1:] == other[1:]
-        assert all(torch.equal(one[0][name], value) for name, value in other[0].items())
-
-
 def predicted() -> list[tuple[int, int]]:
     torch.manual_seed(0)
     model = Gpt(tied=False, width=64)
@@ -217,28 +181,3 @@ def test_what_is_split_along_another_mesh_dimension_is_dealt_out_too(pool: Pool)
     assert set(owners) == {f"model.{name}" for name, _ in split_modules.Net().named_parameters()}
     assert owners["model.whole.weight"] != owners["model.whole.bias"]
     assert owners["model.split.weight"] != owners["model.split.bias"]
-
-
-def by_muon() -> tuple[dict[str, Tensor], dict[str, int]]:
-    model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.GELU(), nn.Linear(6, 3, bias=False)).double()
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    step = TrainStep(model, torch.optim.Muon(model.parameters(), lr=0.02))
-    step.config.set(stage=2, shard_by="parameters")
-    for x, y in batches("mlp", 2, 8, torch.float64):
-        step(part(x), part(y))
-    return step.state_dict()["modules"]["model"], step.inspect.owners()
-
-
-def test_updates_that_need_whole_parameters_are_as_they_were(pool: Pool) -> None:
-    state, owners = pool.run(2, by_muon)[0]
-    model = nn.Sequential(nn.Linear(7, 6, bias=False), nn.GELU(), nn.Linear(6, 3, bias=False)).double()
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    train_plainly(model, torch.optim.Muon(model.parameters(), lr=0.02), batches("mlp", 2, 8, torch.float64))
-    assert sorted(owners.values()) == [0, 1]
-    for name, value in model.state_dict().items():
-        # Muon's iteration runs in bf16.
-        assert deviation(state[name], value) <= 1e-3, name

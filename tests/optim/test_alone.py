@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import sliced
 from tests.models import TrainStep, part, train_plainly
-from tests.optim.test_update import data, matrices, model, vectors
+from tests.optim.test_update import as_plainly, data, matrices, model, vectors
 from tests.pool import Pool
 
 
@@ -97,6 +97,11 @@ def counting_in_table(self: Any, *_: Any) -> float:
     return 1 / self.table["steps"]
 
 
+def counting_in_list(self: Any, *_: Any) -> float:
+    self.numbers[0] += 1
+    return 1 / self.numbers[0]
+
+
 def by_text(self: Any, param: Tensor, *_: Any) -> float:
     state = self.state[param]
     state["phase"] = "slow" if state.get("phase") == "fast" else "fast"
@@ -114,6 +119,7 @@ def by_length(self: Any, *_: Any) -> float:
         (counting_in_class, r"keeps a value that changes from step to step: Scaled\.steps"),
         (counting_in_object, r"keeps a value that changes from step to step: self\.own\.steps"),
         (counting_in_table, r"keeps a value that changes from step to step: .*self\.table\['steps'\]"),
+        (counting_in_list, r"keeps a value that changes from step to step: self\.numbers\[0\]"),
         (by_text, r"keeps a value that changes from step to step: state\['phase'\]"),
         (by_length, r"keeps a value that changes from step to step: len\(self\.history\)"),
         (lambda *_: random.random(), r"Scaled\.step\(\) draws random numbers of random"),
@@ -121,12 +127,12 @@ def by_length(self: Any, *_: Any) -> float:
 )
 def test_python_values_that_change_are_refused_and_stay_as_they_are(scale: Any, message: str) -> None:
     net = model()
-    own, table, history = SimpleNamespace(steps=0), defaultdict(int), ["before"]
-    optimizer = Scaled(net.parameters(), scale, own=own, table=table, history=history)
+    own, table, history, numbers = SimpleNamespace(steps=0), defaultdict(int), ["before"], [0]
+    optimizer = Scaled(net.parameters(), scale, own=own, table=table, history=history, numbers=numbers)
     drawn = random.getstate()
     with pytest.raises(zg.CaptureError, match=message):
         TrainStep(net, optimizer, 2)(*data()[0])
-    assert (Scaled.steps, own.steps, dict(table), history) == (0, 0, {}, ["before"])
+    assert (Scaled.steps, own.steps, dict(table), history, numbers) == (0, 0, {}, ["before"], [0])
     assert random.getstate() == drawn
 
 
@@ -147,19 +153,11 @@ def test_a_value_that_the_user_sets_between_steps_counts_from_then_on(change: Ca
     def scale(self: Any, *_: Any) -> Any:
         return self.strength * self.own.strength * self.tensor
 
-    results = []
-    for graph in (False, True):
-        net = model()
-        own = SimpleNamespace(strength=1.0)
-        optimizer = Scaled(net.parameters(), scale, strength=2, own=own, tensor=torch.ones((), dtype=torch.float64))
-        run = TrainStep(net, optimizer, 2) if graph else None
-        losses = []
-        for number, batch in enumerate(data()):
-            if number == 3:
-                change(optimizer)
-            losses += [run(*batch)] if run else train_plainly(net, optimizer, [batch])
-        results.append(losses)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    def made(net: nn.Module) -> Scaled:
+        own, one = SimpleNamespace(strength=1.0), torch.ones((), dtype=torch.float64)
+        return Scaled(net.parameters(), scale, strength=2, own=own, tensor=one)
+
+    as_plainly(made, lambda optimizer, number: number == 3 and change(optimizer))
 
 
 class WithoutRate(torch.optim.Optimizer):
@@ -176,17 +174,11 @@ class WithoutRate(torch.optim.Optimizer):
 
 
 def test_an_optimizer_without_a_learning_rate_may_get_one() -> None:
-    results = []
-    for graph in (False, True):
-        net = model()
-        optimizer = WithoutRate(net.parameters())
-        run = TrainStep(net, optimizer, 2) if graph else None
-        losses = []
-        for rate, batch in zip((None, None, None, 0.1, 0.2), data(), strict=True):
-            optimizer.param_groups[0]["lr"] = rate
-            losses += [run(*batch)] if run else train_plainly(net, optimizer, [batch])
-        results.append(losses)
-    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    rates = (None, None, None, 0.1, 0.2)
+    as_plainly(
+        lambda net: WithoutRate(net.parameters()),
+        lambda optimizer, number: optimizer.param_groups[0].update(lr=rates[number]),
+    )
 
 
 class Stacking(torch.optim.Optimizer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 import zerograph as zg
 from tests.harness import compilations_of, each_stage, sliced
 from tests.models import Batch, TrainStep, part, train_plainly, update_by
-from tests.optimizers import Assigning, Branching, Counting, GlobalNorm, Lamb, Lars, Lion, Shampoo
+from tests.optimizers import Assigning, Branching, GlobalNorm, Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
 from zerograph.optim import trace_update
 
@@ -71,6 +72,9 @@ SINGLE: dict[str, Any] = {
     "lars": lambda m: Lars(m.parameters(), lr=0.1),
     "shampoo": lambda m: Shampoo(m.parameters(), lr=0.1),
     "assigning": lambda m: Assigning(m.parameters(), lr=0.05),
+    "counting": lambda m: CountingAdam(m.parameters(), "root"),
+    "counting, sub": lambda m: CountingAdam(m.parameters(), "sub"),
+    "counting, warm-up": lambda m: CountingAdam(m.parameters(), "warm-up"),
     "branching": lambda m: Branching(m.parameters(), lr=0.05, turns=False),
     "turning": lambda m: Branching(groups(m, lr=0.01), lr=0.05, turns=True),
 }
@@ -120,10 +124,11 @@ class _Together:
             one.step()
 
 
-def over_stages(name: str, stages: list[int]) -> list[tuple[Tensor, dict[str, Any]]]:
+def over_stages(name: str, stages: list[int], options: dict[str, Any]) -> list[tuple[Tensor, dict[str, Any]]]:
     """One graph for all stages, so that it is captured once."""
     net = model()
     step = Step(net, OPTIMIZERS[name](net), 0)
+    step.config.set(**options)
     found = []
     for _ in each_stage(step, stages):
         losses = torch.stack([step(part(x), part(y)) for x, y in data()])
@@ -155,16 +160,22 @@ def check(name: str, losses: Tensor, state: dict[str, Any]) -> None:
 
 # What is elementwise and differs little from another: on one rank only.
 VARIANTS = ("sgd", "momentum", "nesterov", "amsgrad", "nadam", "radam", "adamax", "adadelta", "rmsprop", "rprop")
+VARIANTS += ("adagrad", "asgd", "lion", "counting, sub", "counting, warm-up")
 
 
 # That stages agree does not depend on the optimizer: of those whose parameters are dealt out whole, one shows all.
 @sliced(
-    "name, stages",
-    [(name, [2, 0] if name == "muon" else [2]) for name in OPTIMIZERS if name not in VARIANTS],
-    [*((name, [2]) for name in VARIANTS), *((name, [2, 0, 1, 3]) for name in DEALT)],
+    "name, stages, options",
+    [
+        *((name, [2, 0] if name == "muon" else [2], {}) for name in OPTIMIZERS if name not in VARIANTS),
+        ("muon", [2], {"shard_by": "parameters"}),
+    ],
+    [*((name, [2], {}) for name in VARIANTS), *((name, [2, 0, 1, 3], {}) for name in DEALT)],
 )
-def test_an_optimizer_makes_the_updates_of_the_plain_one(pool: Pool, name: str, stages: list[int]) -> None:
-    results = pool.run(2, over_stages, name, stages)[0]
+def test_an_optimizer_makes_the_updates_of_the_plain_one(
+    pool: Pool, name: str, stages: list[int], options: dict[str, Any]
+) -> None:
+    results = pool.run(2, over_stages, name, stages, options)[0]
     check(name, *results[0])
     for losses, state in results[1:]:
         assert torch.equal(losses, results[0][0])
@@ -263,14 +274,6 @@ def test_an_update_that_reads_other_parameters_is_refused() -> None:
         step(x, y)
 
 
-def test_a_number_of_the_optimizer_that_changes_between_steps_is_refused() -> None:
-    net = model()
-    step = Step(net, [Counting(net.parameters(), 0.1, False)], 2)
-    (x, y), *_ = data()
-    with pytest.raises(zg.CaptureError, match=r"keeps a value that changes from step to step: self.counts\[0\]"):
-        step(x, y)
-
-
 class CountingAdam(torch.optim.Optimizer):
     """Counts steps in a Python number of each parameter's state, as many optimizers of others do."""
 
@@ -297,35 +300,6 @@ class CountingAdam(torch.optim.Optimizer):
                 else:
                     root = state["square"].sqrt().div_(math.sqrt(second)).add_(1e-8)
                     param.addcdiv_(state["mean"], root, value=-group["lr"] / first)
-
-
-def counted(kind: str, prepare: Any) -> tuple[list[Tensor], list[Any]]:
-    torch.manual_seed(0)
-    net: nn.Module = nn.Linear(4, 4).double()
-    net, optimizer = prepare(net, CountingAdam(net.parameters(), kind))
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).double()
-    for number in range(6):
-        if number == 3:
-            # A number, as the plain optimizer saves it.
-            saved = optimizer.state_dict()
-            for state in saved["state"].values():
-                state["step"] = int(state["step"])
-            optimizer.load_state_dict(saved)
-        update_by(optimizer, net(part(x)).square().mean())
-    counts = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
-    return list(net.state_dict().values()), counts
-
-
-def prepared_counted(kind: str, stage: int) -> tuple[list[Tensor], list[Any]]:
-    return counted(kind, functools.partial(zg.prepare, stage=stage))
-
-
-@sliced("kind, stage", [("root", 3), ("sub", 0)], [("warm-up", 2)])
-def test_a_number_of_a_parameters_state_that_changes_is_an_input(pool: Pool, kind: str, stage: int) -> None:
-    values, counts = counted(kind, unprepared)
-    for own, own_counts in pool.run(2, prepared_counted, kind, stage):
-        torch.testing.assert_close(own, values, rtol=1e-12, atol=1e-12)
-        assert own_counts == counts == [6, 6]
 
 
 class Countable(torch.optim.Optimizer):
@@ -377,14 +351,6 @@ def test_a_number_of_an_optimizer_or_its_group_that_counts_steps_is_an_input(poo
         assert [type(count) for count in own_counts] == [type(count) for count in counts]
 
 
-def test_a_step_that_counts_is_compiled_once() -> None:
-    net = model()
-    step = Step(net, [Countable(net.parameters(), "group")], 2)
-    for x, y in data():
-        step(x, y)
-    assert compilations_of(step) == 1
-
-
 def unprepared(*objects: Any) -> tuple[Any, ...]:
     return objects
 
@@ -412,14 +378,30 @@ class Rebinding(torch.optim.Optimizer):
                 param.mul_(1 - group["lr"])
 
 
+def as_plainly(
+    make: Callable[[nn.Module], torch.optim.Optimizer], change: Callable[[Any, int], object] = lambda *_: None
+) -> tuple[Any, Any, Step]:
+    """Train plainly and in a graph, and compare the losses.
+
+    Args:
+        change: is called with the optimizer and the number of a step before it.
+
+    Returns:
+        Both optimizers, and the graph.
+    """
+    nets = [model(), model()]
+    plain, mine = map(make, nets)
+    step, losses = Step(nets[1], [mine], 2), []
+    for number, batch in enumerate(data()):
+        change(plain, number)
+        change(mine, number)
+        losses.append([*train_plainly(nets[0], plain, [batch]), step(*batch)])
+    torch.testing.assert_close(*map(list, zip(*losses, strict=True)), rtol=1e-12, atol=1e-12)
+    return plain, mine, step
+
+
 def test_numbers_that_are_bound_anew_do_not_change_in_place() -> None:
-    results = []
-    for graph in (False, True):
-        net = model()
-        optimizer = Rebinding(net.parameters(), {"lr": 0.1})
-        run = Step(net, [optimizer], 2) if graph else None
-        results.append([run(*batch) for batch in data()] if run else train_plainly(net, optimizer, data()))
-    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+    as_plainly(lambda net: Rebinding(net.parameters(), {"lr": 0.1}))
 
 
 class Objects(torch.optim.Optimizer):
@@ -483,21 +465,13 @@ class Averaging(torch.optim.Optimizer):
 
 
 def test_numbers_of_a_group_follow_the_optimizers_code() -> None:
-    results, numbers = [], []
-    for graph in (False, True):
-        net = model()
-        optimizer = Averaging(net.parameters())
-        run = Step(net, [optimizer], 2) if graph else None
-        losses = []
-        for rate, (x, y) in zip((0.1, 0.2, 0.05, 0.05, 0.3), data(), strict=True):
-            optimizer.param_groups[0]["lr"] = rate
-            losses += [run(x, y)] if run else train_plainly(net, optimizer, [(x, y)])
-        results.append(torch.stack(losses))
-        numbers.append([optimizer.param_groups[0][name] for name in ("total", "highest")])
-        if run:
-            assert compilations_of(run) == 1
-    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
-    assert numbers[0] == numbers[1]
+    *optimizers, step = as_plainly(
+        lambda net: Averaging(net.parameters()),
+        lambda optimizer, number: optimizer.param_groups[0].update(lr=(0.1, 0.2, 0.05, 0.05, 0.3)[number]),
+    )
+    plain, mine = ([one.param_groups[0][name] for name in ("total", "highest")] for one in optimizers)
+    assert mine == plain
+    assert compilations_of(step) == 1
 
 
 class Lookahead(torch.optim.Optimizer):

@@ -368,8 +368,9 @@ def compared(timeout: float, host: int) -> list[tuple[bool, bool]]:
     return [job.channel.compare(-5 if rank == last else 2**62, rank == 0)[:2], job.channel.compare(-(2**63), False)[:2]]
 
 
-@pytest.mark.parametrize(("ranks", "host"), [(2, 0), (3, 0), (4, 2)])
-def test_ranks_compare_notes_through_mailboxes(pool: Pool, ranks: int, host: int) -> None:
+# With a host for each rank over the group alone.
+@pytest.mark.parametrize(("ranks", "host"), [(2, 0), (3, 0), (4, 2), (3, 1)])
+def test_ranks_compare_notes_through_mailboxes_and_over_the_group(pool: Pool, ranks: int, host: int) -> None:
     answers = pool.run(ranks, compared, 71.0 + host, host)
     assert answers == [[(False, True), (True, False)]] * ranks
 

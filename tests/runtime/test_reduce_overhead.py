@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.harness import sliced
-from tests.pool import Pool
-from zerograph.runtime.job.channel import Channel
 from zerograph.runtime.reduce_overhead import reduce_overhead
 
 aten = torch.ops.aten
@@ -64,16 +60,3 @@ def test_each_step_returns_a_new_tensor(graph: fx.GraphModule) -> None:
     run = reduce_overhead(graph, [bucket, None])
     (first, _), (second, _) = run(bucket, torch.ones(4, 3)), run(bucket, torch.ones(4, 3))
     assert first is not second
-
-
-def compare(different: int, flagged: int) -> tuple[bool, bool]:
-    rank = dist.get_rank()
-    return Channel(dist.new_group(backend="gloo")).compare(-5 if rank == different else 2**62, rank == flagged)[:2]
-
-
-@sliced("ranks", [3], [2, 4])
-def test_every_rank_sees_a_number_or_a_flag_of_any_rank(pool: Pool, ranks: int) -> None:
-    assert pool.run(ranks, compare, -1, -1) == [(True, False)] * ranks
-    for one in range(ranks):
-        assert pool.run(ranks, compare, one, -1) == [(False, False)] * ranks
-        assert pool.run(ranks, compare, -1, one) == [(True, True)] * ranks
