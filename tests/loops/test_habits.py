@@ -99,6 +99,14 @@ def edited_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tens
     return total.item()
 
 
+def gradients_that_are_left(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
+    """Add up the gradients of all steps, clipped."""
+    F.cross_entropy(model(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return norm.item()
+
+
 def several_losses(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Any:
     optimizer.zero_grad()
     out = model(x)
@@ -689,6 +697,7 @@ HABITS: dict[str, tuple[Step, Callable[[], nn.Module]]] = {
     "hooks of the optimizer": (hooks_of_the_optimizer, perceptron),
     "inner steps": (inner_steps, perceptron),
     "state that is kept over updates": (kept_state, perceptron),
+    "gradients that are left": (gradients_that_are_left, perceptron),
 }
 
 
