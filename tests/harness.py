@@ -201,6 +201,31 @@ def joined(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state[name].double().flatten() for name in sorted(state)])
 
 
+def told(work: Callable[[], object]) -> tuple[str, str]:
+    """Return the kind and the words of the error that a call ends with; the kind "nothing" if with none."""
+    try:
+        work()
+    except (KeyboardInterrupt, zg.ZeroGraphError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def difference(found: Any, wanted: Any, where: str = "state") -> str:
+    """Return the place where two nested states first differ in a bit; empty if nowhere."""
+    if isinstance(wanted, Tensor):
+        return "" if isinstance(found, Tensor) and torch.equal(found, wanted) else where
+    if isinstance(wanted, dict):
+        if not isinstance(found, dict) or found.keys() != wanted.keys():
+            return where
+        return next(filter(None, (difference(found[key], wanted[key], f"{where} {key}") for key in wanted)), "")
+    if isinstance(wanted, (list, tuple)):
+        if not isinstance(found, (list, tuple)) or len(found) != len(wanted):
+            return where
+        pairs = enumerate(zip(found, wanted, strict=True))
+        return next(filter(None, (difference(*pair, f"{where} {at}") for at, pair in pairs)), "")
+    return "" if found == wanted else where
+
+
 def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().sum()
     return loss

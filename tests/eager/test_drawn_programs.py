@@ -102,10 +102,6 @@ def compare(seeds: range) -> list[str]:
     return faults
 
 
-@sliced("first", [0], range(10, 60, 10))
-def test_drawn_programs_compute_what_they_compute_on_whole_tensors(pool: Pool, first: int) -> None:
-    assert pool.run(2, compare, range(first, first + 10)) == [[], []]
-
-
-def test_drawn_programs_on_three_ranks(pool: Pool) -> None:
-    assert pool.run(3, compare, range(100, 103)) == [[], [], []]
+@sliced("ranks, seeds", [(2, range(10)), (3, range(100, 103))], ((2, range(n, n + 10)) for n in range(10, 60, 10)))
+def test_drawn_programs_compute_what_they_compute_on_whole_tensors(pool: Pool, ranks: int, seeds: range) -> None:
+    assert pool.run(ranks, compare, seeds) == [[]] * ranks

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import difference
 from tests.models import TrainStep, batches, part
 from tests.optimizers import Lamb, Lars, Lion, Shampoo
 from tests.pool import Pool
@@ -151,26 +152,11 @@ def new_processes() -> Iterator[Pool]:
     workers.close(patience=60.0)
 
 
-def bitwise(found: Any, wanted: Any, where: str) -> None:
-    if isinstance(wanted, Tensor):
-        assert torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), where
-        for key in wanted:
-            bitwise(found[key], wanted[key], f"{where} {key}")
-    elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), where
-        for at, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            bitwise(one, other, f"{where} {at}")
-    else:
-        assert found == wanted, where
-
-
 def check(pool: Pool, new_processes: Pool, folder: Path, cases: list[Case]) -> None:
     wanted = pool.run(2, saved_half_way, folder, cases)[0]
     found = new_processes.run(2, gone_on, folder, cases)[0]
     for case, one, other in zip(cases, found, wanted, strict=True):
-        bitwise(one, other, f"{case}:")
+        assert not difference(one, other, f"{case}:")
         assert len(set(other[0])) > 1
 
 

@@ -19,6 +19,7 @@ import torch
 
 import zerograph as zg
 from tests.faults.survival_table import Tally
+from tests.harness import difference
 from tests.models import TrainStep, adam_step, batches, part
 from tests.pool import Pool
 
@@ -64,22 +65,8 @@ def loaded_in_vain(path: Path, compiled: bool, name: str = "mlp") -> tuple[str, 
     with pytest.raises(zg.ZeroGraphError) as caught:
         step.load(path)
     seconds = time.monotonic() - start
-    same(step.state_dict(), before)
+    assert not difference(step.state_dict(), before)
     return str(caught.value), type(caught.value).__name__, seconds
-
-
-def same(found: Any, wanted: Any) -> None:
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(found, wanted)
-    elif isinstance(wanted, dict):
-        assert list(found) == list(wanted)
-        for key, value in wanted.items():
-            same(found[key], value)
-    elif isinstance(wanted, list):
-        for one, other in zip(found, wanted, strict=True):
-            same(one, other)
-    else:
-        assert found == wanted
 
 
 def refused(pool: Pool, count: Tally, path: Path, *words: str, name: str = "mlp") -> None:
@@ -200,7 +187,7 @@ def filled_up_while_saving(path: Path, way: dict[str, Any]) -> tuple[str, float,
     seconds = time.monotonic() - start
     torch.distributed.barrier()
     after = zg.read_checkpoint(path)
-    same(after, before)
+    assert not difference(after, before)
     tidy = sorted(one.name for one in path.iterdir()) == held
     torch.distributed.barrier()
     if zg.rank() == 0:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-import zerograph as zg
 from tests.faults.lost_ranks import Failing, note_time, noted_time, run
+from tests.harness import told
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.runtime.job.reports import Answers, name_ranks
@@ -51,16 +51,13 @@ def interrupt_in_step(wire: str, folder: str) -> tuple[str, str, float]:
         step = adam_step("mlp", 2, timeout=TIMEOUT, backend=backend)
         x, y = (part(one) for one in batches("mlp", 1)[0])
         began = time.monotonic()
-        try:
-            step(x, y)
-        except (KeyboardInterrupt, zg.ZeroGraphError) as error:
-            taken = time.monotonic() - began
-            # It lives on, without another word, until the other has been told or should have been.
-            while mine and time.monotonic() - began < SOON and not Path(folder, "lost").exists():
-                time.sleep(0.1)
-            note_time(folder)
-            return type(error).__name__, str(error), taken
-        return "nothing", "", 0.0
+        kind, message = told(lambda: step(x, y))
+        taken = time.monotonic() - began
+        # It lives on, without another word, until the other has been told or should have been.
+        while mine and time.monotonic() - began < SOON and not Path(folder, "lost").exists():
+            time.sleep(0.1)
+        note_time(folder)
+        return kind, message, taken
     finally:
         os.environ.pop("ZEROGRAPH_WIRE", None)
 
@@ -81,11 +78,7 @@ def interrupt_while_tracing() -> tuple[str, str, float]:
     step = Interrupting(model, adamw(model), 2, timeout=TIMEOUT)
     x, y = (part(one) for one in batches("mlp", 1)[0])
     step._interrupts = dist.get_rank() == 1
-    kind, message = "nothing", ""
-    try:
-        step(x, y)
-    except (KeyboardInterrupt, zg.ZeroGraphError) as error:
-        kind, message = type(error).__name__, str(error)
+    kind, message = told(lambda: step(x, y))
     step._interrupts = False
     return kind, message, float(step(x, y))
 
@@ -119,29 +112,19 @@ def interrupt_before_the_scheduler() -> tuple[str, int, str, str]:
     x, y = (part(one) for one in batches("mlp", 1)[0])
     step(x, y)
     scheduler.interrupts = dist.get_rank() == 1
-    second = third = message = ""
-    try:
-        step(x, y)
-    except KeyboardInterrupt as error:
-        second = type(error).__name__
+    second, _ = told(lambda: step(x, y))
     scheduler.interrupts = False
-    counted = step.steps_done
-    try:
-        step(x, y)
-    except zg.ZeroGraphError as error:
-        third, message = type(error).__name__, str(error)
-    return second, counted, third, message
+    return second, step.steps_done, *told(lambda: step(x, y))
 
 
 def test_an_interrupt_between_the_update_and_the_scheduler_breaks_the_step_off(pool: Pool) -> None:
     (kind, counted, third, message), (there, counted_there, third_there, _) = pool.run(
         2, interrupt_before_the_scheduler
     )
-    assert (kind, there) == ("", "KeyboardInterrupt")
+    assert (kind, there) == ("nothing", "KeyboardInterrupt")
     # The update is made and counted on both; only one learning rate has moved on.
     assert counted == counted_there == 2
-    assert third
-    assert third_there
+    assert "nothing" not in (third, third_there)
     assert "rank 1" in message
     assert "interrupted" in message
 
@@ -154,12 +137,9 @@ def interrupt_while_loading() -> tuple[str, str]:
     if dist.get_rank() == 1:
         state_dict.read_modules = lambda *_: interrupted()
     try:
-        step.load_state_dict(state)
-    except (KeyboardInterrupt, zg.ZeroGraphError) as error:
-        return type(error).__name__, str(error)
+        return told(lambda: step.load_state_dict(state))
     finally:
         state_dict.read_modules = read
-    return "nothing", ""
 
 
 def test_an_interrupt_while_loading_is_an_error_on_all(pool: Pool) -> None:
@@ -208,11 +188,7 @@ def end_at_once(folder: str) -> tuple[str, float]:
     if dist.get_rank() == 1:
         note_time(folder)
         os._exit(3)
-    try:
-        step(x, y)
-    except zg.CommunicationError as error:
-        return str(error), time.monotonic()
-    return "nothing", time.monotonic()
+    return told(lambda: step(x, y))[1], time.monotonic()
 
 
 def test_a_process_that_is_known_to_have_ended_is_not_asked(tmp_path: Path) -> None:

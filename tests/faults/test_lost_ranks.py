@@ -19,7 +19,7 @@ from torch import fx
 import zerograph as zg
 from tests.faults.lost_ranks import Answer, Failing, note_time, noted_time, run
 from tests.faults.survival_table import Tally
-from tests.harness import sliced
+from tests.harness import sliced, told
 from tests.models import adam_step, batches, part
 from zerograph.eager import program
 from zerograph.runtime.checkpoint import storage
@@ -122,7 +122,8 @@ def train(case: Case, folder: str) -> tuple[str, str, float]:
             happen()
 
         storage.save_file = failing
-    try:
+
+    def work() -> None:
         if case.phase == "compile":
             step.compile(x, y)
         elif case.phase == "save":
@@ -131,9 +132,8 @@ def train(case: Case, folder: str) -> tuple[str, str, float]:
             step(x, y)
             # Behind the last exchange of a step the others notice in the next one.
             step(x, y)
-    except zg.ZeroGraphError as error:
-        return type(error).__name__, str(error), time.monotonic()
-    return "nothing", "", time.monotonic()
+
+    return *told(work), time.monotonic()
 
 
 def attempt(case: Case, folder: Path) -> list[Answer]:
@@ -211,11 +211,7 @@ def multiply() -> str:
     torch.relu(x.T @ x)
     if dist.get_rank() == 1:
         program.agree = lambda *args: (agree(*args), ends())  # type: ignore[assignment]
-    try:
-        torch.relu(x.T @ x)
-    except zg.CommunicationError as error:
-        return str(error)
-    return "nothing"
+    return told(lambda: torch.relu(x.T @ x))[1]
 
 
 def test_a_rank_that_is_lost_in_an_operator_on_global_tensors_is_named() -> None:

@@ -13,10 +13,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-import zerograph as zg
 from tests.faults.lost_ranks import note_time, noted_time, run
 from tests.faults.survival_table import Tally
-from tests.harness import sliced
+from tests.harness import sliced, told
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from zerograph.runtime.job.channel import Channel
 from zerograph.runtime.peer_memory.peer import Peer
@@ -62,11 +61,7 @@ def second_step(fault: str, place: str, folder: str) -> tuple[str, str, float]:
             os.kill(os.getpid(), SIGNALS[fault])
 
         before_call(place, happen)
-    try:
-        step(x, y)
-    except zg.ZeroGraphError as error:
-        return type(error).__name__, str(error), time.monotonic()
-    return "nothing", "", time.monotonic()
+    return *told(lambda: step(x, y)), time.monotonic()
 
 
 # The whole of it takes minutes: a stopped rank is waited for until the timeout. test_lost_ranks has one.
@@ -114,14 +109,7 @@ def interrupt_comparison(wire: str) -> list[tuple[str, str]]:
             raise KeyboardInterrupt
 
         setattr(Channel, exchange, interrupted)
-    found = []
-    for _ in range(2):
-        try:
-            step(x, y)
-            found.append(("nothing", ""))
-        except (KeyboardInterrupt, zg.ZeroGraphError) as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+    return [told(lambda: step(x, y)) for _ in range(2)]
 
 
 @sliced("wire", ["memory"], ["sockets"])

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zerograph as zg
+from tests.harness import told
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 
@@ -25,16 +26,12 @@ def with_other(what: str) -> tuple[str, str]:
         "zerograph": patch.object(zg, "__version__", "0.0.9"),
         "Python": patch.object(platform, "python_version", lambda: "3.99.1"),
     }[what]
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank:
+    if dist.get_rank():
         other.start()
     try:
-        step(x.chunk(ranks)[rank], y.chunk(ranks)[rank])
-    except zg.ZeroGraphError as error:
-        return type(error).__name__, str(error)
+        return told(lambda: step(part(x), part(y)))
     finally:
         patch.stopall()
-    return "nothing", ""
 
 
 @pytest.mark.parametrize(("what", "version"), [("torch", "2.11.0"), ("zerograph", "0.0.9"), ("Python", "3.99")])

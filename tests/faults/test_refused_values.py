@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.faults.lost_ranks import run
-from tests.harness import LossStep, sliced
+from tests.harness import LossStep, sliced, told
 from tests.models import update_by
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
@@ -33,15 +32,6 @@ class Tokens(LossStep):
     def __init__(self, stage: int = 3) -> None:
         model = embedding()
         super().__init__(model, torch.optim.SGD(model.parameters(), lr=0.1), stage, loss_of, timeout=TIMEOUT)
-
-
-def told(work: Callable[[], object]) -> tuple[str, str]:
-    """Return the error and its words."""
-    try:
-        work()
-    except zg.ZeroGraphError as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
 
 
 def refuses_on_one_rank(ends: bool, stage: int = 3) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import zerograph as zg
-from tests.harness import Case, Predict, needs_compiler, sliced, stores_of
+from tests.harness import Case, Predict, difference, needs_compiler, sliced, stores_of
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.peak_memory import most_alive_bytes, most_allocated_bytes
 from tests.pool import Pool
@@ -67,16 +67,6 @@ def trained(step: TrainStep, name: str, own: Any = part) -> tuple[list[Tensor], 
     return losses, step.state_dict()
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
-
-
 # The numbers are those of gathers into new memory.
 
 
@@ -92,7 +82,7 @@ def both_ways(name: str, stage: int, options: dict[str, Any]) -> tuple[bool, int
         else:
             found.append((trained(step, name), len(rooms(step))))
     (one, with_rooms), (other, without) = found
-    return equal(one, other), with_rooms, without
+    return not difference(one, other), with_rooms, without
 
 
 @sliced(
@@ -118,7 +108,9 @@ def gathered_by_torch() -> tuple[bool, int]:
     with by_torch():
         found = trained(step, "mlp")
     target = torch.ops._c10d_functional.all_gather_into_tensor_out.default
-    return equal(found, exchanging), len(step.inspect.graph.graph.find_nodes(op="call_function", target=target))
+    return not difference(found, exchanging), len(
+        step.inspect.graph.graph.find_nodes(op="call_function", target=target)
+    )
 
 
 def test_collectives_of_torch_fill_rooms_as_well(pool: Pool) -> None:
@@ -140,7 +132,7 @@ def returned() -> tuple[bool, int]:
         kept.append(values)
         copies.append([value.clone() for value in values])
     different = not torch.equal(copies[0][0], copies[1][0])
-    return equal(kept, copies) and different, len(rooms(step))
+    return not difference(kept, copies) and different, len(rooms(step))
 
 
 def test_a_returned_parameter_stays_as_it_was(pool: Pool) -> None:
@@ -319,9 +311,9 @@ def test_a_stage_that_frees_what_it_gathers_gives_rooms_back(pool: Pool) -> None
     two, three, one = pool.run(2, stages_in_turn)[0]
     assert two[0] == one[0] > 0
     assert three[0] == 0
-    for _, same, difference in (two, three, one):
+    for _, same, more in (two, three, one):
         assert same
-        assert abs(difference) <= 64
+        assert abs(more) <= 64
 
 
 # Checkpoints.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import zerograph as zg
-from tests.harness import LossStep, in_turn, mean_of_squares, optimizer_of, sliced
+from tests.harness import LossStep, difference, in_turn, mean_of_squares, optimizer_of, sliced
 from tests.models import TrainStep, batches, make, train_plainly
 from zerograph.state.checks import check_scheduler
 
@@ -63,21 +63,11 @@ def load(step: TrainStep, source: TrainStep, way: str, folder: Path) -> None:
         step.load(folder)
 
 
-def equal(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, Tensor):
-        return torch.equal(found, wanted)
-    if isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(equal(found[key], value) for key, value in wanted.items())
-    if isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(equal, found, wanted))
-    return bool(found == wanted)
-
-
 def refused(step: TrainStep, call: Callable[[], None], words: str) -> None:
     before = copy.deepcopy(step.state_dict())
     with pytest.raises(zg.ConfigError, match=words):
         call()
-    assert equal(step.state_dict(), before)
+    assert not difference(step.state_dict(), before)
     step(*DATA[5])
 
 
@@ -247,7 +237,7 @@ def test_an_entry_that_could_not_be_one_changes_nothing(
     change(state)
     with pytest.raises(zg.ConfigError, match=words):
         step.load_state_dict(state)
-    assert equal(step.state_dict(), before)
+    assert not difference(step.state_dict(), before)
     step(torch.ones(4, 3))
 
 
@@ -279,7 +269,7 @@ def test_a_hyperparameter_that_is_no_possible_one_is_refused(
     before = copy.deepcopy(step.state_dict())
     with pytest.raises(zg.CheckpointError, match=f"says {key} = "):
         step.load(tmp_path)
-    assert equal(step.state_dict(), before)
+    assert not difference(step.state_dict(), before)
 
 
 @pytest.mark.parametrize(("key", "value"), [("lr", -1e-12), ("lr", 0.0), ("betas", (0.0, 0.5)), ("weight_decay", 3)])
