@@ -124,8 +124,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("mlp", {"optimizer": sgd}),
     "fused AdamW": ("mlp", {"optimizer": fused}),
     "recomputation": ("gpt", {"activation_checkpointing": "blocks"}),
-    "small buckets": ("mlp", {"bucket_size": 2**8}),
-    "a parameter that stays whole": ("mlp", {"shard_min_size": 40}),
+    "small buckets and a parameter that stays whole": ("mlp", {"bucket_size": 2**8, "shard_min_size": 40}),
 }
 
 
