@@ -9,23 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zerograph as zg
-from tests.harness import LossStep, mean_of_squares
+from tests.planner.test_search import LAYER, Wide
 from tests.pool import Pool
-
-LAYER = 4 * 64 * 65
-
-
-class Wide(LossStep):
-    """Much state for few activations: a bucket for each of four layers."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        super().__init__(model, optimizer, loss=mean_of_squares, bucket_size=LAYER)
 
 
 def trained(step: Wide) -> tuple[list[Tensor], list[Tensor]]:
@@ -39,7 +27,7 @@ def trained(step: Wide) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def run(budget: int, folder: Path | None, shard_by: str = "elements") -> tuple[Any, Any, dict[str, Any]]:
-    plain, auto = Wide(), Wide()
+    plain, auto = Wide(4), Wide(4)
     auto.set_zero_mode("distributed_split", stage="auto")
     auto.config.set(memory_budget=budget, shard_by=shard_by)
     if folder is not None:
@@ -87,7 +75,7 @@ def test_shards_of_whole_parameters_stay_so(pool: Pool) -> None:
 
 
 def refused(budget: int | None) -> str:
-    step = Wide()
+    step = Wide(4)
     step.config.zero.stage = "auto"
     step.config.memory.memory_budget = budget
     with pytest.raises(zg.ZeroGraphError) as raised:
@@ -109,7 +97,7 @@ def test_on_the_cpu_it_needs_a_budget(pool: Pool) -> None:
 
 
 def test_before_the_first_call_nothing_is_chosen() -> None:
-    step = Wide()
+    step = Wide(4)
     step.config.zero.stage = "auto"
     assert "to be chosen" in repr(step)
     with pytest.raises(zg.ConfigError, match="the first call of the graph chooses the stage"):

@@ -30,8 +30,9 @@ X = torch.zeros(4, 64)
 class Wide(LossStep):
     """Much state for few activations: a bucket for each layer."""
 
-    def __init__(self) -> None:
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
+    def __init__(self, layers: int = LAYERS) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
         super().__init__(model, optimizer, loss=mean_of_squares, bucket_size=LAYER)
 

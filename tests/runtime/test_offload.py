@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-import zerograph as zg
-from tests.models import TrainStep, batches, make
+from tests.models import batches
+from tests.state.test_offload import equal, fused_adamw, run, train_step
 from zerograph.errors import OffloadError
 from zerograph.runtime.offload import files
 from zerograph.runtime.offload.buffers import BLOCK, Buffers
@@ -92,23 +91,15 @@ def test_buffers_are_used_again_and_all_are_given_back() -> None:
     assert not buffers._free
 
 
-def trained(folder: Path | None, steps: int) -> list[Tensor]:
-    model = make("mlp")
-    step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 1, bucket_size=256)
-    step.config.memory.offload = zg.Offload(optimizer=None if folder is None else zg.OffloadTo("nvme", folder))
-    return [step(*batch) for batch in batches("mlp", steps)]
-
-
 def test_training_is_the_same_without_direct_io(folder: Path) -> None:
-    assert all(map(torch.equal, trained(folder, 3), trained(None, 3)))
+    with_files, without = (run(train_step(place, fused_adamw, 1)) for place in (folder, None))
+    assert equal(with_files, without)
 
 
 def test_a_disk_that_fails_names_the_file_and_ends_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make("mlp")
-    step = TrainStep(model, torch.optim.AdamW(model.parameters(), fused=True), 1, bucket_size=256)
-    step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tmp_path))
+    step = train_step(tmp_path, fused_adamw, 1)
     first, second, third = batches("mlp", 3)
     step(*first)
     (name,) = os.listdir(tmp_path)
