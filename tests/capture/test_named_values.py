@@ -141,6 +141,7 @@ class Model(nn.Module):
 
 
 EDITS: dict[str, Callable[[Model], object]] = {
+    "a hook of all modules": lambda _: HOOKS.append(register_module_forward_hook(scaled_if_linear)),
     "a global": lambda _: globals().update(FACTOR=2.0),
     "an entry of a dict": lambda _: TABLE.update(factor=0.5),
     "a dict in a list in a dict": lambda _: TABLE["deep"][1].update(last=3.0),
@@ -253,16 +254,10 @@ def test_a_step_is_compiled_anew_where_a_value_that_it_reads_has_changed(name: s
     assert compilations == [1, 1, 1, 2, 2, 2]
 
 
-OF_LOOPS: dict[str, Callable[[Model], object]] = {
-    **EDITS,
-    "a hook of all modules": lambda _: HOOKS.append(register_module_forward_hook(scaled_if_linear)),
-}
-
-
-@sliced("name", [*list(EDITS)[::4], *list(OF_LOOPS)[-5:]], OF_LOOPS)
+@sliced("name", [*list(EDITS)[::4], *list(EDITS)[-5:]], EDITS)
 def test_calls_in_a_loop_follow_what_has_changed(name: str) -> None:
-    plain, _ = losses_of("plain", OF_LOOPS[name])
-    assert losses_of("loop", OF_LOOPS[name])[0] == pytest.approx(plain, rel=1e-12)
+    plain, _ = losses_of("plain", EDITS[name])
+    assert losses_of("loop", EDITS[name])[0] == pytest.approx(plain, rel=1e-12)
 
 
 def test_a_value_that_comes_back_finds_its_step(monkeypatch: pytest.MonkeyPatch) -> None:

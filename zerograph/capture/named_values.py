@@ -1,7 +1,8 @@
 """Values that ``build()`` reads by name, and that a script may change between two calls.
 
 A trace makes constants of them: globals, closures, defaults, attributes of classes, and what is inside objects and
-containers that these or the attributes of modules hold. Inside an object count the attributes that the code names.
+containers that these or the attributes of modules hold. Inside an object count the attributes that the code names. So
+do torch's functions and its hooks of all modules.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import dict_version
+from zerograph._torch import dict_version, global_hooks
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
@@ -88,6 +89,9 @@ class NamedValues:
             self.places[place.key] = place
             self.tokens[place.key] = tuple(map(vars(space).get, _callables_of(space)))
             self._checks.append(_has_callables(space))
+        place = Place(nn.Module, "hooks of all modules", (("attr", "*"),))
+        self.places[place.key], self.tokens[place.key] = place, tuple(global_hooks())
+        self._checks.append(_is_equal(global_hooks))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
