@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,14 +149,42 @@ def set_tensor(optimizer: Any) -> None:
     optimizer.tensor.fill_(0.25)
 
 
-@pytest.mark.parametrize("change", [set_number, set_number_of_object, set_tensor])
+def replace_tensor(optimizer: Any) -> None:
+    optimizer.tensor = optimizer.tensor / 4
+
+
+def replace_array(optimizer: Any) -> None:
+    optimizer.array = optimizer.array / 4
+
+
+def set_tensor_of_group(optimizer: Any) -> None:
+    # Printed tensors show four digits.
+    optimizer.param_groups[0]["factor"].add_(1e-5)
+
+
+def replace_tensor_of_group(optimizer: Any) -> None:
+    group = optimizer.param_groups[0]
+    group["factor"] = group["factor"] + 1e-5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(set_number, set_number_of_object, set_tensor, replace_tensor, replace_array),
+        *(set_tensor_of_group, replace_tensor_of_group),
+    ],
+)
 def test_a_value_that_the_user_sets_between_steps_counts_from_then_on(change: Callable[[Any], None]) -> None:
     def scale(self: Any, *_: Any) -> Any:
-        return self.strength * self.own.strength * self.tensor
+        factor = self.param_groups[0]["factor"]
+        return self.strength * self.own.strength * self.tensor * torch.from_numpy(self.array)[0] * factor
 
     def made(net: nn.Module) -> Scaled:
         own, one = SimpleNamespace(strength=1.0), torch.ones((), dtype=torch.float64)
-        return Scaled(net.parameters(), scale, strength=2, own=own, tensor=one)
+        # A large array: printed ones leave elements out.
+        optimizer = Scaled(net.parameters(), scale, strength=2, own=own, tensor=one, array=numpy.ones(9000))
+        optimizer.param_groups[0]["factor"] = torch.tensor(1.00012, dtype=torch.float64)
+        return optimizer
 
     as_plainly(made, lambda optimizer, number: number == 3 and change(optimizer))
 

@@ -76,21 +76,24 @@ class Identity:
     """A guard on an object's identity: equal to guards on the same object, which it keeps alive.
 
     Its text is the same on all ranks.
+
+    Attributes:
+        value: the object.
     """
 
     def __init__(self, value: object) -> None:
-        self._value = value
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other._value is self._value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return id(self.value)
 
     def __repr__(self) -> str:
-        if isinstance(self._value, Tensor):
-            return f"tensor of shape {tuple(self._value.shape)} and {self._value.dtype}"
-        return str(getattr(self._value, "__qualname__", type(self._value).__qualname__))
+        if isinstance(self.value, Tensor):
+            return f"tensor of shape {tuple(self.value.shape)} and {self.value.dtype}"
+        return str(getattr(self.value, "__qualname__", type(self.value).__qualname__))
 
 
 @dataclass(eq=False, slots=True)

@@ -24,6 +24,7 @@ from zerograph.compiler.placement import to_local
 from zerograph.errors import ConfigError, InputError, PlacementError
 from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_annotation, own_tensors
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
+from zerograph.optim.hyperparameters import text_of
 from zerograph.runtime.job.process_group import Job
 from zerograph.runtime.state import adopt_shard, own_state, store_of, stores_of
 
@@ -386,8 +387,8 @@ def _frozen(value: Any) -> Any:
         return tuple(_frozen(element) for element in value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    # The address in a repr() differs between ranks.
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value).split(" at 0x")[0]
+    # The address of an object differs between ranks.
+    return value if value is None or isinstance(value, (bool, int, float, str)) else text_of(value).split(" at 0x")[0]
 
 
 def _title(optimizers: Optimizers, number: int) -> str:

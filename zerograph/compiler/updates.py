@@ -120,7 +120,9 @@ class Updates:
 
     def _key_of_group(self, number: int, index: int) -> tuple[tuple[str, str], ...]:
         group = self._constants_of_group(number, index)
-        return tuple((name, repr(value)) for name, value in group.items() if name not in ("params", "lr"))
+        return tuple(
+            (name, hyperparameters.text_of(value)) for name, value in group.items() if name not in ("params", "lr")
+        )
 
     def attributes(self, number: int) -> tuple[tuple[str, Hashable], ...]:
         """Return the attributes of a user's optimizer and of its parameters, but for counts, with their values."""

@@ -7,19 +7,24 @@ Python code compared the number with a threshold, the graph is valid for values 
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx
 
+from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
+from zerograph.capture.places import Identity
 from zerograph.ir.metadata import meta
 from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path
+from zerograph.runtime.tensor_hash import hash_bits
 
 aten = torch.ops.aten
 
@@ -43,6 +48,23 @@ def numbers(group: Mapping[str, Any]) -> dict[Path, float]:
             if isinstance(part, float):
                 floats[(key,) if index is None else (key, index)] = part
     return floats
+
+
+def text_of(value: Any) -> str:
+    """Return a text that is equal for equal hyperparameters, on all ranks but for the addresses of objects.
+
+    The ``repr()`` of a tensor or an array shows some digits, and of a large one some elements.
+    """
+
+    def exact(leaf: Any) -> Any:
+        leaf = leaf.value if isinstance(leaf, Identity) else leaf
+        if isinstance(leaf, Tensor) and not leaf.is_meta and type(leaf) is not _torch.FakeTensor:
+            return leaf.dtype, tuple(leaf.shape), hash_bits(leaf).item()
+        if isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
+            return leaf.dtype, leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest()
+        return leaf
+
+    return repr(pytree.tree_map(exact, value))
 
 
 def read(group: Mapping[str, Any], path: Path) -> float:

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -66,9 +67,14 @@ def _inside(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
 
 
 def _comparable(value: Any) -> Hashable:
-    """Return a number as it is, a tensor by identity and version: both would be constants of a graph."""
+    """Return a number as it is, a tensor by identity and version: both would be constants of a graph.
+
+    An array has its content besides, unless it is large.
+    """
     if isinstance(value, Tensor):
         return Identity(value), _torch.version(value)
+    if isinstance(value, numpy.ndarray):
+        return Identity(value), token(value)
     return value if isinstance(value, (int, float)) and value == value else token(value)
 
 
