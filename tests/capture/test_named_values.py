@@ -119,6 +119,8 @@ def by_table(x: Tensor) -> Tensor:
 options, slots, criterion, referred = Options(), Slots(), Criterion(), Options()
 FUNCTIONS, PARTIAL = {"by_table": by_table}, functools.partial(lambda x, y: x * y * TABLE["partial"], 1.0)
 scaled, change_closure = counted()
+# A layer that no module has.
+LAYERS = [nn.LeakyReLU(0.5)]
 # A name that the model has for something else.
 loss: Any = None
 
@@ -132,9 +134,15 @@ class Model(nn.Module):
         self.ordered, self.reference = OrderedDict(first=1.0, second=2.0), weakref.ref(referred)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.called(self.schedule(x)) * IN_CONTEXT.get() * DAY.day * LARGE[0] * next(iter(self.ordered.values()))
+        x = (
+            self.called(self.schedule(LAYERS[0](x)))
+            * IN_CONTEXT.get()
+            * DAY.day
+            * LARGE[0]
+            * next(iter(self.ordered.values()))
+        )
         x = torch.tanh(self.linear(x)) * FACTOR * TABLE["factor"] * TABLE["deep"][1]["last"] * WEIGHT * self.loss
-        x = scaled(activation(x)) * slots.factor * self.table["factor"] * Scale.scale
+        x = scaled(activation(x).sigmoid()) * slots.factor * self.table["factor"] * Scale.scale
         x = x * float(os.environ.get("FACTOR_OF_A_STEP", "1")) * math.sqrt(2.0)
         x = PARTIAL(FUNCTIONS["by_table"](x)) * of_table("cached") * self.reference().factor  # type: ignore[union-attr]
         return options.scaled(self.options.scaled(x))
@@ -175,6 +183,8 @@ EDITS: dict[str, Callable[[Model], object]] = {
     "what a cached function reads": lambda _: (TABLE.update(cached=0.7), of_table.cache_clear()),
     "what a function in a dict reads": lambda _: TABLE.update(tabled=0.7),
     "what a partial function reads": lambda _: TABLE.update(partial=0.7),
+    "an attribute of a layer in a list": lambda _: setattr(LAYERS[0], "negative_slope", 0.1),
+    "a method of a tensor": lambda _: setattr(Tensor, "sigmoid", Tensor.tanh),
     "a function of torch": lambda _: setattr(torch, "tanh", torch.sigmoid),
     "a method of a layer": lambda _: setattr(nn.Linear, "forward", lambda self, x: x @ self.weight),
     "a variable of the environment": lambda _: os.environ.update(FACTOR_OF_A_STEP="1.5"),
@@ -196,12 +206,13 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def as_before() -> Iterator[None]:
     """Undo at the end of the block what an edit has changed inside."""
     before, call, of_torch = dict(globals()), Schedule.__call__, (torch.tanh, nn.functional.linear, nn.Linear.forward)
-    sqrt = math.sqrt
+    sqrt, sigmoid = math.sqrt, Tensor.sigmoid
     IN_CONTEXT.set(1.0)
     yield
     globals().update(before)
     torch.tanh, nn.functional.linear, nn.Linear.forward = of_torch
     Schedule.__call__, math.sqrt, Kinds.level = call, sqrt, 1.0  # type: ignore[method-assign]
+    Tensor.sigmoid, LAYERS[0].negative_slope = sigmoid, 0.5  # type: ignore[method-assign]
     os.environ.pop("FACTOR_OF_A_STEP", None)
     while HOOKS:
         HOOKS.pop().remove()

@@ -57,6 +57,58 @@ def prepared(model: Any, stage: int, count: int = 4) -> tuple[nn.Module, torch.o
     return result
 
 
+def changed_parameters() -> str:
+    model, optimizer, loader = prepared(plain, 2)
+    for number, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        if number == 2:
+            optimizer.step()
+            with pytest.raises(zg.InputError) as error:
+                loss.backward()
+            return str(error.value)
+        update(optimizer, loss)
+    raise AssertionError
+
+
+def test_a_step_between_a_call_and_its_backward_is_an_error_as_in_pytorch(pool: Pool) -> None:
+    for message in pool.run(2, changed_parameters):
+        assert message.startswith("a parameter was changed between the call of the model and backward()")
+
+
+class Telling(nn.Module):
+    """A model that warns in each call, and counts its calls in its class."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("this call warns", stacklevel=1)
+        count_call(self)
+        result: Tensor = self.net(x) * type(self).count
+        return result
+
+
+def count_call(model: nn.Module) -> None:
+    type(model).count += 1  # type: ignore[attr-defined]
+
+
+def told_in_calls(prepare: Prepare) -> list[float]:
+    model: Any = seeded(Telling)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, data = prepare(model, optimizer, batches(8))
+    Telling.count = 0
+    with warnings.catch_warnings(record=True, action="always") as shown:
+        losses = [update(optimizer, F.cross_entropy(model(x), y)).item() for x, y in data]
+    return [*losses, Telling.count, sum("this call warns" in str(one.message) for one in shown)]
+
+
+def test_what_a_call_does_besides_happens_in_each_call(pool: Pool) -> None:
+    assert_like_one_process(pool, told_in_calls, stages=(2,))
+
+
 def noisy_losses(stage: int) -> tuple[list[str], list[bool]]:
     model, optimizer, loader = prepared(noisy, stage)
     losses = []
