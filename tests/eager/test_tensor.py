@@ -137,11 +137,15 @@ def dtensors() -> None:
 
 def copies() -> None:
     x = distributed(whole(), (4, 4)).requires_grad_()
+    x.square().sum().backward()
     y = copy.deepcopy(x)
     assert y.requires_grad
     with torch.no_grad():
         y.zero_()
+        y.grad.add_(1)
     assert x.full_tensor().equal(whole())
+    assert y.grad.full_tensor().equal(2 * whole() + 1)
+    assert x.grad.full_tensor().equal(2 * whole())
 
 
 def numbered_cpu() -> None:

@@ -273,6 +273,8 @@ class GlobalTensor(Tensor):
         copy = self.detach().clone()
         memo[id(self)] = copy
         copy.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
         return copy
 
     def data_ptr(self) -> NoReturn:
