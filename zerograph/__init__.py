@@ -36,7 +36,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 # In a checkout without symbolic links, passes/ and runtime/ are found beside this folder.
 if not os.path.isdir(os.path.join(os.path.dirname(__file__), "passes")):
