@@ -134,8 +134,8 @@ class StateFile:
         return OffloadError(f"{self.path} {self.broken}\n{_ADVICE}")
 
 
-# By folder, rank and ``keep``: the graphs of a process share a file.
-_files: weakref.WeakValueDictionary[tuple[str, int, bool], StateFile] = weakref.WeakValueDictionary()
+# By process, folder, rank and ``keep``: the graphs of a process share a file, a forked child has its own.
+_files: weakref.WeakValueDictionary[tuple[int, str, int, bool], StateFile] = weakref.WeakValueDictionary()
 
 
 def open_file(folder: str, rank: int, *, keep: bool) -> StateFile:
@@ -151,7 +151,7 @@ def open_file(folder: str, rank: int, *, keep: bool) -> StateFile:
     Raises:
         OffloadError: the directory does not exist, or no file can be created in it.
     """
-    key = os.path.realpath(folder), rank, keep
+    key = os.getpid(), os.path.realpath(folder), rank, keep
     file = _files.get(key)
     if file is None or file.broken:
         _files[key] = file = _create(Path(folder), rank, keep)

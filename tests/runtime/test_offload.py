@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -71,6 +72,22 @@ def test_graphs_of_a_process_share_a_file(tmp_path: Path) -> None:
     file = open_file(str(tmp_path), 0, keep=False)
     assert open_file(f"{tmp_path}/.", 0, keep=False) is file
     assert os.listdir(tmp_path) == [file.path.name]
+
+
+def test_a_forked_child_writes_into_a_file_of_its_own(tmp_path: Path) -> None:
+    def stored(value: float) -> Any:
+        extent = reserve(open_file(str(tmp_path), 0, keep=False), (3,), torch.float32)
+        write(extent, torch.full((3,), value))
+        return extent
+
+    first = stored(1.0)
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            stored(2.0)
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [read(one).tolist() for one in (first, reserve(first.file, (3,), torch.float32))] == [[1.0] * 3, [0.0] * 3]
 
 
 def test_buffers_are_used_again_and_all_are_given_back() -> None:
