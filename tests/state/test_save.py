@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from tests.harness import sliced
 from tests.models import TrainStep, adam_step, adamw, batches, make, part, train_plainly
 from tests.peak_memory import most_allocated
 from tests.pool import Pool
-from zerograph.runtime.checkpoint import index
+from zerograph.runtime.checkpoint import index, storage
 from zerograph.runtime.checkpoint.boxes import boxes
 from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
 from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_of
@@ -174,6 +178,39 @@ def test_a_save_in_the_background_is_of_its_moment_and_only_the_newest_are_kept(
     assert names == ["latest", "step-00000005", "step-00000006"]
     assert latest == "step-00000006"
     assert steps == [6]
+
+
+def broken_off_in_the_background(path: Path, way: str) -> str:
+    step, printed = step_of(2), io.StringIO()
+    go(step, batches("mlp", 1))
+    begins = threading.Event()
+
+    def fail(*_: Any) -> None:
+        begins.wait()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(printed):
+        patch.setattr(storage, "write_file", fail)
+        step.save(path, asynchronous=True)
+        if way == "destroyed":
+            torch.distributed.destroy_process_group()
+        begins.set()
+        assert step._saver is not None
+        assert step._saver._thread is not None
+        # As the end of a program does.
+        step._saver._thread.join()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("way", "told"), [("full", "No space left on device"), ("destroyed", "call wait_for_save() of the graph first")]
+)
+def test_a_save_in_the_background_that_fails_says_so_though_nobody_waits(
+    pool: Pool, tmp_path: Path, way: str, told: str
+) -> None:
+    for rank, text in enumerate(pool.run_afresh(2, broken_off_in_the_background, tmp_path / way, way)):
+        assert text.startswith(f"zerograph: rank {rank}: a save in the background failed: ")
+        assert told in text
 
 
 def loaded_from_elsewhere(path: Path) -> str:

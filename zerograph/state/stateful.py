@@ -193,7 +193,8 @@ class Stateful:
             path: the folder of the checkpoint, or its URL in an object store, such as ``s3://bucket/run``. With
                 ``keep`` it is a folder of checkpoints, such as ``step-00000010``, with a file ``latest``.
             asynchronous: return once everything is copied, and write in the background. The next save, or
-                :meth:`wait_for_save`, waits for the end and raises its error.
+                :meth:`wait_for_save`, waits for the end and raises its error, which is also printed at once. The end of
+                the program waits too; ``dist.destroy_process_group()`` breaks the save off.
             keep: number of checkpoints to keep in ``path``: those saved last, in order of saving, not of time stamps.
 
         Raises:

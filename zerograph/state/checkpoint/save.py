@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import traceback
 import uuid
@@ -126,6 +127,13 @@ class Saver:
                 self._write(job, pieces, save)
         except BaseException as error:
             self._errors.append(error)
+            why = str(error)
+            if job.size > 1 and not dist.is_initialized():
+                why = "dist.destroy_process_group() was called before its end: call wait_for_save() of the graph first"
+            # At once: a program that ends without another save would not learn of it.
+            print(
+                f"zerograph: rank {job.rank}: a save in the background has failed: {why}", file=sys.stderr, flush=True
+            )
 
     def _write(self, job: Job, pieces: Mapping[str, Pieces], save: _Save) -> None:
         _write(job, pieces, save.writer, self._group)
