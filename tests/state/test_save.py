@@ -209,7 +209,7 @@ def test_a_save_in_the_background_that_fails_says_so_though_nobody_waits(
     pool: Pool, tmp_path: Path, way: str, told: str
 ) -> None:
     for rank, text in enumerate(pool.run_afresh(2, broken_off_in_the_background, tmp_path / way, way)):
-        assert text.startswith(f"zerograph: rank {rank}: a save in the background failed: ")
+        assert text.startswith(f"zerograph: rank {rank}: a save in the background has failed: ")
         assert told in text
 
 
