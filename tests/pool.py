@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerograph.eager import world
 from zerograph.runtime.job import process_group
 
 # What takes the longest to import, and one traced step; nothing of it starts threads, which a fork would lose.
@@ -197,6 +198,9 @@ def _serve(connection: Connection, trace: str) -> None:
                     _leave()
                     _join(rank, ranks, backend, store)
                 torch.manual_seed(0)
+                if world._world is not None:
+                    # Rows that an earlier call has cut say nothing of those of this one.
+                    world._world.rows_of_ranks = world._world.joins_rows = False
                 answer, left = (True, function(*args)), store
             except BaseException:
                 answer, is_kept = (False, traceback.format_exc()), False
