@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from zerograph.ir.pause import GRADIENT_OF
-from zerograph.passes.rules.factors import Linear
 from zerograph.passes.rules.registry import Operands, pointwise, rule, together
 
 aten = torch.ops.aten
@@ -66,14 +65,8 @@ rule(aten.fill.Scalar, pointwise)
 rule(aten.fill.Tensor, "...,  -> ...", linear=(1,))
 rule(aten.copy.default, "..., ... -> ...", linear=(1,))
 rule(aten.copy_.default, "..., ... -> ...")
-
-
-def _linear_cast(operands: Operands) -> Linear:
-    """Return the linearity of a cast: it distributes over a sum, up to rounding, unless it is to an integer or bool."""
-    return (0,) if operands.outputs[0].is_floating_point() or operands.outputs[0].is_complex() else ()
-
-
-rule(aten._to_copy.default, pointwise, linear=_linear_cast)
+# Up to rounding.
+rule(aten._to_copy.default, pointwise, linear=(0,))
 
 
 def _log_sigmoid(operands: Operands) -> str:

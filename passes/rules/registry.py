@@ -225,6 +225,7 @@ def signatures_of(
         linear: Linear = (tuple(range(len(inputs))),)
     else:
         linear = _renumbered(node_rule.linear(operands) if callable(node_rule.linear) else node_rule.linear, indices)
+    linear = tuple(group for group in linear if _keeps_fractions(group, inputs, outputs))
     legal = signatures(notation, _shapes(inputs), _shapes(outputs), linear, ranks)
     tensors = (*inputs, *outputs)
     if all(isinstance(size, int) for tensor in tensors for size in tensor.shape):
@@ -316,6 +317,12 @@ def _renumbered(linear: Linear, indices: Sequence[tuple[int, ...]]) -> Linear:
     return tuple(
         tuple(index for i in group for index in indices[i]) for group in groups if all(indices[i] for i in group)
     )
+
+
+def _keeps_fractions(group: int | tuple[int, ...], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Return whether no result is a cast of fractions to integers, or of numbers to bool: such parts do not add up."""
+    sources = [inputs[index].dtype.to_real() for index in ((group,) if isinstance(group, int) else group)]
+    return all(torch.can_cast(source, output.dtype) for source in sources for output in outputs)
 
 
 def all_broadcast(node: fx.Node) -> Signature:

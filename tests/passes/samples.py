@@ -140,7 +140,10 @@ SAMPLES: dict[Any, list[Sample]] = {
         s(x(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1)),
         s(zeros(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1)),
     ],
-    aten.scatter_add.default: [s(x(4, 6), 1, ints(6, 4, 8), x(4, 8)), s(x(6, 4), 0, ints(6, 8, 4), x(8, 4))],
+    aten.scatter_add.default: [
+        s(x(4, 6), 1, ints(6, 4, 8), x(4, 8)),
+        s(x(6, 4), 0, ints(6, 8, 4), x(8, 4)),
+    ],
     aten.index_add.default: [
         s(x(6, 4), 0, ints(6, 8), x(8, 4)),
         s(x(4, 6), 1, ints(6, 8), x(4, 8)),
@@ -225,7 +228,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.full_like.default: [s(x(4, 6), 2.5)],
     aten.fill.Scalar: [s(x(4, 6), 2.5)],
     aten.fill.Tensor: [s(x(4, 6), x())],
-    aten.copy.default: [s(x(4, 6), x(6))],
+    aten.copy.default: [s(x(4, 6), x(6)), s(ints(9, 4, 6), x(6))],
     aten.copy_.default: [s(x(4, 6), x(4, 6))],
     aten._to_copy.default: [
         s(x(4, 6), dtype=torch.float32),
@@ -233,7 +236,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         s(ints(9, 4, 6), dtype=torch.float64),
     ],
     # Reductions
-    aten.sum.default: [s(x(4, 6)), s(x(8))],
+    aten.sum.default: [s(x(4, 6)), s(x(8)), s(x(4, 6), dtype=torch.int64)],
     aten.sum.dim_IntList: [s(x(4, 6), [0]), s(x(4, 6), [-1], True), s(x(4, 6, 8), [0, 2]), s(x(4, 6), None)],
     aten.amax.default: [s(x(4, 6), [1]), s(x(4, 6), [0], True)],
     aten.amin.default: [s(x(4, 6), [1])],
