@@ -217,6 +217,9 @@ def signatures_of(
     operands = Operands(inputs, outputs, named, tuple(map(_is_zero, values)))
     if isinstance(node_rule.notation, str):
         notation = _without_absent(node_rule.notation, [bool(at) for at in indices], node.meta["val"])
+    elif all(isinstance(size, int) and size == 1 for tensor in (*inputs, *outputs) for size in tensor.shape):
+        # An operator along a dimension takes a number for a vector of length 1.
+        notation = whole(operands)
     else:
         notation = node_rule.notation(operands)
     if node.target in _USERS:

@@ -134,8 +134,9 @@ SAMPLES: dict[Any, list[Sample]] = {
         s(x(4, 6), 1, ints(6, 4, 1)),
         s(x(4, 6), 0, ints(4, 2, 6)),
         s(x(8, 4, 6), 2, ints(6, 8, 4, 2)),
+        s(x(), 0, ints(1)),
     ],
-    aten.scatter.value: [s(x(4, 6), 1, ints(6, 4, 1), 2.5)],
+    aten.scatter.value: [s(x(4, 6), 1, ints(6, 4, 1), 2.5), s(x(), 0, ints(1, 1), 2.5)],
     aten.scatter.src: [
         s(x(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1)),
         s(zeros(4, 6), 1, torch.arange(4).view(4, 1), x(4, 1)),
@@ -143,6 +144,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.scatter_add.default: [
         s(x(4, 6), 1, ints(6, 4, 8), x(4, 8)),
         s(x(6, 4), 0, ints(6, 8, 4), x(8, 4)),
+        s(x(), 0, ints(1, 1), x(1)),
     ],
     aten.index_add.default: [
         s(x(6, 4), 0, ints(6, 8), x(8, 4)),
@@ -159,7 +161,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten._unsafe_index.Tensor: [s(x(4, 4, 6, 6), [None, None, ints(6, 8, 1), ints(6, 4)])],
     aten.index_put.default: [*_puts(), s(x(4, 6), [bools(4, 6)], torch.tensor(2.0).double())],
     aten._unsafe_index_put.default: _puts(),
-    aten.index_select.default: [s(x(8, 4), 0, ints(8, 6)), s(x(4, 8), 1, ints(8, 4))],
+    aten.index_select.default: [s(x(8, 4), 0, ints(8, 6)), s(x(4, 8), 1, ints(8, 4)), s(x(), 0, ints(1, 1))],
     # Normalisation, attention, pooling
     aten.native_layer_norm.default: [
         s(x(4, 8, 6), [6], x(6), x(6), 1e-5),
