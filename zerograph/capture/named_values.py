@@ -90,8 +90,8 @@ class NamedValues:
             self.tokens[place.key] = tuple(map(vars(space).get, _callables_of(space)))
             self._checks.append(_has_callables(space))
         place = Place(nn.Module, "hooks of all modules", (("attr", "*"),))
-        self.places[place.key], self.tokens[place.key] = place, tuple(global_hooks())
-        self._checks.append(_is_equal(global_hooks))
+        self.places[place.key], self.tokens[place.key] = place, _hooks_of_scripts()
+        self._checks.append(_is_equal(_hooks_of_scripts))
         self._checks += itertools.starmap(_has_objects, holders.values())
 
     def are_same(self) -> bool:
@@ -169,6 +169,11 @@ def _callables_of(space: Any) -> Collection[str]:
     spaces = space.__mro__ if isinstance(space, type) else (space,)
     names = {name for one in spaces for name, value in vars(one).items() if callable(value)}
     return _callables.setdefault(space, names)
+
+
+def _hooks_of_scripts() -> tuple[Callable[..., Any], ...]:
+    """Return the hooks of all modules without those of torch, by which it counts what runs."""
+    return tuple(one for one in global_hooks() if not getattr(one, "__module__", "").startswith("torch."))
 
 
 def _ordered(value: Any) -> Collection[Any]:
