@@ -52,7 +52,13 @@ DTYPES = {
 
 
 class _Content:
-    """The values of a tensor, shared with its aliases: in memory, or still to be read."""
+    """The values of a tensor, shared with its aliases: in memory, or still to be read.
+
+    Attributes:
+        part: of a view the tensor that it is a part of, the start, the size and the dimension.
+    """
+
+    part: tuple[FileTensor, int, int, int] | None = None
 
     def __init__(self, read: ReadRows | None, value: Tensor | None = None) -> None:
         self.read, self.value = read, value
@@ -137,9 +143,26 @@ def _in_memory(value: Any) -> Any:
     """Read a tensor and keep it in memory, for operators that may write to it or return a view."""
     if not isinstance(value, FileTensor):
         return value
-    if value._content.value is None:
-        value._content.value = value.whole()
-    return value._content.value
+    content = value._content
+    if content.value is None and content.part is not None:
+        whole, start, size, dim = content.part
+        content.value = _in_memory(whole).narrow(dim, start, size)
+    elif content.value is None:
+        content.value = value.whole()
+    return content.value
+
+
+def _is_unread(tensor: FileTensor) -> bool:
+    """Return whether no operator can have written to the values."""
+    content = tensor._content
+    return content.value is None and (content.part is None or _is_unread(content.part[0]))
+
+
+def _as_now(tensor: FileTensor) -> FileTensor:
+    """Return an unread tensor apart from this one: what is written to this one later is not in it."""
+    if (part := tensor._content.part) is not None:
+        return _part(_as_now(part[0]), *part[1:])
+    return FileTensor(tensor.shape, tensor.dtype, tensor._content.read, tensor.device)
 
 
 def _detach(tensor: FileTensor) -> FileTensor:
@@ -148,10 +171,12 @@ def _detach(tensor: FileTensor) -> FileTensor:
     return alias
 
 
-def _cast(tensor: FileTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> FileTensor:
-    dtype = dtype or tensor.dtype
+def _cast(tensor: FileTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    if not _is_unread(tensor):
+        return NotImplemented
+    dtype, source = dtype or tensor.dtype, _as_now(tensor)
     device = tensor.device if device is None else torch.device(device)
-    return FileTensor(tensor.shape, dtype, lambda low, high: tensor.rows(low, high).to(dtype), device)
+    return FileTensor(tensor.shape, dtype, lambda low, high: source.rows(low, high).to(dtype), device)
 
 
 def _like(first: FileTensor, shape: Sequence[int], dtype: torch.dtype, read: ReadRows) -> FileTensor:
@@ -170,7 +195,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
             return torch.stack([tensor.whole() for tensor in files[low:high]])
         return torch.stack([tensor.rows(low, high) for tensor in files], dim)
 
-    files: list[Any] = list(tensors)
+    files: list[Any] = list(map(_as_now, tensors))  # type: ignore[arg-type]
     return _like(files[0], shape, first.dtype, read)
 
 
@@ -180,7 +205,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return NotImplemented
     dim %= first.dim()
     shape = [*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :]]
-    files: list[Any] = list(tensors)
+    files: list[Any] = list(map(_as_now, tensors))  # type: ignore[arg-type]
 
     def read(low: int, high: int) -> Tensor:
         if dim:
@@ -197,10 +222,12 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Return True if all values are in files, of one dtype and device."""
+    """Return True if all values are still to be read, of one dtype and device."""
     first = tensors[0]
     return all(
-        isinstance(tensor, FileTensor) and tensor.dtype == first.dtype and tensor.device == first.device
+        isinstance(tensor, FileTensor)
+        and _is_unread(tensor)
+        and (tensor.dtype, tensor.device) == (first.dtype, first.device)
         for tensor in tensors
     )
 
@@ -217,10 +244,14 @@ def _split_with_sizes(tensor: FileTensor, sizes: Sequence[int], dim: int = 0) ->
 
 
 def _part(tensor: FileTensor, start: int, size: int, dim: int) -> FileTensor:
-    def read(low: int, high: int) -> Tensor:
-        return tensor.rows(low, high).narrow(dim, start, size) if dim else tensor.rows(low + start, high + start)
+    whole = _detach(tensor)
 
-    return _like(tensor, (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype, read)
+    def read(low: int, high: int) -> Tensor:
+        return whole.rows(low, high).narrow(dim, start, size) if dim else whole.rows(low + start, high + start)
+
+    part = _like(whole, (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype, read)
+    part._content.part = whole, start, size, dim
+    return part
 
 
 def _equal(first: Tensor, second: Tensor) -> Any:
@@ -240,9 +271,15 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         assert isinstance(source, FileTensor)
         return target.copy_(source.whole())
     expanded = source if source.shape == target.shape else source.expand(target.shape)
-    target._content.value = None
-    if isinstance(expanded, FileTensor):
-        target._content.read = _cast(expanded, dtype=target.dtype)._content.read
+    if target._content.part is not None or not _is_unread(target):
+        # Views of it see what is copied.
+        _in_memory(target).copy_(expanded.whole() if isinstance(expanded, FileTensor) else expanded)
+    elif isinstance(expanded, FileTensor):
+        source = expanded.to(target.dtype, copy=True)
+        if isinstance(source, FileTensor):
+            target._content.read = source._content.read
+        else:
+            target._content.value = source
     else:
         values = expanded.detach()
         target._content.read = lambda low, high: (values[low:high] if values.dim() else values).to(target.dtype)

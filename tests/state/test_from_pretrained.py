@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +270,27 @@ def test_operators_on_a_tensor_of_a_file_are_those_of_its_values(tmp_path: Path)
     assert torch.equal(opened()["a"], opened()["a"])
     assert not torch.equal(opened()["a"], opened()["b"])
     assert torch.equal(torch.zeros(5, 4, 3).copy_(opened()["a"]), values["a"])
+
+
+@pytest.mark.parametrize("write", [lambda t: t.zero_(), lambda t: t[1].mul_(2), lambda t: t.copy_(torch.ones_like(t))])
+def test_what_is_written_to_a_tensor_of_a_file_is_in_its_views_and_in_nothing_else(
+    tmp_path: Path, write: Callable[[Tensor], Any]
+) -> None:
+    save_file({"a": torch.randn(6, 4)}, tmp_path / "some.safetensors")
+    made: list[Callable[[Tensor], Any]] = [
+        lambda a: [a.to(torch.float64)],
+        lambda a: [torch.stack([a, a])],
+        lambda a: [torch.cat([a, a]), torch.cat([a.split(3)[1], a.split(3)[0]], 1)],
+        lambda a: [torch.empty_like(a).copy_(a)],
+        lambda a: [a.chunk(2, 1)[0].to(torch.bfloat16), *a.split(3)],
+    ]
+
+    def outcome(a: Tensor, make: Callable[[Tensor], Any], written: int) -> list[Tensor]:
+        results = [a, *make(a)]
+        write(results[written])
+        return [one.whole() if isinstance(one, FileTensor) else one for one in results]
+
+    path = tmp_path / "some.safetensors"
+    for make, written in itertools.product(made, (0, -1)):
+        found = outcome(zg.open_safetensors(path)["a"], make, written)
+        assert all(map(torch.equal, found, outcome(load_file(path)["a"], make, written)))
