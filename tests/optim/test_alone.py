@@ -189,6 +189,89 @@ def test_a_value_that_the_user_sets_between_steps_counts_from_then_on(change: Ca
     as_plainly(made, lambda optimizer, number: number == 3 and change(optimizer))
 
 
+RATES = {"rate": 1.0}
+
+
+class Rate:
+    """A rate that a group holds, or an attribute."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def now(self) -> float:
+        return self.rate * RATES["rate"]
+
+
+class Changeable(Scaled):
+    def factor(self) -> float:
+        return 1.0
+
+
+def set_global(optimizer: Any, patch: Any) -> None:
+    patch.setitem(RATES, "rate", 0.5)
+
+
+def replace_function(optimizer: Any, patch: Any) -> None:
+    optimizer.scale = lambda *_: 0.5
+
+
+def replace_function_in_object(optimizer: Any, patch: Any) -> None:
+    optimizer.own.function = lambda: 0.5
+
+
+def replace_function_of_group(optimizer: Any, patch: Any) -> None:
+    optimizer.param_groups[0]["function"] = lambda: 0.5
+
+
+def set_number_of_object_in_group(optimizer: Any, patch: Any) -> None:
+    optimizer.param_groups[0]["table"]["object"].rate = 0.5
+
+
+def set_number_beside_an_object(optimizer: Any, patch: Any) -> None:
+    optimizer.param_groups[0]["table"]["rate"] = 0.5
+
+
+def give_object_an_attribute(optimizer: Any, patch: Any) -> None:
+    optimizer.own.further = 0.5
+
+
+def replace_method(optimizer: Any, patch: Any) -> None:
+    patch.setattr(Changeable, "factor", lambda self: 0.5)
+
+
+def give_class_an_attribute(optimizer: Any, patch: Any) -> None:
+    patch.setattr(Changeable, "further", 0.5, raising=False)
+
+
+def replace_class(optimizer: Any, patch: Any) -> None:
+    optimizer.__class__ = type("Halved", (Changeable,), {"factor": lambda self: 0.5})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(set_global, replace_function, replace_function_in_object, replace_function_of_group),
+        *(set_number_of_object_in_group, set_number_beside_an_object, give_object_an_attribute),
+        *(replace_method, give_class_an_attribute, replace_class),
+    ],
+)
+def test_what_a_step_reads_by_name_counts_from_its_change_on(change: Callable[[Any, Any], None]) -> None:
+    def scale(self: Any, *_: Any) -> float:
+        group = self.param_groups[0]
+        further = getattr(self.own, "further", 1.0) * getattr(self, "further", 1.0)
+        table = group["table"]["object"].now() * group["table"]["rate"]
+        return self.factor() * self.own.function() * group["function"]() * further * table
+
+    def made(net: nn.Module) -> Scaled:
+        optimizer = Changeable(net.parameters(), scale, own=SimpleNamespace(function=lambda: 1.0))
+        table = {"object": Rate(1.0), "rate": 1.0}
+        optimizer.param_groups[0].update(function=lambda: 1.0, table=table)
+        return optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_plainly(made, lambda optimizer, number: number == 3 and change(optimizer, patch))
+
+
 class WithoutRate(torch.optim.Optimizer):
     """Takes small steps as long as its group has no learning rate, as transformers' Adafactor does."""
 

@@ -510,7 +510,7 @@ class PythonState:
         for _, module in modules_imported_in(function.__code__, function.__globals__):
             self._meet_named(module, names)
         if owner is not None:
-            self._add_class(owner, names)
+            self._add_class(owner, texts_of(function.__code__))
 
     def _meet_named(self, value: Any, names: set[str]) -> None:
         """Follow a function, and add what a user's module or class has under the names."""

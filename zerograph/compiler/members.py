@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -388,7 +389,8 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     # The address of an object differs between ranks.
-    return value if value is None or isinstance(value, (bool, int, float, str)) else text_of(value).split(" at 0x")[0]
+    is_number = isinstance(value, (bool, int, float, str))
+    return value if value is None or is_number else re.sub(" at 0x[0-9a-f]+", "", text_of(value))
 
 
 def _title(optimizers: Optimizers, number: int) -> str:

@@ -129,7 +129,7 @@ class Updates:
         optimizer = self.optimizers[number]
         if is_known(optimizer):
             return ()
-        if number not in self._attributes or not self._attributes[number].are_complete:
+        if number not in self._attributes:
             self._attributes[number] = Attributes(optimizer)
         groups = range(len(optimizer.param_groups))
         counts = {hyperparameters.name(path) for index in groups for path in self._counted(number, index)}

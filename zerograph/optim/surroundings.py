@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base.contexts import replaced
+from zerograph.capture.named_values import NamedValues, ValueStates
 from zerograph.capture.places import CONTAINERS, Identity, Place, PythonState, is_users_object, token, walk
 from zerograph.capture.state_changes import Snapshot
 from zerograph.errors import CaptureError
@@ -43,17 +44,29 @@ def attributes_read(optimizer: Any) -> dict[str, Any]:
 
 def _shared(optimizer: Any) -> PythonState:
     """Return what twins share with it: attributes of the class, globals and closures of ``step()`` and functions."""
-    step: Any = _torch.unhooked_step(type(optimizer))
     functions = object.__new__(type(optimizer))
-    vars(functions).update({name: value for name, value in attributes_read(optimizer).items() if callable(value)})
-    return PythonState(types.MethodType(step, functions), nn.Module(), ())
+    held = itertools.chain(_own_places(optimizer), _places_of_groups(optimizer))
+    functions_of = {place.name: value for place, value, _ in walk(held) if callable(value) or is_users_object(value)}
+    vars(functions).update({name: value for name, value in functions_of.items() if not isinstance(value, nn.Module)})
+    return PythonState(types.MethodType(_torch.unhooked_step(type(optimizer)), functions), nn.Module(), ())
+
+
+def _own_places(optimizer: Any) -> list[tuple[Place, Any]]:
+    return [(Place(optimizer, "self", (("attr", name),)), value) for name, value in attributes_read(optimizer).items()]
+
+
+def _places_of_groups(optimizer: Any) -> list[tuple[Place, Any]]:
+    return [
+        (Place(group, "param_groups", (("key", key),)), value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("params", "lr")
+    ]
 
 
 def _reached(optimizer: Any) -> list[tuple[Place, Any]]:
     """Return the places of its attributes and of what it shares, with their values."""
-    attributes = attributes_read(optimizer).items()
-    places = [(Place(optimizer, "self", (("attr", name),)), value) for name, value in attributes]
-    return [*places, *_shared(optimizer).places()]
+    return [*_own_places(optimizer), *_shared(optimizer).places()]
 
 
 def _inside(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
@@ -81,12 +94,7 @@ def _comparable(value: Any) -> Hashable:
 def numbers_of(optimizer: Any) -> dict[str, Any]:
     """Return what the optimizer's ``step()`` can read besides tensors of a parameter's state, by location."""
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    places = [
-        (Place(group, "param_groups", (("key", key),)), value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key not in ("params", "lr")
-    ]
+    places = _places_of_groups(optimizer)
     for owner, state in optimizer.state.items():
         is_own = id(owner) in parameters
         title = "state" if is_own else f"state[{owner!r:.40}]"
@@ -106,31 +114,49 @@ def own_attributes(of: Any) -> dict[str, Any]:
 
 
 class Attributes:
-    """The attributes of an optimizer, its class and its parameters that a compiled update depends on."""
+    """The values that a compiled update depends on besides hyperparameters and tensors of the state.
+
+    They are in attributes of the optimizer and of its parameters and in objects of its groups, or what ``step()`` and
+    the functions there read by name.
+    """
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._names = optimizer, list(attributes_read(optimizer))
-        self._places = [
-            place
-            for place, _ in _inside(_reached(optimizer))
-            if place.root is optimizer or isinstance(place.root, type)
-        ]
-
-    @property
-    def are_complete(self) -> bool:
-        """False if the optimizer has other attributes now."""
-        return list(attributes_read(self._optimizer)) == self._names
+        self._optimizer, self._states = optimizer, ValueStates()
+        self._named: tuple[list[Identity], NamedValues, str] | None = None
 
     def values(self, counts: Collection[str]) -> tuple[tuple[str, Hashable], ...]:
         """Return the present values by location, without the numbers that count steps."""
-        values = [(place.name, _comparable(place.value())) for place in self._places if place.name not in counts]
-        for number, group in enumerate(self._optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                values += [
-                    (f"param_groups[{number}]['params'][{index}].{name}", _comparable(value))
-                    for name, value in own_attributes(parameter).items()
-                ]
-        return tuple(values)
+        optimizer, values = self._optimizer, list[tuple[str, Hashable]]()
+        of_parameters = [
+            (Place(parameter, f"param_groups[{number}]['params'][{index}]", (("attr", name),)), value)
+            for number, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+            for name, value in own_attributes(parameter).items()
+        ]
+        for place, value in _inside([*_own_places(optimizer), *of_parameters]):
+            if place.name not in counts:
+                values.append((place.name, _told(value)))
+        for place, value in _inside(_places_of_groups(optimizer)):
+            # The rest is compared as hyperparameters.
+            if callable(value) or any(kind == "attr" for kind, _ in place.steps):
+                values.append((place.name, _told(value)))
+        functions = [Identity(type(optimizer)), Identity(_torch.unhooked_step(type(optimizer)))]
+        functions += [one for _, one in values if isinstance(one, Identity)]
+        if self._named is None or self._named[0] != functions or not self._named[1].are_same():
+            named = NamedValues(_shared(optimizer))
+            self._named = functions, named, self._states.title_of(named)
+        return *values, ("step()", functions[1]), ("values that step() reads by name", self._named[2])
+
+
+def _told(value: Any) -> Hashable:
+    one: Any = token(value)
+    return (
+        _comparable(value)
+        if isinstance(value, (Tensor, numpy.ndarray))
+        else Identity(value)
+        if one[0] == "object"
+        else one
+    )
 
 
 def copied(value: Any, leaves: Mapping[int, Tensor]) -> Any:
