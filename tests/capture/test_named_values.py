@@ -382,3 +382,35 @@ def test_a_function_of_torch_that_the_code_has_kept_is_torchs(
 
     monkeypatch.setattr(owner, name, lambda *args, **kwargs: 2 * kept(*args, **kwargs), raising=False)
     assert torch.equal(Kept()(x), x)
+
+
+class Reading(nn.Module):
+    """Reads a value that ``change`` replaces by one that equals it, or that is in a private attribute."""
+
+    def __init__(self, read: Callable[[Any], Any], value: Any) -> None:
+        super().__init__()
+        self.linear, self.read, self.value, self._value = nn.Linear(4, 4).double(), read, value, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.read(self)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "read"),
+    [
+        (1, True, lambda net: 0.5 if net.value is True else 1.0),
+        (1, 1.0, lambda net: 0.5 if type(net.value) is float else 1.0),
+        ((1,), (1.0,), lambda net: 0.5 if type(net.value[0]) is float else 1.0),
+        (0.0, -0.0, lambda net: math.copysign(1.0, net.value)),
+        ([0.0], [-0.0], lambda net: math.copysign(1.0, net.value[0])),
+        (torch.ones(()), torch.tensor(0.5), lambda net: net._value),
+    ],
+    ids=["True", "float", "float in a tuple", "-0.0", "-0.0 in a list", "a private tensor"],
+)
+def test_an_equal_value_of_another_kind_or_sign_and_a_private_tensor_count(before: Any, after: Any, read: Any) -> None:
+    net = Reading(read, before)
+    step = LossStep(net, torch.optim.SGD(net.parameters(), lr=0.0), loss=lambda net, x: net(x).sum())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for value in (before, after):
+        net.value = net._value = value
+        torch.testing.assert_close(step(x), net(x).sum().detach(), rtol=1e-12, atol=0)

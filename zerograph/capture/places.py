@@ -197,8 +197,9 @@ def _counted(value: Any, *, own: bool) -> Sequence[Any]:
 
 def token(value: Any) -> Hashable:
     """Return a comparable stand-in for the value, equal on all ranks; for objects and tensors only their kind."""
-    if isinstance(value, float) and value != value:
-        return "float", "nan"
+    if isinstance(value, (float, complex)):
+        # 0.0 equals -0.0, and NaN differs from itself.
+        return type(value).__name__, repr(value)
     if isinstance(value, (tuple, frozenset, set)):
         tokens = map(token, value)
         return type(value).__name__, tuple(tokens) if isinstance(value, tuple) else frozenset(tokens)
@@ -259,11 +260,11 @@ def attributes_of(values: Mapping[str, Any], *, private: bool) -> Iterator[tuple
 
 def _guard(name: str, value: Any, *, private: bool) -> Any:
     if isinstance(value, _NUMBERS):
-        return value if private or name[0] != "_" else UNGUARDED
+        return token(value) if private or name[0] != "_" else UNGUARDED
     if name[0] == "_" or isinstance(value, (nn.Module, type, list, dict)):
         return UNGUARDED
     if value is None or isinstance(value, (torch.dtype, torch.device)) or _is_of_numbers(value):
-        return value
+        return token(value)
     return Identity(value) if isinstance(value, Tensor) or callable(value) else UNGUARDED
 
 
@@ -317,7 +318,7 @@ def walk(
     waiting, entered, number = [*places][::-1], set[int](), 0
     while waiting:
         place, value = waiting.pop()
-        if place.own and isinstance(value, Tensor) and (names is None or place.is_in_root):
+        if place.own and isinstance(value, Tensor) and names is None:
             continue
         inside = [*_inside(value, names)] if len(place.steps) <= MAX_DEPTH else []
         is_entered = bool(inside) or isinstance(value, CONTAINERS)
