@@ -149,14 +149,11 @@ class Attributes:
 
 
 def _told(value: Any) -> Hashable:
+    """Return a tensor or an array as :func:`_comparable` does, a number with its sign and kind, an object itself."""
+    if isinstance(value, (Tensor, numpy.ndarray)):
+        return _comparable(value)
     one: Any = token(value)
-    return (
-        _comparable(value)
-        if isinstance(value, (Tensor, numpy.ndarray))
-        else Identity(value)
-        if one[0] == "object"
-        else one
-    )
+    return Identity(value) if one[0] == "object" else one
 
 
 def copied(value: Any, leaves: Mapping[int, Tensor]) -> Any:
