@@ -165,7 +165,24 @@ def writes_past_the_count() -> None:
     assert total.item() == 0
 
 
+def equal_numbers() -> None:
+    """Zeros of both signs, and quotients in the default dtype of the call."""
+    x = distributed(whole(), (4, 4))
+    for zero in (0.0, -0.0):
+        padded = torch.nn.functional.pad(x, (0, 1), value=zero).full_tensor()
+        assert padded[:, -1].signbit().all() == (str(zero)[0] == "-")
+    counts = x.long()
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert (counts / 3).dtype == dtype
+            assert (counts / 3).full_tensor().equal(whole().long() / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 CHECKS = [
+    equal_numbers,
     *(metadata, reading, gradients, sums_that_an_operator_needs, gradients_of_gradients, hooks, conversions, dtensors),
     *(copies, numbered_cpu, writes_past_the_count),
 ]

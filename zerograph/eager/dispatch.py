@@ -93,12 +93,14 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     known: Operator | None = now.operators.get(id(operator))
     if known is None:
         known = now.operators[id(operator)] = _operator(operator)
-    found = _, _, numbers = list[Any](), list[Any](), list[Any]()
+    # Quotients of whole numbers have the default dtype.
+    found = _, _, numbers = [torch.get_default_dtype()], list[Any](), list[Any]()
     is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
     result = _called(kind, known, args, kwargs, now, found, is_split)
-    for one in pytree.tree_leaves([args[index] for index in known.written if index < len(args)]):
-        if type(one) is kind:
-            _note_write(kind, one)
+    if known.written:
+        for one in pytree.tree_leaves([args[index] for index in known.written if index < len(args)]):
+            if type(one) is kind:
+                _note_write(kind, one)
     if any(numbers):
         number = hash(tuple(numbers))
         for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
@@ -289,8 +291,8 @@ def _describe(values: Sequence[Any], found: Any, now: World, kind: type, *, with
             is_split |= value.spec.sbp != now.whole
         elif type_ is float or type_ is int or type_ is bool:
             key.append(type_)
-            # A partial sum plus 0 is one too.
-            key.append(value if with_numbers else not value)
+            # A partial sum plus 0 is one too. 0.0 equals -0.0.
+            key.append((value or str(value)) if with_numbers else not value)
             numbers.append(value if value == value else 0)
         elif type_ is list or type_ is tuple:
             key.append(len(value))
