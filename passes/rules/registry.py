@@ -324,7 +324,9 @@ def _renumbered(linear: Linear, indices: Sequence[tuple[int, ...]]) -> Linear:
 
 def _keeps_fractions(group: int | tuple[int, ...], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Return whether no result is a cast of fractions to integers, or of numbers to bool: such parts do not add up."""
-    sources = [inputs[index].dtype.to_real() for index in ((group,) if isinstance(group, int) else group)]
+    indices = (group,) if isinstance(group, int) else group
+    # A node of a number is no input.
+    sources = [inputs[index].dtype.to_real() for index in indices if index < len(inputs)]
     return all(torch.can_cast(source, output.dtype) for source in sources for output in outputs)
 
 

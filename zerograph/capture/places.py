@@ -245,7 +245,7 @@ def object_attributes(value: Any) -> dict[str, Any]:
 def attributes_of(values: Mapping[str, Any], *, private: bool) -> Iterator[tuple[str, Any, Any]]:
     """Yield name, value and guard of the attributes of a graph or a module, modules and torch's own tables left out.
 
-    The guard of numbers, flags and tuples of them is the value, that of tensors and functions their identity. Lists,
+    The guard of numbers, flags and tuples of them is their token, that of tensors and functions their identity. Lists,
     dicts and other objects have the guard :data:`UNGUARDED`: they may grow with every step.
 
     Args:

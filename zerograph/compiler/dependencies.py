@@ -114,8 +114,8 @@ class Dependencies:
         own = {name: value for name, value in self.attributes.items() if name != OF_LOOP}
         for path, values in {"self": own, **{name: vars(module) for name, module in modules.items()}}.items():
             for name, value, guard in attributes_of(values, private=path != "self"):
-                # Guards by value, and the members, are compared as they are.
-                is_compared = guard is value or isinstance(value, nn.Parameter)
+                # Tokens, and the members, are compared as they are.
+                is_compared = isinstance(guard, tuple) or isinstance(value, nn.Parameter)
                 if not is_compared and (names is None or name in names):
                     texts[f"the attribute {path}.{name}"] = digest.of(value)
         for path, module in modules.items():
