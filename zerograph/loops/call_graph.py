@@ -340,10 +340,9 @@ class CallGraph(LoopGraph):
         buffers = self._members().buffers
         return {buffers[name]: is_statistic for name, is_statistic in names.items()}
 
-    def read_in_backward(self, step: CompiledStep) -> list[Tensor]:
-        """Return the buffers that backward reads where they are."""
-        buffers = self._members().buffers
-        return [one for name in self._known[id(step.captured)].read if not (one := buffers[name]).is_inference()]
+    def read_in_backward(self, step: CompiledStep) -> Sequence[str]:
+        """Return the names of the buffers that backward reads where they are."""
+        return self._known[id(step.captured)].read
 
     def _keep(self, step: CompiledStep, template: Template) -> None:
         roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
@@ -456,9 +455,10 @@ class Begun:
         self._outputs = [output.local if isinstance(output, GlobalTensor) else output.detach() for output in outputs]
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
-        self._read = {one: _torch.version(one) for one in (*self.tensors, *graph.read_in_backward(self.step))}
-        buffers = [one for one in graph.module.buffers() if one not in self._buffers and not one.is_inference()]
-        self._kept = {one: _torch.version(one) for one in buffers}
+        buffers = {name: one for name, one in graph._members().buffers.items() if not one.is_inference()}
+        read = [buffers[name] for name in graph.read_in_backward(self.step) if name in buffers]
+        self._read = {one: _torch.version(one) for one in (*self.tensors, *read)}
+        self._kept = {one: _torch.version(one) for one in buffers.values() if one not in self._buffers}
         self.parameters = _torch.trained(self.all_parameters)
         wanted = [one for one in self.tensors if one.requires_grad]
         results = _Call.apply(self, outputs, *wanted, *self.parameters)
