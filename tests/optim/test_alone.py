@@ -19,6 +19,7 @@ from tests.harness import sliced
 from tests.models import TrainStep, part, train_plainly
 from tests.optim.test_update import as_plainly, data, matrices, model, vectors
 from tests.pool import Pool
+from zerograph.optim.surroundings import is_known
 
 
 class Scaled(torch.optim.Optimizer):
@@ -283,6 +284,14 @@ class WithoutRate(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.sub_(param.grad, alpha=0.01 if group["lr"] is None else group["lr"])
+
+
+def test_torchs_own_optimizers_are_not_traced_as_a_users() -> None:
+    classes = [cls for cls in vars(torch.optim).values() if isinstance(cls, type) and cls is not torch.optim.Optimizer]
+
+    assert torch.optim.Muon in classes
+    assert [cls for cls in classes if not is_known(cls.__new__(cls))] == []
+    assert not is_known(object.__new__(type("Own", (torch.optim.Muon,), {})))
 
 
 def test_an_optimizer_without_a_learning_rate_may_get_one() -> None:

@@ -33,7 +33,7 @@ _NOT_READ = {
 
 def is_known(optimizer: Any) -> bool:
     """Return True for an optimizer of torch or ``flow.optim``: it computes with its groups and tensors alone."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "zerograph.compat.oneflow.optim."))
+    return f"{type(optimizer).__module__}.".startswith(("torch.optim.", "zerograph.compat.oneflow.optim."))
 
 
 def attributes_read(optimizer: Any) -> dict[str, Any]:
