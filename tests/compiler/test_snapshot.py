@@ -117,6 +117,21 @@ def test_another_default_dtype_traces_again() -> None:
     assert dtypes == [*[torch.float32] * 4, *[torch.float64] * 2, *[torch.float32] * 2]
 
 
+def test_the_flag_of_deterministic_algorithms_traces_again() -> None:
+    class Asks(zg.ZeroGraph):
+        def build(self, x: Tensor) -> Tensor:
+            return x + int(torch.are_deterministic_algorithms_enabled())
+
+    step, found = Asks(), []
+    try:
+        for deterministic in (False, False, True, False):
+            torch.use_deterministic_algorithms(deterministic)
+            found += [step(torch.zeros(1)).item() for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [0, 0, 0, 0, 1, 1, 0, 0]
+
+
 def test_the_snapshot_keeps_no_batch_alive() -> None:
     assert snapshot_of(repeated()[0])._batch.tensors == ()
 

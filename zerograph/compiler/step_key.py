@@ -245,7 +245,8 @@ def take_snapshot(call: Call, tree: Tree, batch: Batch, key: StepKey) -> Snapsho
 def _objects(call: Call) -> list[Any]:
     """Return the objects that a call depends on, each in its place."""
     # Among the modes is that of the default device.
-    objects = [call.job, call.config, torch.get_default_dtype(), *_torch.function_modes(), *call.attributes.values()]
+    flags = torch.get_default_dtype(), torch.get_deterministic_debug_mode()
+    objects = [call.job, call.config, *flags, *_torch.function_modes(), *call.attributes.values()]
     for optimizer in call.optimizers:
         objects += [optimizer, type(optimizer)]
         for group in optimizer.param_groups:

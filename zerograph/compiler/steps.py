@@ -406,6 +406,8 @@ class Steps:
         facts = capture_facts(members, self._attributes(), compiler.optimizers, constants, runs_modules=runs)
         if runs and torch.get_default_dtype() is not torch.float32:
             facts |= {"the default dtype": torch.get_default_dtype()}
+        if runs and (mode := torch.get_deterministic_debug_mode()):
+            facts |= {"torch.use_deterministic_algorithms": mode}
         # Its number is a rank's own.
         if runs and (device := torch.get_default_device().type) != "cpu":
             facts |= {"the default device": device}
