@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import is_view
+from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import TensorRef, meta, origin
 from zerograph.ir.rewrite import emit, positions, replace_node
 from zerograph.ir.sbp import Broadcast
@@ -61,7 +62,9 @@ def coalesce(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     order = positions(graph)
     ends = {graph.output_node(), *(write for write, _, _ in writes(graph))}
-    end = min(ends, key=order.__getitem__)
+    # The updates of owners change parameters in place.
+    updates = (node for node in graph.find_nodes(op="call_module") if loop_of(node) is None)
+    end = min((*ends, *updates), key=order.__getitem__)
     starts = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
     sums = [late for start in starts if (late := _deferrable(start, ends)) and late.source < end]
     moved: set[fx.Node] = set()

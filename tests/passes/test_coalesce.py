@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.harness import prepare, sliced
-from tests.models import TrainStep, batches, make, part
+from tests.models import LossStep, TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph import Collective, PassEdit
 
@@ -61,3 +61,32 @@ def test_what_backward_needs_is_not_put_off() -> None:
     # Of each norm the mean, and the mean square, which forward reads.
     assert [what for what in together if "more" not in what] == [what for what in apart if what in together]
     assert len(together) >= 4
+
+
+def metrics_of_scaled(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Train a layer whose owner updates it in place; return sums that are added to its bias as it was."""
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach().abs().mean() + model.bias.detach(), y.detach().square().mean()]
+
+
+def scaled(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 2.0)
+    return model, torch.optim.Adafactor(model.parameters(), lr=0.5)
+
+
+class Metrics(LossStep):
+    def build(self, *batch: Tensor) -> Any:
+        return metrics_of_scaled(self.model, *batch)
+
+
+def returned_beside_owners() -> Any:
+    return Metrics(*scaled(nn.Linear(3, 1)))(part(torch.arange(12.0).view(4, 3)))
+
+
+def test_sums_that_are_put_off_meet_parameters_before_their_update(pool: Pool) -> None:
+    model, _ = scaled(nn.Linear(3, 1))
+    expected = metrics_of_scaled(model, torch.arange(12.0).view(4, 3))
+    for returned in pool.run(2, returned_beside_owners):
+        torch.testing.assert_close(returned, expected)
