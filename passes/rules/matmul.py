@@ -7,6 +7,7 @@ from itertools import compress
 
 import torch
 
+from zerograph.ir.sizes import hints
 from zerograph.passes.rules.factors import Linear
 from zerograph.passes.rules.registry import Operands, added, leading, rule, together
 
@@ -75,18 +76,42 @@ for _operator in (
     aten._linalg_det.default,
     aten._linalg_eigh.default,
     aten._linalg_slogdet.default,
-    aten._linalg_solve_ex.default,
     aten._linalg_svd.default,
     aten.cholesky_inverse.default,
     aten.linalg_cholesky_ex.default,
     aten.linalg_inv_ex.default,
     aten.linalg_lu_factor_ex.default,
-    aten.linalg_lu_solve.default,
     aten.linalg_matrix_exp.default,
     aten.linalg_qr.default,
-    aten.linalg_solve_triangular.default,
 ):
     rule(_operator, leading(lambda operands: operands.inputs[0].dim() - 2))
+
+
+def _solved(*dims: int) -> Callable[[Operands], str]:
+    """Return the notation of a solution; batches of matrices and of right sides are broadcast.
+
+    Args:
+        dims: for the inputs, then the outputs, the number of dimensions besides the batch, if right sides are matrices.
+    """
+
+    def notation(operands: Operands) -> str:
+        matrix, right, solution = operands.inputs[0], operands.inputs[-1], operands.outputs[0]
+        are_vectors = solution.dim() < matrix.dim()
+        # Other results follow from the matrices, which are whole where their batch is not that of the solution.
+        of_matrices = are_vectors or hints(matrix.shape[:-2]) == hints(solution.shape[:-2])
+        batch = "..." if of_matrices or len(operands.outputs) == 1 else "...!"
+        texts = []
+        for number, (value, own) in enumerate(zip((*operands.inputs, *operands.outputs), dims, strict=True)):
+            count = own - (are_vectors and (value is right or value is solution))
+            texts.append(" ".join([batch, *(f"v{number}x{i}!" for i in range(count))]))
+        return ", ".join(texts[: len(operands.inputs)]) + " -> " + ", ".join(texts[len(operands.inputs) :])
+
+    return notation
+
+
+rule(aten._linalg_solve_ex.default, _solved(2, 2, 2, 2, 1, 0))
+rule(aten.linalg_lu_solve.default, _solved(2, 1, 2, 2))
+rule(aten.linalg_solve_triangular.default, _solved(2, 2, 2))
 
 rule(aten._cdist_forward.default, "... p m!, ... r m! -> ... p r")
 rule(aten._cdist_backward.default, "... p r, ... p m!, ... r m!, ... p r -> ... p m!", linear=(0,))
