@@ -71,6 +71,28 @@ def test_memory_shared_with_a_trained_parameter_is_refused(shares: Callable[[Pai
         step(torch.ones(2, 4))
 
 
+class Counted(nn.Module):
+    """Two buffers, of which one is a part of the other; a call adds to this one."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("first", self.sums[:2])
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.sums += x.mean(0)
+        return x.mean() + self.first.sum()
+
+
+def test_memory_shared_with_a_written_buffer_is_refused() -> None:
+    x = torch.ones(2, 4)
+    torch.testing.assert_close(Predict(Counted(False))(x), torch.tensor(1.0))
+    with pytest.raises(zg.ConfigError, match=r"model\.sums and model\.first share memory"):
+        Predict(Counted(True))(x)
+
+
 @pytest.mark.parametrize("shares", [slices, interleaved, frozen])
 def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], None]) -> None:
     model, plain = Pair(), Pair()

@@ -53,7 +53,7 @@ from zerograph.ir.buckets import default_bytes
 from zerograph.ir.mesh import Mesh, piece_count
 from zerograph.ir.metadata import meta
 from zerograph.ir.sbp import Split
-from zerograph.ir.step_graph import output_nodes
+from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
 from zerograph.runtime.job.exchange import broadcast_from_first
@@ -199,7 +199,7 @@ class Compiler:
             ZeroGraphError: the step cannot be one graph, or not on this mesh.
         """
         self.observer.started()
-        self._check(members)
+        check_optimizers(members, self.optimizers)
         mesh, comparison, request = target.mesh, target.comparison, key.request
         source = self._source
         artifact = self.loaded.find(required, batch) or (None if source is None else source.artifact)
@@ -207,6 +207,7 @@ class Compiler:
             captured, seconds = self._capture(members, batch, mesh, key, artifact)
         if source is not None:
             source.traced(captured.recording)
+        self._check_memory(members, captured)
         self._check_captured(captured, mesh, batch, comparison, request)
         start = time.perf_counter()
         updates = self.updates.of(members, captured, self.config, None if artifact is None else artifact.programs)
@@ -347,15 +348,16 @@ class Compiler:
 
     def lay_out(self, mesh: Mesh, members: Members, batch: Batch, key: StepKey) -> tuple[PlannedBucket, ...]:
         """Return the buckets of the step that :meth:`prepare` would make. No pass is run."""
-        self._check(members)
+        check_optimizers(members, self.optimizers)
         captured, _ = self._capture(members, batch, mesh, key)
+        self._check_memory(members, captured)
         updates = self.updates.of(members, captured, self.config)
         return self._layouts(mesh, members, batch, captured, updates).plan()
 
-    def _check(self, members: Members) -> None:
-        check_optimizers(members, self.optimizers)
-        if self.optimizers:
-            check_shared_memory(members)
+    def _check_memory(self, members: Members, captured: Captured) -> None:
+        trained = {name for name, one in members.parameters.items() if self.optimizers and one.requires_grad}
+        written = {meta(target)["role"].name for _, target, _ in writes(captured.graph.graph)}
+        check_shared_memory(members, trained | written)
 
     def _layouts(
         self, mesh: Mesh, members: Members, batch: Batch, captured: Captured, updates: Mapping[str, Update]

@@ -6,7 +6,7 @@ import functools
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -423,13 +423,17 @@ def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[dic
     ]
 
 
-def check_shared_memory(members: Members) -> None:
-    """Check that no trainable parameter shares memory with another member.
+def check_shared_memory(members: Members, changed: Collection[str]) -> None:
+    """Check that no member that a step changes shares memory with another member.
 
     Parts of one large tensor that do not overlap share none.
 
+    Args:
+        members: the modules and tensors.
+        changed: names of trained parameters, and of buffers that are written.
+
     Raises:
-        ConfigError: a trainable parameter overlaps another member; names both.
+        ConfigError: one of these overlaps another member; names both.
     """
     # A parameter whose values are split between ranks has one element, in memory of its own.
     with without_torch_function():
@@ -438,10 +442,10 @@ def check_shared_memory(members: Members) -> None:
         for span in spans:
             open_spans = [other for other in open_spans if other.end > span.begin]
             for other in open_spans:
-                if (other.tensor.requires_grad or span.tensor.requires_grad) and _overlap(other, span):
+                if not {other.name, span.name}.isdisjoint(changed) and _overlap(other, span):
                     raise ConfigError(
-                        f"{other.name} and {span.name} share memory, but are two tensors: a graph gives each parameter "
-                        "its own memory, so an update of one would not change the other\n"
+                        f"{other.name} and {span.name} share memory, but are two tensors: a graph gives each its own "
+                        "memory, so a step that changes one would not change the other\n"
                         "Tie parameters by making them one (b.weight = a.weight, without .data). Make a buffer a copy "
                         "(.clone()), or compute it in forward()."
                     )
