@@ -472,6 +472,7 @@ def agree(
             equal, problems, everybody = job.channel.compare(number, problem is not None, sizes)
             if equal and not problems:
                 if broke_off:
+                    _torch.end_works()
                     job.liveness.resume()
                 if everybody is None:
                     # Ranks whose numbers are equal have equally many.

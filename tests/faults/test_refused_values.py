@@ -13,6 +13,7 @@ import zerograph as zg
 from tests.faults.lost_ranks import run
 from tests.harness import LossStep, sliced, told
 from tests.models import update_by
+from zerograph._torch import distributed
 
 GOOD, BAD = torch.arange(4), torch.arange(4) + 8
 # Nobody is to wait so long.
@@ -124,6 +125,17 @@ def refuses_on_all() -> tuple[str, list[list[float]]]:
     return kind, step.state_dict()["modules"]["model"]["weight"].tolist()
 
 
+def refuses_while_gathering() -> list[int]:
+    """Return how many exchanges are under way after two calls that fail, and after one that does not."""
+    model = nn.Sequential(embedding(), nn.Linear(3, 3))
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, loss_of, backend="eager", bucket_size=1)
+    under_way = []
+    for tokens in (BAD, BAD, GOOD):
+        told(lambda tokens=tokens: step(tokens))
+        under_way.append(len(distributed._awaited))
+    return under_way
+
+
 def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
     plain = embedding()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -133,3 +145,9 @@ def test_ranks_that_refuse_at_the_same_place_go_on_together() -> None:
         kind, weight = answer.value
         assert kind == "OperatorError"
         torch.testing.assert_close(torch.tensor(weight), plain.weight.detach())
+
+
+def test_exchanges_that_a_refused_value_has_left_under_way_are_ended_by_the_next_step() -> None:
+    for answer in run(2, None, refuses_while_gathering):
+        first, second, after = answer.value
+        assert first == second > after == 0

@@ -73,7 +73,7 @@ class _Works(dist.Work):
         self.tensor, self.works = tensor, works
 
     def wait(self, timeout: object = None) -> bool:
-        _awaited.discard(self)
+        _awaited.pop(self, None)
         for work in self.works:
             work.wait()
         return True
@@ -81,14 +81,20 @@ class _Works(dist.Work):
 
 # Linux's state of a connection that the other side has not answered.
 _SYN_SENT = 2
-# Those that nothing has waited for.
-_awaited: set[_Works] = set()
+# Those that nothing has waited for, in the order in which they began.
+_awaited: dict[_Works, None] = {}
 
 
 def register_works(tensor: Tensor, works: Sequence[dist.Work]) -> None:
     """Make ``_c10d_functional.wait_tensor(tensor)`` wait for ``works``, in order; the public API is C++ only."""
-    _awaited.add(registered := _Works(tensor, works))
+    _awaited[registered := _Works(tensor, works)] = None
     torch._C._distributed_c10d._register_work(tensor, registered)
+
+
+def end_works() -> None:
+    """Wait for the works of a step that all ranks have broken off at one place: torch would keep what they hold."""
+    for works in [*_awaited]:
+        torch.ops._c10d_functional.wait_tensor(works.tensor)
 
 
 def drop_works() -> None:
