@@ -126,14 +126,16 @@ class Executor:
             running: Generator[tuple[Any, ...], Sequence[Tensor], Sequence[Any]]
             running = self._form(pauses=True)(*arguments)
             values, *_ = self._explained(lambda: next(running), doing)
-            self._write_back(inputs, arguments)
+            if self._writes_before_pause:
+                self._write_back(inputs, arguments)
             self._note_gathers()
 
         def run_rest(gradients: Sequence[Tensor]) -> list[Tensor]:
             try:
                 running.send(gradients)
             except StopIteration as end:
-                self._write_back(inputs, arguments)
+                if not self._writes_before_pause:
+                    self._write_back(inputs, arguments)
                 return list(end.value)
             raise AssertionError("a step has one pause")
 
@@ -217,6 +219,12 @@ class Executor:
     def draws(self) -> bool:
         """True if the graph reads the seed."""
         return any(feed is self.seed for feed in self.feeds)
+
+    @functools.cached_property
+    def _writes_before_pause(self) -> bool:
+        """True if buffers are written before the graph's pause, after which the loop may change them."""
+        pause = pause_of(self.graph.graph)
+        return pause is not None and bool(pause.args[1])
 
     @functools.cached_property
     def _by_constancy(self) -> tuple[list[Any], list[tuple[int, Lookup | int | SizeInput]]]:

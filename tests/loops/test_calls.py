@@ -419,14 +419,14 @@ def test_backward_recomputes_the_random_numbers_of_its_own_call() -> None:
 
 
 class ScalingBlock(nn.Module):
-    """A block that reads a buffer and then changes it."""
+    """A block that reads a buffer, of which the elements are apart in memory, and then changes it."""
 
     scale: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.register_buffer("scale", torch.linspace(1, 2, 6))
+        self.register_buffer("scale", torch.linspace(1, 2, 11, dtype=torch.float64)[::2])
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.linear(x)) * self.scale.view(1, 6).clone()
