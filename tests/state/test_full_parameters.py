@@ -64,6 +64,9 @@ def modify() -> None:
     for rank in (2, -1, 1.0, "1"):
         with pytest.raises(zg.ConfigError, match="ranks 0 to 1"), zg.full_parameters(model, modifier_rank=rank):  # type: ignore[arg-type]
             pass
+    message = "(?s)first in modifier_rank:.*rank 1: 1"
+    with pytest.raises(zg.RankMismatchError, match=message), zg.full_parameters(model, modifier_rank=zg.rank()):
+        pass
 
 
 def test_modifier_rank_gives_all_ranks_its_values(pool: Pool) -> None:

@@ -28,7 +28,7 @@ from zerograph.state.checks import check_form, check_state
 from zerograph.state.generate import Generation, check_call, facts_of, generate
 from zerograph.state.stream import Stream, chosen_module
 from zerograph.state.threads import one_thread
-from zerograph.state.whole_values import WholeValues, loaded_facts
+from zerograph.state.whole_values import WholeValues, check_modifier, loaded_facts
 
 if TYPE_CHECKING:
     # Importing torch.distributed.checkpoint takes long, so methods that save or load do it.
@@ -287,7 +287,9 @@ class Stateful:
         with one_thread("full_parameters()"):
             members = self._adopted()
             sharded = [store for store in self._stores(members) if not store.is_unsharded]
-            self._agree_to_gather("entering full_parameters()", [store.layout for store in sharded])
+            with agreeing(self._join(), "entering full_parameters()") as facts:
+                facts["modifier_rank"] = repr(modifier_rank)
+                check_modifier(self._join(), modifier_rank)
             values = WholeValues(self._join(), members, sharded, modifier_rank)
         problem: BaseException | None = None
         try:

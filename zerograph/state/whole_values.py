@@ -34,10 +34,6 @@ class WholeValues:
 
     def __init__(self, job: Job, members: Members, stores: Sequence[Store], modifier_rank: int | None) -> None:
         self._job, self._members, self._stores, self._modifier_rank = job, members, stores, modifier_rank
-        if modifier_rank is not None and not (type(modifier_rank) is int and 0 <= modifier_rank < job.size):
-            raise ConfigError(
-                f"full_parameters(modifier_rank={modifier_rank!r}): the job has ranks 0 to {job.size - 1}"
-            )
         self._compares = job.size > 1
         self._states = [state for store in stores if (state := guarded_state(store.optimizer)) is not None]
         self._states = list({id(state): state for state in self._states}.values())
@@ -120,6 +116,16 @@ class WholeValues:
         parameters = [parameter.detach() for parameter in self._parameters()]
         with torch.no_grad():
             broadcast_from(self._job, [*parameters, *self._buffers.values()], rank)
+
+
+def check_modifier(job: Job, rank: int | None) -> None:
+    """Check that a rank whose values all ranks are to get is one of the job.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if rank is not None and not (type(rank) is int and 0 <= rank < job.size):
+        raise ConfigError(f"full_parameters(modifier_rank={rank!r}): the job has ranks 0 to {job.size - 1}")
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
