@@ -40,7 +40,9 @@ def reinplace(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 def _fill_bucket(graph: fx.Graph, joined: fx.Node) -> None:
     """Allocate the bucket before the first gradient; compute each gradient in it, or copy it there and free it."""
     parts = list(joined.all_input_nodes)
-    if len(parts) == 1 and parts[0].target is not aten.constant_pad_nd.default:
+    is_padded = parts[0].target is aten.constant_pad_nd.default
+    # A column has gaps between its elements, which no collective sees.
+    if len(parts) == 1 and not is_padded and parts[0].meta["val"].is_contiguous():
         joined.replace_all_uses_with(parts[0])
         meta(parts[0])["gradient"] = meta(joined).pop("gradient")
         return

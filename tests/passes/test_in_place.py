@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from tests.harness import LossStep, prepare, stores_of
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
+from zerograph.ir.step_graph import collective_nodes
 from zerograph.passes.recompute import recompute_cheap
 from zerograph.runtime.wire import collectives
 
@@ -67,6 +68,28 @@ def test_a_gradient_in_another_order_of_dimensions_is_not_written_over() -> None
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=1.0), 2, loss_of, backend="eager")
     step(x)
     torch.testing.assert_close(step.state_dict()["modules"]["model"], plain.state_dict())
+
+
+class Beside(torch.nn.Module):
+    """Multiplies by a matrix that has the parameter as a column: so is its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ torch.stack([self.weight, torch.ones(4)], 1)).square().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_that_is_the_only_one_of_its_bucket_is_sent_without_gaps(stage: int) -> None:
+    model = Beside()
+    step = LossStep(model, torch.optim.SGD(model.parameters(), lr=1.0), stage)
+    sent = [
+        node.all_input_nodes[0].meta["val"] for node in collective_nodes(prepare(step, torch.ones(2, 4)).graph.graph)
+    ]
+    assert len(sent) > 1
+    assert all(value.is_contiguous() for value in sent)
 
 
 def test_gradients_of_products_are_made_in_their_bucket() -> None:
