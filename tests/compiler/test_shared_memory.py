@@ -93,6 +93,24 @@ def test_memory_shared_with_a_written_buffer_is_refused() -> None:
         Predict(Counted(True))(x)
 
 
+class Reading(nn.Module):
+    """Reads a row of its weight through a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.rows = [self.layer.weight.detach()[1]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.rows[0]
+
+
+def test_memory_that_a_step_shares_with_a_trained_parameter_is_refused() -> None:
+    step = Step(Reading(), lambda model, x: model(x).square().mean())
+    with pytest.raises(zg.ConfigError, match=r"model\.layer\.weight and a tensor that .*:\d+ reads share memory"):
+        step(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("shares", [slices, interleaved, frozen])
 def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], None]) -> None:
     model, plain = Pair(), Pair()

@@ -51,7 +51,7 @@ from zerograph.errors import ArtifactError, CaptureError, ConfigError, Placement
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.mesh import Mesh, piece_count
-from zerograph.ir.metadata import meta
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.pipeline import edited
@@ -355,9 +355,13 @@ class Compiler:
         return self._layouts(mesh, members, batch, captured, updates).plan()
 
     def _check_memory(self, members: Members, captured: Captured) -> None:
-        trained = {name for name, one in members.parameters.items() if self.optimizers and one.requires_grad}
-        written = {meta(target)["role"].name for _, target, _ in writes(captured.graph.graph)}
-        check_shared_memory(members, trained | written)
+        graph = captured.graph
+        constants = [
+            (f"a tensor that {origin(node).source or 'the step'} reads", getattr(graph, str(node.target)))
+            for node in graph.graph.find_nodes(op="get_attr")
+        ]
+        written = {meta(target)["role"].name for _, target, _ in writes(graph.graph)}
+        check_shared_memory(members, constants, written.union(captured.gradients))
 
     def _layouts(
         self, mesh: Mesh, members: Members, batch: Batch, captured: Captured, updates: Mapping[str, Update]

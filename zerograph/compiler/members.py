@@ -423,21 +423,23 @@ def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[dic
     ]
 
 
-def check_shared_memory(members: Members, changed: Collection[str]) -> None:
-    """Check that no member that a step changes shares memory with another member.
+def check_shared_memory(members: Members, constants: Iterable[tuple[str, Tensor]], changed: Collection[str]) -> None:
+    """Check that no member that a step changes shares memory with another member, or with a constant.
 
     Parts of one large tensor that do not overlap share none.
 
     Args:
         members: the modules and tensors.
-        changed: names of trained parameters, and of buffers that are written.
+        constants: other tensors that the step reads, and what they are.
+        changed: names of parameters that get a gradient, and of buffers that are written.
 
     Raises:
-        ConfigError: one of these overlaps another member; names both.
+        ConfigError: one of these overlaps another tensor; names both.
     """
     # A parameter whose values are split between ranks has one element, in memory of its own.
     with without_torch_function():
-        spans = sorted(_spans(members), key=lambda span: span.begin)
+        tensors = (*members.parameters.items(), *members.buffers.items(), *constants)
+        spans = sorted(_spans(tensors), key=lambda span: span.begin)
         open_spans: list[_Span] = []
         for span in spans:
             open_spans = [other for other in open_spans if other.end > span.begin]
@@ -462,8 +464,8 @@ class _Span:
     tensor: Tensor
 
 
-def _spans(members: Members) -> Iterator[_Span]:
-    for name, tensor in (*members.parameters.items(), *members.buffers.items()):
+def _spans(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[_Span]:
+    for name, tensor in tensors:
         if tensor.is_meta or not tensor.numel() or tensor.layout != torch.strided or is_dtensor(tensor):
             continue
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
