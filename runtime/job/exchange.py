@@ -14,6 +14,7 @@ from torch import Tensor
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.runtime.job.channel import hang_up
 from zerograph.runtime.job.process_group import Job, explaining_failures
+from zerograph.runtime.tensor_hash import bytes_of
 from zerograph.runtime.wire import collectives, direct
 
 c10d = torch.ops._c10d_functional
@@ -158,7 +159,8 @@ def broadcast_from(job: Job, tensors: Sequence[Tensor], rank: int) -> None:
         return
     with explaining_failures(job, f"taking over rank {rank}'s parameters and buffers"):
         for tensor in tensors:
-            contiguous = tensor.contiguous()
-            dist.broadcast(contiguous, group_src=rank, group=job.data)
-            if contiguous is not tensor:
-                tensor.copy_(contiguous)
+            # All backends send bytes, and few every dtype.
+            content = bytes_of(tensor)
+            dist.broadcast(content, group_src=rank, group=job.data)
+            if content.data_ptr() != tensor.data_ptr():
+                tensor.copy_(content.view(tensor.dtype).view(tensor.shape))

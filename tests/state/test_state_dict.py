@@ -108,18 +108,27 @@ def make_optimizer_state(name: str) -> dict[str, Any]:
     return state
 
 
-def rank_dependent_start() -> Tensor:
-    torch.manual_seed(torch.distributed.get_rank())
+def rank_dependent() -> nn.Module:
     model = nn.Linear(3, 2)
+    # No backend sends numbers of these kinds.
+    model.register_buffer("places", torch.randint(9, (2, 3)).to(torch.int16).t())
+    model.register_buffer("turns", torch.randn(3, dtype=torch.complex64).conj())
+    return model
+
+
+def rank_dependent_start() -> dict[str, Tensor]:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = rank_dependent()
     graph = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.0), 2, lambda model, x: model(x).mean())
     graph(torch.ones(1, 3))
-    return graph.state_dict()["modules"]["model"]["weight"]
+    return {name: value.clone() for name, value in graph.state_dict()["modules"]["model"].items()}
 
 
-def test_all_ranks_start_from_rank_0s_parameters(pool: Pool) -> None:
+def test_all_ranks_start_from_rank_0s_parameters_and_buffers(pool: Pool) -> None:
     torch.manual_seed(0)
-    wanted = nn.Linear(3, 2).weight
-    assert all(torch.equal(weight, wanted) for weight in pool.run(2, rank_dependent_start))
+    wanted = dict(rank_dependent().state_dict())
+    for state in pool.run(2, rank_dependent_start):
+        torch.testing.assert_close(dict(state), wanted, rtol=0, atol=0)
 
 
 def full_parameters() -> None:
