@@ -281,7 +281,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         else:
             target._content.value = source
     else:
-        values = expanded.detach()
+        values = _torch.lazy_copy(expanded.detach())
         target._content.read = lambda low, high: (values[low:high] if values.dim() else values).to(target.dtype)
     return target
 

@@ -217,3 +217,20 @@ def test_an_optimizer_of_a_graph_returns_and_loads_its_state_as_a_plain_one(pool
 def losses_of_five() -> list[Tensor]:
     model = make("mlp")
     return train_plainly(model, OPTIMIZERS["adamw"](model), batches("mlp", 5, 12))
+
+
+class Doubling(nn.Linear):
+    """A layer that takes its bias from the memory that it has taken its weight from."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        memory = state_dict[f"{prefix}weight"].clone()
+        with torch.no_grad():
+            self.weight.copy_(memory)
+            self.bias.copy_(memory.mul_(2)[:, 0])
+
+
+def test_what_a_module_has_loaded_stays_though_its_source_is_written_to() -> None:
+    model = Doubling(2, 2)
+    graph = LossStep(model, torch.optim.SGD(model.parameters()), 0, lambda model, x: model(x).mean())
+    graph.load_state_dict({"modules": {"model": {"weight": torch.ones(2, 2)}}})
+    assert [*model.weight.flatten().tolist(), *model.bias.tolist()] == [1, 1, 1, 1, 2, 2]
