@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import sys
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerograph._torch import version
+from zerograph._torch import WeakStorage, version
 from zerograph.errors import InputError, SplitParameterError
 from zerograph.ir.buckets import Bucket, Parameter, plan_buckets
 from zerograph.ir.coded_state import decode_entry, encode_entry
@@ -118,6 +118,7 @@ class Store(BucketState):
         unsharded_bits: a hash of the whole values that parameters got, where ``received`` depends on them.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
         gathered_version: the version of ``flat`` that all of the gather buffer has; None: it may have any values.
+        former: the memory of parameters before they were moved into stores, by name; other tensors may still have it.
     """
 
     job: Job
@@ -136,6 +137,7 @@ class Store(BucketState):
     sharded_state: ShardedState = ShardedState.SHARDED
     serial: int = field(default_factory=itertools.count(1).__next__, init=False)
     gathered_version: int | None = field(default=None, init=False)
+    former: dict[str, WeakStorage] = field(default_factory=dict)
 
     @property
     def is_gathered(self) -> bool:
@@ -482,7 +484,10 @@ def create_store(job: Job, planned: BucketState, parameters: Sequence[nn.Paramet
         del whole, shard, flat
         for name, spec in planned.specs.items():
             store.state[name] = _create_entry(store, name, spec, states, extents.get(name))
-        for parameter in parameters:
+        store.former = dict(ChainMap(*(source.former for source in sources)))
+        for parameter, slot in store.slots():
+            if store_of(parameter) is None:
+                store.former[slot.name] = WeakStorage(parameter.untyped_storage())
             parameter._zerograph_store = store  # type: ignore[attr-defined]
             if optimizer is not None:
                 own_state(optimizer).pop(parameter, None)

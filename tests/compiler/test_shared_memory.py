@@ -111,6 +111,18 @@ def test_memory_that_a_step_shares_with_a_trained_parameter_is_refused() -> None
         step(torch.ones(2, 4))
 
 
+def read_in_a_loop() -> None:
+    model = Reading()
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2)
+    update_by(optimizer, model(torch.ones(2, 4)).square().mean())
+    with pytest.raises(zg.ConfigError, match=r"layer\.weight and a tensor that .*:\d+ reads share memory"):
+        model(torch.ones(2, 4))
+
+
+def test_memory_that_a_call_of_a_loop_shares_with_a_trained_parameter_is_refused(pool: Pool) -> None:
+    pool.run(2, read_in_a_loop)
+
+
 @pytest.mark.parametrize("shares", [slices, interleaved, frozen])
 def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], None]) -> None:
     model, plain = Pair(), Pair()

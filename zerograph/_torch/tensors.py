@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
+
+# A reference to a tensor's memory that does not keep it; equal to others of the same memory.
+WeakStorage = StorageWeakRef
 
 # ``Module._apply`` calls this for each parameter; it compares types only.
 COMPATIBLE_TYPES = torch._has_compatible_shallow_copy_type

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
-from zerograph._torch import autocast_dtypes, gradient_hooks, module_tables, without_torch_function
+from zerograph._torch import WeakStorage, autocast_dtypes, gradient_hooks, module_tables, without_torch_function
 from zerograph.base.dictionaries import Dictionaries
 from zerograph.capture.accelerator import ACCELERATOR
 from zerograph.capture.places import Identity, attribute_guards, module_guards
@@ -423,7 +423,7 @@ def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[dic
     ]
 
 
-def check_shared_memory(members: Members, constants: Iterable[tuple[str, Tensor]], changed: Collection[str]) -> None:
+def check_shared_memory(members: Members, constants: Sequence[tuple[str, Tensor]], changed: Collection[str]) -> None:
     """Check that no member that a step changes shares memory with another member, or with a constant.
 
     Parts of one large tensor that do not overlap share none.
@@ -434,7 +434,7 @@ def check_shared_memory(members: Members, constants: Iterable[tuple[str, Tensor]
         changed: names of parameters that get a gradient, and of buffers that are written.
 
     Raises:
-        ConfigError: one of these overlaps another tensor; names both.
+        SharedMemoryError: one of these overlaps another tensor; names both.
     """
     # A parameter whose values are split between ranks has one element, in memory of its own.
     with without_torch_function():
@@ -445,13 +445,26 @@ def check_shared_memory(members: Members, constants: Iterable[tuple[str, Tensor]
             open_spans = [other for other in open_spans if other.end > span.begin]
             for other in open_spans:
                 if not {other.name, span.name}.isdisjoint(changed) and _overlap(other, span):
-                    raise ConfigError(
-                        f"{other.name} and {span.name} share memory, but are two tensors: a graph gives each its own "
-                        "memory, so a step that changes one would not change the other\n"
-                        "Tie parameters by making them one (b.weight = a.weight, without .data). Make a buffer a copy "
-                        "(.clone()), or compute it in forward()."
-                    )
+                    raise SharedMemoryError(other.name, span.name)
             open_spans.append(span)
+        former = {
+            name: memory for store in stores_of(members.parameters.values()) for name, memory in store.former.items()
+        }
+        for title, constant in constants:
+            for name, memory in former.items():
+                if not memory.expired() and memory == WeakStorage(constant.untyped_storage()):
+                    raise SharedMemoryError(name, title)
+
+
+class SharedMemoryError(ConfigError):
+    """Two tensors share memory, which a graph gives each: no way to run the step computes what was meant."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(
+            f"{first} and {second} share memory, but are two tensors: a graph gives each its own, so a step that "
+            "changes one would not change the other\nTie parameters by making them one (b.weight = a.weight, without "
+            ".data). Make a buffer a copy (.clone()), or compute it in forward()."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.base.dictionaries import Dictionaries
+from zerograph.compiler.members import SharedMemoryError
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, CommunicationError, RankMismatchError, ReplicaError
@@ -119,7 +120,7 @@ class Calls:
             if kind.graph._steps.are_recompiled:
                 raise CaptureError("what they depend on changes in each call")
             return kind.graph.ready(tensors, parameters)
-        except (CommunicationError, RankMismatchError, ReplicaError):
+        except (CommunicationError, RankMismatchError, ReplicaError, SharedMemoryError):
             raise
         except Exception as error:
             if world().slices is not None and not isinstance(error, CaptureError):
