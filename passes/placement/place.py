@@ -235,8 +235,9 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
         if context.missing_rules.action == "discover":
             key = (node, problem.dim)
             if key not in context.missing_rules.discovered:
-                inputs = [problem.values[source][index] for source, index in problem.inputs(node)]
-                context.missing_rules.discovered[key] = discover(node, problem.ranks, inputs, problem.values[node])
+                context.missing_rules.discovered[key] = discover(
+                    node, problem.ranks, problem.operands(node), problem.values[node]
+                )
             signatures = context.missing_rules.discovered[key]
             if signatures is not None:
                 return signatures

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from zerograph._torch import FakeTensor
 from zerograph.ir.mesh import Mesh, local_shape
 from zerograph.ir.metadata import meta
-from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Signature, Split, broadcast
+from zerograph.ir.sbp import PartialSum, Sbp, Signature, Split, broadcast
 from zerograph.ir.step_graph import nbytes, output_nodes
 from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import batch_only_nodes
@@ -47,6 +47,8 @@ class PlacementProblem:
         values: the tensors that each node yields, in the shape that the ranks along this dimension hold together.
         is_time: the dimension is time, along which outputs and gradients are collected and summed without sending.
         batch_only: along time, the nodes that can be computed from the whole batch before the first micro-batch.
+        placed: the solved problems of the earlier mesh dimensions.
+        mesh: the mesh.
         along_slices: the solved problem along all slices of ``config.virtual_ranks``.
         wanted: SBP in which some outputs are returned.
         unreduced: those of them that are partial stay so.
@@ -64,6 +66,8 @@ class PlacementProblem:
     ranks: int
     divisor: int
     values: dict[fx.Node, tuple[Tensor, ...]]
+    placed: Sequence[PlacementProblem]
+    mesh: Mesh
     is_sequence: bool = False
     is_time: bool = False
     batch_only: frozenset[fx.Node] = frozenset()
@@ -119,8 +123,17 @@ class PlacementProblem:
 
     def signatures(self, node: fx.Node) -> tuple[Signature, ...] | None:
         """Return the signatures that the operator's rule allows along this dimension; None without a rule."""
-        inputs = tuple(self.values[source][index] for source, index in self.inputs(node))
-        return rules.signatures_of(node, self.divisor, inputs, self.values[node], self.dim)
+        return rules.signatures_of(node, self.divisor, self.operands(node), self.values[node], self.dim)
+
+    def operands(self, node: fx.Node) -> tuple[Tensor, ...]:
+        """Return the parts of tensors that the earlier mesh dimensions leave for an operator to read."""
+        parts = []
+        for number, (source, index) in enumerate(self.inputs(node)):
+            need = [problem.signature[node].inputs[number] for problem in self.placed]
+            is_as_computed = need == [problem.sbp[source][index] for problem in self.placed]
+            value = self.values[source][index]
+            parts.append(value if is_as_computed else _local_part(rules.output_values(source)[index], need, self.mesh))
+        return tuple(parts)
 
     def readers(self, tensor: TensorId) -> list[fx.Node]:
         """Return the nodes that read a tensor, also through ``getitem``."""
@@ -240,7 +253,8 @@ def placement_problem(
     zero_dims = context.policy.dims
     sizes = ranks, context.mesh.divisor(dim)
     return PlacementProblem(
-        *(graph, dim, zero_dims, batch_is_split, *sizes, values, is_sequence, is_time, batch_only),
+        *(graph, dim, zero_dims, batch_is_split, *sizes, values, tuple(placed), context.mesh),
+        *(is_sequence, is_time, batch_only),
         wanted={} if is_time else _wanted(graph, context, dim),
         unreduced=context.gradients == "unreduced",
         outside=context.batch.outputs is not None,
@@ -259,7 +273,7 @@ def _wanted(graph: fx.Graph, context: Context, dim: int) -> dict[TensorId, Sbp]:
     return {rules.output_of(node): sbp[dim] for node, sbp in pairs if sbp is not None}
 
 
-def _local_part(value: Any, sbp: NdSbp, mesh: Mesh) -> Tensor:
+def _local_part(value: Any, sbp: Sequence[Sbp], mesh: Mesh) -> Tensor:
     """Return a fake tensor of the part of ``value`` that is left by the mesh dimensions of ``sbp``."""
     shape = local_shape(value.shape, sbp, mesh)
     if shape == tuple(value.shape):

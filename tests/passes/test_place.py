@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph import _torch
-from zerograph.ir.mesh import line
+from zerograph.ir.mesh import Mesh, line
 from zerograph.ir.metadata import Boxing, Role
 from zerograph.ir.sbp import Split, broadcast
 from zerograph.ir.step_graph import placeholders
@@ -54,6 +54,15 @@ def test_a_chain_is_gathered_once_rather_than_turned_at_every_step() -> None:
     whole = SIZE * SIZE * 4
     # Greedily: five times an all-to-all of a quarter of the tensor; a half to gather it.
     assert sent(placed(alternating)) == pytest.approx(whole / 2)
+
+
+def test_a_later_mesh_dimension_splits_what_an_operator_reads_and_not_what_was_computed() -> None:
+    rows = (Split(0), Split(0))
+    context = Context(Mesh((2, 2), (0, 0), ("a", "b")), OFF, (), {}, BatchLayout((rows,)))
+    # The first ranks gather all rows, of which their own are as many as those of the indices.
+    module = place(graph_of(lambda x: x.gather(1, torch.zeros(SIZE // 2, SIZE, dtype=torch.int64))), context)
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.gather.default)
+    assert node.meta["sbp"] == (broadcast, broadcast)
 
 
 def test_a_chain_is_turned_where_that_is_cheaper() -> None:
