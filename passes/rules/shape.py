@@ -41,8 +41,10 @@ def _unsqueezed(operands: Operands, letters: list[str]) -> list[str]:
 def _squeezed(operands: Operands, letters: list[str]) -> list[str]:
     shape, rank = operands.inputs[0].shape, len(letters)
     dims = operands.arguments.get("dim")
-    squeezed = range(rank) if dims is None else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
-    return [name for i, name in enumerate(letters) if not (i in squeezed and shape[i] == 1)]
+    squeezed = range(rank) if dims is None else sorted({d % rank for d in ([dims] if isinstance(dims, int) else dims)})
+    # Where an earlier mesh dimension leaves one row, the row stays. Which of two sizes of one stays is all the same.
+    ones = [i for i in squeezed if shape[i] == 1][: rank - operands.outputs[0].dim()]
+    return [name for i, name in enumerate(letters) if i not in ones]
 
 
 rule(aten.t.default, _mapped(lambda operands, letters: letters[::-1]), linear=(0,))

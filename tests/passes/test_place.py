@@ -65,6 +65,13 @@ def test_a_later_mesh_dimension_splits_what_an_operator_reads_and_not_what_was_c
     assert node.meta["sbp"] == (broadcast, broadcast)
 
 
+def test_a_row_that_an_earlier_mesh_dimension_leaves_is_not_squeezed() -> None:
+    context = Context(Mesh((2, 2), (0, 0), ("a", "b")), OFF, (), {}, BatchLayout(((Split(0), broadcast),)))
+    module = place(graph_of(lambda x: x.view(2, 1, -1).squeeze()), context)
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.squeeze.default)
+    assert node.meta["sbp"] == (Split(0), broadcast)
+
+
 def test_a_chain_is_turned_where_that_is_cheaper() -> None:
     found = placed(lambda x: torch.softmax(torch.softmax(x, 1), 0))
     assert sent(found) == pytest.approx(SIZE * SIZE * 4 / 4)
