@@ -27,7 +27,7 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.ops.offload import FETCH, TRANSFER
 from zerograph.runtime.backends.backends import Compiled
 from zerograph.runtime.feedback import received, residual
-from zerograph.runtime.job.process_group import Job, communication_error, reporting_failures
+from zerograph.runtime.job.process_group import Job, communication_error, is_out_of_memory, reporting_failures
 from zerograph.runtime.offload.threads import offloads, threads, update_threads
 from zerograph.runtime.reduce_overhead import RETURNED_ARGUMENT, reduce_overhead
 from zerograph.runtime.state import Store, accumulated, in_memory
@@ -238,10 +238,7 @@ class Executor:
 
     def _explain(self, error: BaseException, doing: str) -> ZeroGraphError | None:
         """Return the error of the operator or collective that failed, in the user's terms; None for any other error."""
-        if not isinstance(error, _OPERATOR_ERRORS) or isinstance(error, (ZeroGraphError, torch.OutOfMemoryError)):
-            return None
-        if "DefaultCPUAllocator" in str(error):
-            # The CPU is out of memory; the message says how much was asked for.
+        if not isinstance(error, _OPERATOR_ERRORS) or isinstance(error, ZeroGraphError) or is_out_of_memory(error):
             return None
         explanation = self._failed_call(error, doing)
         if isinstance(explanation, CommunicationError):

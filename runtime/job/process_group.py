@@ -468,7 +468,7 @@ def agree(
     # Counted before the comparison, which may fail: all ranks count it.
     job.liveness.agreed += 1
     try:
-        with explaining_failures(job, f"comparing notes before {doing}"):
+        with explaining_failures(job, f"comparing notes before {doing}", breaks_off=False):
             equal, problems, everybody = job.channel.compare(number, problem is not None, sizes)
             if equal and not problems:
                 if broke_off:
@@ -501,20 +501,36 @@ def agree(
 
 
 @contextlib.contextmanager
-def explaining_failures(job: Job, doing: str) -> Iterator[None]:
+def explaining_failures(job: Job, doing: str, *, breaks_off: bool = True) -> Iterator[None]:
     """Turn a failed exchange inside the context into an error that says what it was for and which rank is lost.
+
+    Args:
+        job: the ranks.
+        doing: what this rank is doing.
+        breaks_off: after an error or an interrupt the ranks cannot go on: each may have left another part undone.
 
     Raises:
         CommunicationError: the exchange failed.
     """
     job.check_alive()
-    with job.liveness.busy(doing), job.liveness.interruptible(doing):
+    place = f"{doing}, rank {job.rank}" if breaks_off else doing
+    with job.liveness.busy(doing), job.liveness.interruptible(place):
         try:
             yield
         except ZeroGraphError:
             raise
         except RuntimeError as error:
+            if breaks_off:
+                job.liveness.mark_break(place)
+            if is_out_of_memory(error):
+                job.liveness.report_failure(error)
+                raise
             raise communication_error(job, doing, error) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device or the CPU is out of memory; the message says how much was asked for."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @dataclass(eq=False, slots=True)

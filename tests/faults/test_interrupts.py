@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ from tests.harness import told
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
 from zerograph.runtime.job.reports import Answers, name_ranks
+from zerograph.runtime.wire import collectives
 from zerograph.state import state_dict
 
 # Seconds until the others know of an interrupt: some looks into the store, and a loaded machine. The timeout is longer.
 SOON, TIMEOUT = 20.0, 120.0
 
 
-def interrupted() -> Any:
+def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -146,6 +148,23 @@ def test_an_interrupt_while_loading_is_an_error_on_all(pool: Pool) -> None:
     (kind, message), (there, _) = pool.run(2, interrupt_while_loading)
     assert (there, kind) == ("KeyboardInterrupt", "RankMismatchError")
     assert "KeyboardInterrupt" in message
+
+
+def interrupt_while_gathering() -> str:
+    """Return the error of the step after a Ctrl-C that all ranks catch, each as it begins another gather."""
+    step = adam_step("mlp", 3, timeout=TIMEOUT, bucket_size=1)
+    x, y = (part(one) for one in batches("mlp", 1)[0])
+    step(x, y)
+    gathers = [collectives.gather_pieces] * (1 + dist.get_rank())
+    with patch.object(collectives, "gather_pieces", lambda *args: (gathers.pop() if gathers else interrupted)(*args)):
+        told(lambda: step.full_parameters().__enter__())
+    return told(lambda: step(x, y))[1]
+
+
+def test_after_an_interrupt_within_an_exchange_of_a_state_no_rank_goes_on(pool: Pool) -> None:
+    for words in pool.run(2, interrupt_while_gathering):
+        assert "first in where the step before broke off" in words
+        assert "rank 1: gathering state outside a step, rank 1, interrupted by KeyboardInterrupt" in words
 
 
 def step_in_forked_child() -> tuple[str, float, float]:

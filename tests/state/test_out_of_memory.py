@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import zerograph as zg
-from tests.harness import LossStep, mean_of_squares
+from tests.harness import LossStep, mean_of_squares, told
 from tests.models import update_by
 from tests.pool import Pool
 from zerograph.runtime.job.process_group import join, reporting_failures
+from zerograph.runtime.wire import collectives
 
 WIDTH, LAYERS, MANY = 1024, 16, 40
 LAYER = 4 * WIDTH**2
@@ -176,3 +177,23 @@ def noted_without_threads() -> str:
 
 def test_an_error_for_want_of_memory_is_not_hidden_by_another(pool: Pool) -> None:
     assert pool.run(2, noted_without_threads) == ["nothing is left"] * 2
+
+
+def gathered_without_memory() -> tuple[str, str]:
+    """Return the errors of a gather for which rank 0 has no memory, and of the step after it."""
+    step, x = Split(layers(1)), torch.ones(1, WIDTH)
+    step(x)
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    fails = patch.object(collectives, "gather_pieces", side_effect=error) if zg.rank() == 0 else nullcontext()
+    with fails, pytest.raises(RuntimeError) as caught:
+        step.state_dict()
+    return str(caught.value), told(lambda: step(x))[1]
+
+
+def test_a_rank_without_memory_for_a_gather_says_so_and_none_goes_on(pool: Pool) -> None:
+    (own, own_next), (other, other_next) = pool.run(2, gathered_without_memory)
+    assert own == "DefaultCPUAllocator: can't allocate memory"
+    assert "lost rank 0" in other
+    assert "rank 0: failed, gathering state outside a step: RuntimeError: DefaultCPUAllocator" in other
+    for words in (own_next, other_next):
+        assert "rank 1: gathering state outside a step, rank 1" in words

@@ -90,7 +90,8 @@ class Saver:
         save = _Save(target, root, keep)
         # An interrupt from here on breaks off the save's collectives, not those of the step.
         with self._cleanup_on_error(job, save):
-            with explaining_failures(job, "beginning to save a checkpoint"), on_interrupt(mark_reported):
+            own = explaining_failures(job, "beginning to save a checkpoint", breaks_off=False)
+            with own, on_interrupt(mark_reported):
                 save.begin(job, self._group, self._numbers.get(root))
             save.writer = Writer(
                 target, save.data, numbered(document, save.number), job.rank, save.check_lock, save.tidy
@@ -293,7 +294,8 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
         CheckpointError: a rank could not write; the same error on all ranks.
         BaseException: the interrupt of this rank, unchanged (Ctrl-C, ``sys.exit``).
     """
-    with explaining_failures(job, "saving a checkpoint"), on_interrupt(mark_reported), warnings.catch_warnings():
+    own = explaining_failures(job, "saving a checkpoint", breaks_off=False)
+    with own, on_interrupt(mark_reported), warnings.catch_warnings():
         # Without a group torch warns that there is only one process, which is intended.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
