@@ -242,8 +242,8 @@ class Executor:
             return None
         explanation = self._failed_call(error, doing)
         if isinstance(explanation, CommunicationError):
-            # Each rank may have left another part of the exchange undone.
-            self.job.liveness.mark_own_break()
+            # Each rank may have left another part of the exchange undone: they cannot resume.
+            self.job.liveness.broke_off += f", rank {self.job.rank}"
         return explanation
 
     def _failed_call(self, error: Exception, doing: str) -> ZeroGraphError:

@@ -33,7 +33,7 @@ from zerograph.ir.step_graph import nbytes
 from zerograph.ir.update_program import StateSpec
 from zerograph.ops import blocks
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
-from zerograph.runtime.job.exchange import broadcast_from_first, gather_whole, start_gather
+from zerograph.runtime.job.exchange import broadcast_from, gather_whole, start_gather
 from zerograph.runtime.job.process_group import Job, agree
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import fill, read, read_to_overwrite, write
@@ -555,7 +555,7 @@ def _gather_parameters(job: Job, layout: Bucket, parameters: Sequence[nn.Paramet
         if store_of(parameter) is None:
             _write_slot(whole, layout, slot, parameter.detach())
     if any((store := store_of(parameter)) is None or store.layout.is_whole for parameter in parameters):
-        broadcast_from_first(job, [whole])
+        broadcast_from(job, [whole])
     return whole
 
 
@@ -618,7 +618,7 @@ def _create_entry(
             plain = plain.full_tensor() if is_dtensor(plain) else plain
             _write_slot(whole, layout, slot, coded_entry(store, name, plain))
     if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
-        broadcast_from_first(store.job, [whole])
+        broadcast_from(store.job, [whole])
     return _stored(_own_part(store.job, layout, whole), extent)
 
 

@@ -179,10 +179,6 @@ def _cast(tensor: FileTensor, *, dtype: Any = None, device: Any = None, **option
     return FileTensor(tensor.shape, dtype, lambda low, high: source.rows(low, high).to(dtype), device)
 
 
-def _like(first: FileTensor, shape: Sequence[int], dtype: torch.dtype, read: ReadRows) -> FileTensor:
-    return FileTensor(shape, dtype, read, first.device)
-
-
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     first = tensors[0]
     dim %= first.dim() + 1
@@ -196,7 +192,7 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         return torch.stack([tensor.rows(low, high) for tensor in files], dim)
 
     files: list[Any] = list(map(_as_now, tensors))  # type: ignore[arg-type]
-    return _like(files[0], shape, first.dtype, read)
+    return FileTensor(shape, first.dtype, read, first.device)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
@@ -218,7 +214,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
         ]
         return torch.cat(parts)
 
-    return _like(files[0], shape, first.dtype, read)
+    return FileTensor(shape, first.dtype, read, first.device)
 
 
 def _are_alike(tensors: Sequence[Tensor]) -> bool:
@@ -249,7 +245,7 @@ def _part(tensor: FileTensor, start: int, size: int, dim: int) -> FileTensor:
     def read(low: int, high: int) -> Tensor:
         return whole.rows(low, high).narrow(dim, start, size) if dim else whole.rows(low + start, high + start)
 
-    part = _like(whole, (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype, read)
+    part = FileTensor((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]), tensor.dtype, read, tensor.device)
     part._content.part = whole, start, size, dim
     return part
 

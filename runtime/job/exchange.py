@@ -148,12 +148,7 @@ def _start_along(job: Job, part: Tensor, dim: int, placement: Split) -> Callable
     return finish
 
 
-def broadcast_from_first(job: Job, tensors: list[Tensor]) -> None:
-    """Overwrite tensors with rank 0's, on every rank."""
-    broadcast_from(job, tensors, 0)
-
-
-def broadcast_from(job: Job, tensors: Sequence[Tensor], rank: int) -> None:
+def broadcast_from(job: Job, tensors: Sequence[Tensor], rank: int = 0) -> None:
     """Overwrite tensors with those of a rank, on every rank."""
     if job.size == 1:
         return

@@ -152,15 +152,12 @@ class Liveness:
             self._in_time(self._inquire, self._interval)
             time.sleep(2 * self._interval)
 
-    def interruptible(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Report an interrupt inside to the other ranks.
-
-        They notice at once if this process ends. If it catches the interrupt they would wait until the timeout.
-        """
-        return on_interrupt(lambda interrupt: self.report_interrupt(interrupt, doing))
-
     def report_interrupt(self, interrupt: BaseException, doing: str) -> None:
-        """Report, once, that an interrupt ended what this rank was doing."""
+        """Report, once, that an interrupt ended what this rank was doing.
+
+        The other ranks notice at once if this process ends. If it catches the interrupt they would wait until the
+        timeout.
+        """
         if not vars(interrupt).get(_REPORTED):
             mark_reported(interrupt)
             self.mark_break(f"{doing}, interrupted by {type(interrupt).__name__}")
@@ -169,10 +166,6 @@ class Liveness:
     def mark_break(self, place: str) -> None:
         """Note where this rank broke off. The first place counts until ranks :meth:`resume`."""
         self.broke_off = self.broke_off or place
-
-    def mark_own_break(self) -> None:
-        """Make the place of the break differ from that of every other rank, so that they cannot resume."""
-        self.broke_off += f", rank {self.rank}"
 
     def resume(self) -> None:
         """Go on after a step that broke off at the same place on all ranks, which have agreed on that."""

@@ -27,7 +27,7 @@ from zerograph.runtime.job.channel import Channel, hang_up
 from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
 from zerograph.runtime.job.environment import did_not_meet, init_from_environment, versions
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
-from zerograph.runtime.job.liveness import Liveness, mark_reported, sockets, start_liveness
+from zerograph.runtime.job.liveness import Liveness, mark_reported, on_interrupt, sockets, start_liveness
 from zerograph.runtime.job.reports import Answers, name_ranks
 
 
@@ -358,7 +358,7 @@ def abandon(why: str) -> None:
         liveness.report_failure(CommunicationError(why))
         liveness.hang_up()
         liveness.end_threads()
-    _torch.drop_works()
+    _torch.end_works(drops=True)
     _leave()
 
 
@@ -514,7 +514,7 @@ def explaining_failures(job: Job, doing: str, *, breaks_off: bool = True) -> Ite
     """
     job.check_alive()
     place = f"{doing}, rank {job.rank}" if breaks_off else doing
-    with job.liveness.busy(doing), job.liveness.interruptible(place):
+    with job.liveness.busy(doing), on_interrupt(lambda interrupt: job.liveness.report_interrupt(interrupt, place)):
         try:
             yield
         except ZeroGraphError:

@@ -420,5 +420,5 @@ def test_what_nothing_has_waited_for_can_be_dropped() -> None:
     _torch.register_works(tensor, [work])
     del work, held
     assert reference() is not None
-    _torch.drop_works()
+    _torch.end_works(drops=True)
     assert reference() is None

@@ -91,18 +91,15 @@ def register_works(tensor: Tensor, works: Sequence[dist.Work]) -> None:
     torch._C._distributed_c10d._register_work(tensor, registered)
 
 
-def end_works() -> None:
-    """Wait for the works of a step that all ranks have broken off at one place: torch would keep what they hold."""
-    for works in [*_awaited]:
-        torch.ops._c10d_functional.wait_tensor(works.tensor)
+def end_works(*, drops: bool = False) -> None:
+    """Wait for the works that a step has broken off before it waited for them: torch would keep what they hold.
 
-
-def drop_works() -> None:
-    """Drop the works that a step has broken off before it waited for them, and what they hold: torch never would."""
-    dropped = [*_awaited]
-    for works in dropped:
+    Args:
+        drops: drop them instead. Else all ranks have broken off at one place.
+    """
+    for works in _awaited if drops else ():
         works.works = ()
-    for works in dropped:
+    for works in [*_awaited]:
         # Takes all that are registered for the tensor out of torch's registry.
         torch.ops._c10d_functional.wait_tensor(works.tensor)
 

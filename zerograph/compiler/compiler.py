@@ -56,7 +56,7 @@ from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.pipeline import edited
 from zerograph.runtime.backends import backends
-from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.process_group import Job, agree, digest, reporting_failures
 from zerograph.runtime.state import Extents, Store, create_store, move, release, store_of, stores_of
 from zerograph.runtime.wire import selection
@@ -554,7 +554,7 @@ class Compiler:
                 release(store)
         if not self._synchronised:
             plain = [parameter.data for parameter in members.parameters.values() if store_of(parameter) is None]
-            broadcast_from_first(job, [*plain, *members.buffers.values()])
+            broadcast_from(job, [*plain, *members.buffers.values()])
             self._synchronised = True
         return stores
 

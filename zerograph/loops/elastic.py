@@ -38,7 +38,7 @@ from zerograph.loops.prepare import loop_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job import elastic as generations
 from zerograph.runtime.job.channel import hang_up
-from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import Job, abandon, agree, end_exchanges, new_group
 from zerograph.runtime.state import store_of
@@ -317,7 +317,7 @@ class _Loop:
         self._advise()
         members = self.step._adopted()
         plain = [one.data for one in members.parameters.values() if store_of(one) is None]
-        broadcast_from_first(job, [*plain, *members.buffers.values()])
+        broadcast_from(job, [*plain, *members.buffers.values()])
         if worker is not None:
             # Some have one from an earlier generation, which has not come so far as to keep a snapshot.
             self.step._seed = None

@@ -33,7 +33,7 @@ from zerograph.loops.loop_graph import Edit, Update
 from zerograph.loops.split_gradients import SplitGradients
 from zerograph.optim.step_hooks import run_hooks_after, run_hooks_before
 from zerograph.runtime.backends.backends import resolve
-from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.process_group import agree, digest, has_no_rank
 from zerograph.runtime.parameters import (
     DATA,
@@ -411,7 +411,7 @@ class Loop:
         hashes = [int(hash_bits(one)) % 2**62 for one in own.values()]
         everybody = agree(job, "the first call of a prepared module", digest(facts), lambda: facts, None, hashes)
         if any(one != everybody[0] for one in everybody):
-            broadcast_from_first(job, list(own.values()))
+            broadcast_from(job, list(own.values()))
         self._is_shared = True
 
     def copied(self, state: dict[str, Any]) -> dict[str, Any]:

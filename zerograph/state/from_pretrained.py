@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.annotate import own_tensors
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, OpenFile
-from zerograph.runtime.job.exchange import broadcast_from_first
+from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.process_group import Job, agreeing
 from zerograph.runtime.state import create_provisional_store, provisional_layout, split_part
 from zerograph.state.sharded_init import is_constructing, join_for
@@ -199,7 +199,7 @@ def _shard(job: Job, model: nn.Module, device: torch.device, doing: str) -> None
     """Replace the parameters by sharded ones and the buffers by whole ones. A collective."""
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     initialized = [tensor.detach() for tensor in tensors.values() if not isinstance(tensor, FileTensor)]
-    broadcast_from_first(job, initialized)
+    broadcast_from(job, initialized)
     new: dict[int, Tensor] = {}
     parts = []
     with agreeing(job, doing):

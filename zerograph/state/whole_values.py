@@ -12,7 +12,7 @@ from zerograph.compiler.members import Members
 from zerograph.errors import CommunicationError, ConfigError, RankMismatchError
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
-from zerograph.runtime.job.exchange import broadcast_from, broadcast_from_first
+from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.process_group import Job, agree, digest
 from zerograph.runtime.state import Store, StoredState, guarded_state, in_memory, reshard, store_of, text_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
@@ -45,7 +45,7 @@ class WholeValues:
             # As the first step would, which moves them into stores.
             self._plain = {name: one for name, one in members.parameters.items() if _is_plain(one)}
             with torch.no_grad():
-                broadcast_from_first(job, [one.detach() for one in self._plain.values()])
+                broadcast_from(job, [one.detach() for one in self._plain.values()])
             unsplit = [in_memory(store.flat) for store in stores if store.layout.is_whole]
             whole = (*unsplit, *self._plain.values(), *self._buffers.values())
             self._copies = [(tensor, tensor.detach().clone()) for tensor in whole]
