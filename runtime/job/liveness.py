@@ -262,14 +262,16 @@ class Liveness:
         def attempt() -> None:
             with contextlib.suppress(RuntimeError):
                 results.append(work())
+                # It was only late.
+                self._store_is_gone = False
 
         if self.store is None or self._store_is_gone:
             return None
         # Out of memory no thread can start. That must not hide the out-of-memory error.
         with contextlib.suppress(RuntimeError):
             self.start(attempt, name="zerograph liveness, inquiry").join(seconds)
-        # No further attempts: each would wait, or be logged by torch with its whole stack.
-        self._store_is_gone = not results
+            # No further attempts until it answers: each would wait, or be logged by torch with its whole stack.
+            self._store_is_gone = not results
         return results[0] if results else None
 
     def _post(self, report: Report) -> None:

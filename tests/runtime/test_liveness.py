@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -47,6 +48,32 @@ def test_ranks_of_a_large_job_use_the_store_less_than_a_thousand_times_per_secon
         clients[1]._check(store)
     assert store.check([f"answer/{number}/{clients[1].rank}"])
     assert store.operations - before == 2
+
+
+class LateStore(CountingStore):
+    """A store that answers once it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.answers.wait()
+        self.store.set(key, value)
+
+
+def test_a_store_that_was_late_or_could_not_be_asked_is_asked_again() -> None:
+    store = LateStore()
+    liveness = Liveness(1, 2, store)
+    liveness.report_failure(ValueError("late"))
+    store.answers.set()
+    for thread in liveness._threads:
+        thread.join()
+    with patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        liveness.report_failure(MemoryError("unable to start a thread"))
+    assert b"late" in store.get("last/1")
+    liveness.report_failure(ValueError("in time"))
+    assert b"in time" in store.get("last/1")
 
 
 SCRIPT = """
