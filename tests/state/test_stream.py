@@ -83,10 +83,14 @@ def refused() -> dict[str, str]:
     begun = step.stream()
     next(begun)
     step(ids)
+    begun_before_a_load = step.stream()
+    next(begun_before_a_load)
+    step.load_state_dict({"modules": step.state_dict()["modules"]})
     calls: dict[str, Any] = {
         "other module": lambda: step.stream(nn.Linear(1, 1)),
         "no such name": lambda: step.stream("teacher"),
         "a step in between": lambda: list(begun),
+        "a load in between": lambda: list(begun_before_a_load),
         "other arguments": lambda: step.stream(original_names=zg.rank() == 0),
     }
     found = {}
@@ -105,7 +109,8 @@ def test_wrong_calls_are_errors_on_all_ranks(pool: Pool) -> None:
     for found in pool.run(2, refused):
         assert "is not a module of the graph; those with parameters are model" in found["other module"]
         assert "'teacher' is not a module" in found["no such name"]
-        assert "a step or full_parameters() ran before the end" in found["a step in between"]
+        for name in ("a step in between", "a load in between"):
+            assert "a step, a load or full_parameters() ran before the end" in found[name]
         assert "original_names" in found["other arguments"]
         assert "step 3" in found["only one goes on"]
         assert "streaming bucket" in found["only one goes on"]

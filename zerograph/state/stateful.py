@@ -324,7 +324,7 @@ class Stateful:
 
         Each bucket is gathered when it is reached, so at most two are whole at a time. A collective: every rank calls
         this and consumes all of it, and every rank gets all tensors; ranks that do not need them may drop them. The
-        tensors are copies, with all names of tied parameters. No step may run before the end.
+        tensors are copies, with all names of tied parameters. No step and no load may run before the end.
 
         Args:
             module: a module of the graph, or the name of its attribute; may be left out if only one has parameters.
@@ -335,7 +335,7 @@ class Stateful:
 
         Raises:
             ConfigError: there is no such module, or there are several and ``module`` is left out.
-            InputError: a step ran before the end.
+            InputError: a step, of this graph or of another one, or a load ran before the end.
             RankMismatchError: the other ranks call something else.
         """
         self._check_resharded()
@@ -352,8 +352,8 @@ class Stateful:
         def buckets() -> Iterator[Iterator[tuple[str, Tensor]]]:
             for number, store in enumerate(plan.stores):
                 with one_thread("stream()"):
-                    moved = store.is_released or store.is_unsharded or self.steps_done != steps_done
-                    problem = InputError("a step or full_parameters() ran before the end of stream()")
+                    moved = plan.has_changed(store) or self.steps_done != steps_done
+                    problem = InputError("a step, a load or full_parameters() ran before the end of stream()")
                     agree(self._join(), f"streaming bucket {number}", 0, dict, problem if moved else None)
                     bucket = list(plan.bucket(store))
                 yield iter(bucket)

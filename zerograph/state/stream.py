@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from zerograph._torch import version
 from zerograph.errors import ConfigError
 from zerograph.runtime.state import Store, gather_parts, store_of, stores_of
 
@@ -55,7 +56,12 @@ class Stream:
         for name, tensor in self._tensors.items():
             self.names.setdefault(id(tensor), []).append(name)
         self.stores = stores_of(tensor for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter))
+        self._versions = {store: _version(store) for store in self.stores}
         self._convert, self._groups = _conversion(module, self._tensors) if original_names else (dict, {})
+
+    def has_changed(self, store: Store) -> bool:
+        """Return whether a bucket is another one than when the stream began, or has been written to on this rank."""
+        return store.is_released or store.is_unsharded or _version(store) != self._versions[store]
 
     def bucket(self, store: Store) -> Iterator[tuple[str, Tensor]]:
         """Gather a bucket and yield its tensors under their own names. A collective where it is split."""
@@ -82,6 +88,11 @@ class Stream:
                 members[name] = tensor
                 if len(members) == len(group):
                     yield from self._convert(waiting.pop(group[0])).items()
+
+
+def _version(store: Store) -> int:
+    # In a file it has none.
+    return version(store.flat) if isinstance(store.flat, Tensor) else 0
 
 
 def _conversion(module: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[Convert, Mapping[str, Sequence[str]]]:
