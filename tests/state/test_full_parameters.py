@@ -103,6 +103,8 @@ def fill_and_fail(weight: Tensor) -> None:
 def fail_alone() -> None:
     step = Step(3)
     step(part())
+    with step.gathered_parameters(), pytest.raises(zg.InputError, match="lose its changes"), step.full_parameters():
+        pass
     before = step.state_dict()["modules"]["model"]["0.weight"]
     expected = ValueError if zg.rank() else zg.RankMismatchError
     with pytest.raises(expected, match="of rank 1"), step.full_parameters(), torch.no_grad():

@@ -41,6 +41,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+# Stores whose parameters are whole to be read: changes of them are dropped.
+_only_read: set[Store] = set()
+
+
 def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that tells the other ranks, which wait for this one, when the method is interrupted.
 
@@ -282,6 +286,7 @@ class Stateful:
                 rank need make changes. None: every rank makes the same changes.
 
         Raises:
+            InputError: the parameters are whole already, by :meth:`gathered_parameters`.
             RankMismatchError: the other ranks call something else, or have other values at the end. No change is kept.
         """
         with one_thread("full_parameters()"):
@@ -290,6 +295,8 @@ class Stateful:
             with agreeing(self._join(), "entering full_parameters()") as facts:
                 facts["modifier_rank"] = repr(modifier_rank)
                 check_modifier(self._join(), modifier_rank)
+                if not _only_read.isdisjoint(self._stores(members)):
+                    raise InputError("full_parameters() inside of gathered_parameters() would lose its changes")
             values = WholeValues(self._join(), members, sharded, modifier_rank)
         problem: BaseException | None = None
         try:
@@ -310,9 +317,11 @@ class Stateful:
             sharded = [store for store in self._stores(self._adopted()) if not store.is_unsharded]
             self._agree_to_gather("gathering parameters", [store.layout for store in sharded])
             unshard(sharded)
+            _only_read.update(sharded)
         try:
             yield
         finally:
+            _only_read.difference_update(sharded)
             with one_thread("the end of gathering parameters", collective=False):
                 for store in sharded:
                     reshard(store, keep_changes=False)
