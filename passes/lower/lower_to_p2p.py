@@ -81,7 +81,7 @@ def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
         total = (
             emit_like(start, aten.select.int, received, 0, 0)
             if change.ranks == 2
-            else emit_like(start, aten.sum.dim_IntList, received, [0])
+            else emit_like(start, aten.sum.dim_IntList, received, [0], dtype=received.meta["val"].dtype)
         )
         place: RankArguments = {2: along(change.dim, size), 3: along(change.dim, size, size)}
         own = emit_like(start, aten.slice.Tensor, whole, 0, rank * size, (rank + 1) * size)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.eager.test_operators import distributed, part, whole
 from tests.pool import Pool
+from zerograph.runtime.wire import collectives, selection
 
 
 def metadata() -> None:
@@ -106,6 +108,18 @@ def hooks() -> None:
     torch.testing.assert_close(y.grad.full_tensor(), whole() * 12 / 128)
 
 
+def of_whole_numbers() -> None:
+    exchanges = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
+    with patch.object(selection, "select_exchanges", lambda job: exchanges):
+        x = torch.arange(6, dtype=torch.int32)
+        parts = zg.global_tensor(x, zg.sbp.partial_sum).to_global(zg.sbp.split(0))
+        torch.testing.assert_close(parts.to_local(), (3 * x).chunk(3)[zg.rank()])
+
+
+def test_sums_of_pieces_of_three_ranks_keep_their_dtype(pool: Pool) -> None:
+    pool.run_afresh(3, of_whole_numbers)
+
+
 def conversions() -> None:
     x = whole()
     y = distributed(x, (4, 4))
@@ -113,6 +127,8 @@ def conversions() -> None:
         moved = y.to_global(sbp)
         assert moved.sbp == (sbp,)
         assert moved.full_tensor().equal(x)
+    columns = distributed(x[:, :2].contiguous(), (5, 3)).to_global(zg.sbp.split(1))
+    assert columns.full_tensor().equal(x[:, :2])
     summed = zg.global_tensor(x * (zg.rank() + 1), zg.sbp.partial_sum)
     assert summed.full_tensor().equal(x * 3)
     assert summed.to_global(zg.sbp.split(0)).to_local().equal((x * 3).chunk(2)[zg.rank()])

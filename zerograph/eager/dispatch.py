@@ -362,7 +362,10 @@ def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int
     if x.viewed is not None:
         refresh(x)
     now = world()
-    if rows not in (None, x.spec.rows) and all(any(isinstance(s, Split) for s in one) for one in (x.spec.sbp, sbp)):
+    fits = rows in (None, x.spec.rows) and not any(
+        isinstance(one, Split) and x.shape[one.dim] % sum(x.spec.rows or (1,)) for one in sbp
+    )
+    if not fits and all(any(isinstance(s, Split) for s in one) for one in (x.spec.sbp, sbp)):
         # A program has one division of rows.
         x = boxed(kind, x, now.whole)
     if x.spec.sbp == sbp:
