@@ -274,7 +274,8 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
                 result = lower_slices(lowering, source, before, after)
             elif change.format:
                 result = lower_coded(lowering, source, before, after)
-            elif not all(map(lowering.is_equal, split)):
+            elif not all(map(lowering.is_equal, split)) or (len(split) == 2 and node.meta["val"].is_complex()):
+                # Nor has gloo an all-to-all of complex numbers.
                 result = lower_unequal(lowering, source, before, after)
             else:
                 result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)

@@ -127,6 +127,8 @@ def conversions() -> None:
         moved = y.to_global(sbp)
         assert moved.sbp == (sbp,)
         assert moved.full_tensor().equal(x)
+    y = distributed(torch.complex(x, -x), (4, 4)).to_global(zg.sbp.split(1))
+    assert y.full_tensor().equal(torch.complex(x, -x))
     columns = distributed(x[:, :2].contiguous(), (5, 3)).to_global(zg.sbp.split(1))
     assert columns.full_tensor().equal(x[:, :2])
     summed = zg.global_tensor(x * (zg.rank() + 1), zg.sbp.partial_sum)
