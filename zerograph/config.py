@@ -79,7 +79,7 @@ class ZeroOptions(Options):
         :mod:`zerograph.ir.zero`. 0 (default): nothing, plain data parallel. The stage does not change numbers, except
         that fused kernels may round the last few elements of a shard differently. ``"auto"``: the first call searches
         for the fastest plan that fits ``memory_budget``, with recomputation, offload and accumulation as needed, and
-        writes it into these options; see :mod:`zerograph.planner.choose`. Files are used only if ``offload`` names a
+        writes it into these options; see :mod:`zerograph.planner.search`. Files are used only if ``offload`` names a
         directory.""",
     )
     shard_by: ShardBy = option(

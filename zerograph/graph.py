@@ -326,7 +326,7 @@ class ZeroGraph(Inspected):
             ConfigError: nothing is compiled yet.
             ArtifactError: a part of the step cannot be written to a file, or the file cannot be written.
         """
-        step = self._compiled().prepared if prepared is None else prepared.step
+        step = self._compiled().prepared if prepared is None else prepared
         members = self._members()
         if prepared is not None:
             members = replace(members, meta=prepared.device)
@@ -373,7 +373,7 @@ class ZeroGraph(Inspected):
         job.check_alive()
         if self.config.zero.stage == "auto":
             # Imported here because few programs need the planner.
-            from zerograph.planner.choose import choose
+            from zerograph.planner.search import choose
 
             choose(self, job, self._adopted, args, kwargs, self._doing())
 

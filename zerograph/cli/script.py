@@ -29,8 +29,7 @@ from zerograph.ir.mesh import Mesh
 from zerograph.ir.offload import Offload
 from zerograph.ir.precision import LOW_DTYPES, precision_text
 from zerograph.ir.slots import unravel
-from zerograph.loops.prepare import loop_of
-from zerograph.loops.whole_step import WholeStep
+from zerograph.loops.prepare import WholeStep, loop_of
 
 _HELP = (
     "STEP is a ZeroGraph of the script, or a function without arguments that returns (step, inputs):\n"

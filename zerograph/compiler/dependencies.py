@@ -17,8 +17,7 @@ from zerograph.base.recording import Recording
 from zerograph.capture.places import PLAIN, attributes_of
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
-from zerograph.optim.constructed import constructed_for
-from zerograph.optim.surroundings import attributes_read, own_attributes
+from zerograph.optim.surroundings import attributes_read, constructed_for, own_attributes
 from zerograph.passes.rules.registry import user_rules
 
 # The name among the attributes of a graph of a loop for what its ``build()`` does.

@@ -21,11 +21,10 @@ from zerograph.ir.update_program import Path, UpdateProgram
 from zerograph.optim import Programs, check_separate, hyperparameters, programs_of, trace_update
 from zerograph.optim.alone import check_alone, is_separate
 from zerograph.optim.coded import with_coded_state
-from zerograph.optim.constructed import constructed_for
 from zerograph.optim.counts import advance, counts_of, without
 from zerograph.optim.hyperparameters import NotLiftedError
 from zerograph.optim.step_hooks import check_step
-from zerograph.optim.surroundings import Attributes, is_known
+from zerograph.optim.surroundings import Attributes, constructed_for, is_known
 
 
 @dataclass

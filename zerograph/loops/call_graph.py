@@ -36,11 +36,20 @@ from zerograph.ir.metadata import meta
 from zerograph.ir.pause import GRADIENT_OF, pause_of
 from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import placeholders, writes
-from zerograph.loops.containers import found_in, map_tensors, opaque_in
+from zerograph.loops.containers import (
+    Index,
+    Place,
+    Template,
+    filled,
+    found_in,
+    map_tensors,
+    opaque_in,
+    part_at,
+    parts_of,
+)
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.global_parts import check_numbers
 from zerograph.loops.loop_graph import LoopGraph
-from zerograph.loops.results import Index, Place, Template, filled, part_at, parts_of
 from zerograph.loops.split_gradients import SplitGradients, add_gradients
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, TypeVar, TypeVarTuple, overload
+from typing import Any, ClassVar, Literal, TypeVar, TypeVarTuple, overload
 from unittest.mock import patch
 
 import torch
@@ -24,9 +24,11 @@ from zerograph.errors import ConfigError, SplitParameterError
 from zerograph.graph import ZeroGraph, building
 from zerograph.ir.zero import DEFAULT_STAGE
 from zerograph.loops.call_graph import ORIGIN
+from zerograph.loops.containers import found_in
 from zerograph.loops.loop import Loop
-from zerograph.loops.scaling import replace_unscaling, step_scaled
+from zerograph.loops.loop_graph import LoopGraph
 from zerograph.optim.step_hooks import check_step
+from zerograph.passes.context import GradientUse
 from zerograph.runtime.parameters import SplitParameter, parameters_of, settle_gradient, stored_gradients
 from zerograph.runtime.state import holds_state_of
 
@@ -460,3 +462,72 @@ def _clipping(original: Callable[..., Any]) -> Callable[..., Any]:
         return loop.edit(original, parameters, dict(list(call.arguments.items())[1:]))
 
     return clip
+
+
+class WholeStep(LoopGraph):
+    """A training step that calls a prepared module once: the call, its backward, and the update.
+
+    The loop's own lines are not known. The loss is that of the module, else the mean square of its results.
+
+    Args:
+        module: a prepared module.
+
+    Raises:
+        ConfigError: the module is not prepared.
+    """
+
+    gradients: ClassVar[GradientUse] = "update"
+
+    def __init__(self, module: nn.Module) -> None:
+        loop = loop_of(module)
+        if loop is None:
+            raise ConfigError(f"a {type(module).__name__} that zg.prepare() has not prepared has no step")
+        super().__init__(loop.members, loop.optimizers, loop.config)
+        self._name = next(name for name, one in loop.modules.items() if one is module)
+
+    def build(self, *args: Any) -> Tensor:
+        """Call the module; run backward from its losses."""
+        results = [one for one in found_in(getattr(self, self._name)(*args), Tensor) if one.requires_grad]
+        losses = [one for one in results if not one.dim()] or [one.square().mean() for one in results]
+        if not losses:
+            raise ConfigError(f"no result of {self._name} has a gradient: prepare it with its optimizer")
+        loss = torch.stack(losses).sum()
+        loss.backward()
+        return loss
+
+
+def step_scaled(loop: Loop, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Make an update as ``GradScaler.step()`` asks for it.
+
+    Of a fused optimizer it does not unscale the gradients: it leaves the scale and the overflow flag as attributes.
+    """
+    own = vars(optimizer)
+    flags: dict[str, Any] = {name: own.pop(name) for name in ("found_inf", "grad_scale") if name in own}
+    found, scale = flags.get("found_inf"), flags.get("grad_scale")
+    # Without them while the update is traced: it does not unscale.
+    try:
+        if found is not None and found.item():
+            _torch.mark_step_called(optimizer)
+            return None
+        if scale is not None:
+            loop.unscale(optimizer, scale.double().reciprocal().float())
+        return loop.step(optimizer, closure)
+    finally:
+        own.update(flags)
+
+
+@functools.cache
+def replace_unscaling() -> None:
+    """Let ``GradScaler`` unscale the gradients of prepared optimizers without gathering them."""
+    _torch.replace_unscaling(_unscale)
+
+
+def _unscale(optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor | None:
+    """Unscale the gradients of a prepared optimizer; return the overflow flag, or None for any other optimizer."""
+    parameters = parameters_of(optimizer)
+    loop: Loop | None = getattr(parameters[0], "_zerograph_loop", None) if parameters else None
+    is_finite = None if loop is None else loop.unscale(optimizer, inverse)
+    if is_finite is None:
+        return None
+    # Not of the default dtype, which may be fp64.
+    return torch.full((), float(not is_finite), dtype=torch.float32, device=inverse.device)

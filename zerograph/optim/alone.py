@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.errors import CaptureError
-from zerograph.optim.constructed import constructed_for
-from zerograph.optim.surroundings import copied, leaf_of, own_attributes, restored, single_process, twin_of
+from zerograph.optim.surroundings import (
+    constructed_for,
+    copied,
+    leaf_of,
+    own_attributes,
+    restored,
+    single_process,
+    twin_of,
+)
 
 _STEPS = 2
 # Sizes are cut to this one, if the optimizer can be run so; such parameters are fp64.

@@ -9,7 +9,7 @@ import torch
 from zerograph.errors import CaptureError
 from zerograph.ir.coded_state import SIGNED, UNSIGNED, never_negative, root_of_a_difference
 from zerograph.ir.update_program import UpdateProgram
-from zerograph.optim.proofs import line_of
+from zerograph.optim.program import line_of
 
 
 def with_coded_state(program: UpdateProgram, parameter: str) -> UpdateProgram:

@@ -6,29 +6,35 @@ computes the same numbers on any tensor of that dtype, so it can update a flat b
 bucket only if their traces are equal operator by operator, constants included. If the optimizer read no tensor's size,
 this is so for all shapes, and one trace is enough. Any other update *mixes* elements: its graph is only for whole
 parameters of that shape.
+
+The graph also proves that the update reads no other parameter and draws nothing. Initial state is searched from which a
+later update computes the first one, so that one compiled step does both.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from zerograph import _torch
 from zerograph._torch import pytree
+from zerograph.errors import CaptureError
+from zerograph.ir.alias import viewed
 from zerograph.ir.metadata import meta
 from zerograph.ir.rewrite import replace_node
+from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path, StateSpec, UpdateProgram
 from zerograph.optim import hyperparameters
-from zerograph.optim.beginning import beginning
 from zerograph.optim.branches import functional
 from zerograph.optim.hyperparameters import Lift, Watched
-from zerograph.optim.memory import FACTORIES, root_of
-from zerograph.optim.proofs import mixing, refuse_random
-from zerograph.optim.sampling import Sample, StateTensor, both, width
+from zerograph.optim.sampling import FACTORIES, Sample, StateTensor, both, root_of, width
 from zerograph.optim.surroundings import is_known
 
 aten = torch.ops.aten
@@ -252,3 +258,203 @@ def initial_value(first: fx.GraphModule, index: int) -> float | None:
     fill = FACTORIES.get(root.target)  # type: ignore[call-overload]
     number = fill(root) if fill else None
     return float(number) if isinstance(number, (int, float)) else None
+
+
+def mixing(graph: fx.GraphModule) -> str | None:
+    """Describe the first operator that makes the update not elementwise, with its line."""
+    mixing_nodes: list[fx.Node] = []
+    for node in graph.graph.nodes:
+        values = [node.meta.get("val"), *(argument.meta.get("val") for argument in node.all_input_nodes)]
+        tensors = any(isinstance(value, Tensor) and value.dim() for value in values)
+        # A constant with dimensions has the parameter's shape, or is broadcast over it.
+        constant = any(argument.op == "get_attr" and argument.meta["val"].dim() for argument in node.all_input_nodes)
+        if node.op == "call_function" and tensors and (constant or not _is_pointwise(node.target)):
+            mixing_nodes.append(node)
+    if not mixing_nodes:
+        return None
+    # A view says less about the update than an operator that computes.
+    telling = [node for node in mixing_nodes if not getattr(node.target, "is_view", False)] or mixing_nodes
+    return f"{telling[0].target} at {line_of(telling[0])} mixes elements"
+
+
+# Copies and fills are elementwise, but have no pointwise tag.
+_ELEMENTWISE = {
+    aten.copy_.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+}
+
+
+def _is_pointwise(target: Any) -> bool:
+    return target in _ELEMENTWISE or (isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags)
+
+
+def check_separate(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: Any,
+    counts: Sequence[Path] = (),
+) -> None:
+    """Prove by data flow that the update of a parameter reads no other parameter: trace two of one shape together.
+
+    Args:
+        counts: numbers that count steps, which are inputs.
+
+    Raises:
+        CaptureError: it reads another parameter (for a norm over all gradients, for example).
+    """
+    sample = Sample(optimizer, group, shape or torch.Size((1,)), dtype, device, counts=counts)
+    both, _ = sample.trace(None, parameters=2)
+    # The key is the node that allocated the memory: in-place operators and views share it.
+    reads: dict[fx.Node, set[str]] = {}
+    shared = {"lr", *map(hyperparameters.name, counts)}
+    for node in both.graph.nodes:
+        if node.op == "placeholder":
+            name = meta(node)["update_input"]
+            reads[node] = set() if name in shared else {"second" if name.endswith(" 1") else "first"}
+        elif node.op != "output":
+            memory = _memory(node)
+            sources = reads.setdefault(memory, set())
+            # A factory takes a shape from a tensor, and no value.
+            read = [] if node.target in FACTORIES else node.all_input_nodes
+            sources |= {source for argument in read for source in reads[_memory(argument)]}
+            if len(sources) > 1:
+                raise CaptureError(
+                    f"{type(optimizer).__name__} updates a parameter from other parameters' values or gradients: "
+                    f"{node.target} at {line_of(node)}\n"
+                    "The graph updates each parameter separately. Call code that needs all gradients (clipping, a "
+                    "global norm) after backward(), in build() or in the loop."
+                )
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """Return the node that allocated the memory of ``node``, looking through views."""
+    root = root_of(node)
+    while (source := viewed(root)) is not None:
+        root = root_of(source)
+    return root
+
+
+def refuse_random(graph: fx.GraphModule, optimizer: str) -> None:
+    """Raise a CaptureError if the update draws random numbers."""
+    for node in graph.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise CaptureError(
+                f"{optimizer}.step() draws random numbers ({node.target} at {line_of(node)})\n"
+                "They would differ between ranks, but must be equal on all. Use another optimizer."
+            )
+
+
+def line_of(node: fx.Node) -> str:
+    """Return the line of the optimizer's source that the node comes from."""
+    return str(node.meta.get("custom", {}).get("line") or "a line unknown")
+
+
+# Adding -0.0, or -0.0 times a positive number, changes no bit of a number, not even the sign of a zero.
+# Adding 0.0 does: -0.0 + 0.0 is 0.0.
+_NEUTRAL = -0.0
+_SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-30, -3e-39, 1e30, 0.1)
+_ELEMENTS = 4096
+_TRIALS = 3
+
+
+def beginning(
+    first: fx.GraphModule,
+    steady: fx.GraphModule,
+    initial: Mapping[str, float | None],
+    state: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+    shape: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> dict[str, float] | None:
+    """Return initial values of the state with which ``steady`` computes what ``first`` does, or None.
+
+    Both graphs are run on many kinds of numbers, and must agree in every bit. SGD's momentum, which the first update
+    sets to the gradient, starts as -0.0.
+
+    Args:
+        first: the traced graph of the first update.
+        steady: the traced graph of later updates.
+        initial: the constant that the first update creates each entry from; None for an entry that is computed.
+        state: the entries after the first update.
+        numbers: hyperparameters that are inputs, by name.
+        shape: the shape that the graphs were traced for; None for any.
+        dtype: the parameter's dtype.
+    """
+    begin = {name: _NEUTRAL if value is None else value for name, value in initial.items()}
+    if any(initial[name] is None and not value.is_floating_point() for name, value in state.items()):
+        return None
+    size = (_ELEMENTS,) if shape is None else tuple(shape)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            agreeing = all(
+                _agree(first, steady, begin, state, numbers, _values(size, dtype, generator), trial)
+                for trial in range(_TRIALS)
+            )
+    except (RuntimeError, NotImplementedError):
+        # The graph has operators of another device.
+        return None
+    return begin if agreeing else None
+
+
+def _agree(
+    first: fx.GraphModule,
+    steady: fx.GraphModule,
+    starts: Mapping[str, float],
+    state: Mapping[str, Tensor],
+    numbers: Mapping[str, float],
+    values: Mapping[str, Tensor],
+    trial: int,
+) -> bool:
+    """Run both graphs on the same values, and compare the parameter and the state after them."""
+    scale = 1.0 + trial / 4
+    sources: dict[str, Callable[[], Tensor]] = {name: value.clone for name, value in values.items()}
+    sources["lr"] = lambda: torch.tensor(0.1 * scale, dtype=torch.float64)
+    sources |= {name: _constant(value / scale, ()) for name, value in numbers.items()}
+    for name, value in state.items():
+        size = value.shape if values["param"].dim() != 1 or not value.dim() else values["param"].shape
+        sources[name] = _constant(starts[name], size, width(value))
+    results = []
+    for graph in (first, steady):
+        inputs = {
+            meta(node)["update_input"]: sources[meta(node)["update_input"]]() for node in placeholders(graph.graph)
+        }
+        returned = graph(*inputs.values())
+        left = dict(zip(state, returned, strict=True)) if graph is first else {name: inputs[name] for name in state}
+        results.append({"param": inputs["param"], **left})
+    return all(same_bits(results[0][name], results[1][name]) for name in results[0])
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors are equal in every bit, except for the payload of NaN."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    same = (first == second) & (first.signbit() == second.signbit()) if first.is_floating_point() else first == second
+    return bool((same | (first.isnan() & second.isnan())).all())
+
+
+def _constant(value: float, size: Sequence[int], dtype: torch.dtype = torch.float64) -> Callable[[], Tensor]:
+    return lambda: torch.full(tuple(size), value, dtype=dtype)
+
+
+def _values(size: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw a parameter and a gradient over many orders of magnitude, with special numbers if the shape is free."""
+    values = {}
+    for place, name in enumerate(("param", "grad")):
+        value = torch.randn(size, generator=generator, dtype=torch.float64)
+        value *= 10 ** torch.empty(size, dtype=torch.float64).uniform_(-6, 3, generator=generator)
+        if tuple(size) == (_ELEMENTS,):
+            pairs = torch.tensor(list(itertools.product(_SPECIAL, _SPECIAL)), dtype=torch.float64)
+            value[: len(pairs)] = pairs[:, place]
+        values[name] = value.to(dtype)
+    return values

@@ -20,9 +20,16 @@ from zerograph.ir.step_graph import placeholders
 from zerograph.ir.update_program import Path
 from zerograph.optim import hyperparameters
 from zerograph.optim.branches import Answers, Trace, over_branches
-from zerograph.optim.constructed import constructed_of
-from zerograph.optim.memory import FACTORIES
-from zerograph.optim.surroundings import copied, is_known, leaf_of, numbers_of, restored, single_process, twin_of
+from zerograph.optim.surroundings import (
+    constructed_of,
+    copied,
+    is_known,
+    leaf_of,
+    numbers_of,
+    restored,
+    single_process,
+    twin_of,
+)
 from zerograph.optim.tensor_values import ValuesAsTensors, number
 from zerograph.runtime.state import flat_state, nested_state
 
@@ -482,3 +489,30 @@ def _numbers_in(twin: Any) -> list[str]:
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [key for key in after if key not in before or before[key] != after[key]]
+
+
+# The value that each factory fills a tensor with.
+FACTORIES = {
+    aten.zeros_like.default: lambda node: 0.0,
+    aten.zeros.default: lambda node: 0.0,
+    aten.new_zeros.default: lambda node: 0.0,
+    aten.ones_like.default: lambda node: 1.0,
+    aten.ones.default: lambda node: 1.0,
+    aten.full_like.default: lambda node: node.args[1],
+    aten.full.default: lambda node: node.args[1],
+}
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """Return the node that allocated the tensor; ``node`` may be the result of in-place operators on it."""
+    while node.op == "call_function" and isinstance(node.target, _torch.OpOverload) and _in_place(node.target):
+        out = node.kwargs.get("out")
+        node = out if isinstance(out, fx.Node) else node.all_input_nodes[0]
+    return node
+
+
+def _in_place(target: Any) -> bool:
+    if target in (aten.lift_fresh_copy.default, aten.detach.default):
+        return True
+    _, name, overload = str(target).split(".")
+    return name.endswith("_") or overload == "out"

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.ir.grad_scaler import GradScaler
-from zerograph.optim.constructed import constructed_for
 from zerograph.optim.sampling import Sample
+from zerograph.optim.surroundings import constructed_for
 from zerograph.state.schema import GRAPH, OPTIMIZER, check
 
 Groups = Sequence[Mapping[str, Any]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerograph.compat.oneflow import modules, tensors
+from zerograph.compat.oneflow import tensors
 from zerograph.compat.oneflow.nn.graph import GraphModule
 
 
@@ -33,7 +33,7 @@ def install() -> None:
     added.is_local = property(lambda x: not tensors.is_global(x))
     # model.to_global(placement=P, sbp=B).
     added = nn.Module
-    added.to_global = modules.module_to_global
+    added.to_global = tensors.module_to_global
     # module.to(nn.graph.GraphModule).activation_checkpointing = True; torch raises for a class.
     added.to = _also_to_graph_module(nn.Module.to)
     # weight.numpy(), which torch refuses while the parameter requires a gradient; weight.to(flow.Tensor): itself.

@@ -17,15 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from zerograph.base.progress import tell
+from zerograph.graph import ZeroGraph
 from zerograph.planner import operators
-from zerograph.planner.front import probe
 from zerograph.planner.machine import Device, Link, Machine, Rate
 from zerograph.planner.operators import Run
 from zerograph.planner.plan import planned
-from zerograph.runtime.job.process_group import Job, initialise, join
+from zerograph.runtime.job.process_group import Job, initialise, join, rank
 from zerograph.runtime.wire import across_hosts, direct, selection
 
 c10d = torch.ops._c10d_functional
@@ -228,7 +229,7 @@ class _Measure:
 
     def in_step(self, apart: Machine) -> float:
         """Return the factor between the time of operators in a step and by themselves."""
-        step, batch = probe.started(self._device)
+        step, batch = started(self._device)
         predicted = planned(step, batch, [self._job.size], apart).time
         measured = self.seconds(lambda: step(*batch))
         return max(1.0, 1 + (measured - predicted.seconds) / predicted.compute)
@@ -300,3 +301,53 @@ def _memory(device: torch.device, ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+
+
+_LAYERS, _WIDTH, _HEADS, _VOCABULARY, _CONTEXT, _BATCH = 2, 256, 4, 4096, 128, 4
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended: Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = x + self.out(attended.transpose(1, 2).flatten(2))
+        widened: Tensor = F.gelu(self.up(self.norm2(mixed)))
+        following: Tensor = mixed + self.down(widened)
+        return following
+
+
+class Probe(ZeroGraph):
+    """Two transformer layers with an embedding and a head, updated by AdamW."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Embedding(_VOCABULARY, _WIDTH),
+            *(_Block() for _ in range(_LAYERS)),
+            nn.LayerNorm(_WIDTH),
+            nn.Linear(_WIDTH, _VOCABULARY, bias=False),
+        ).to(device)
+        self.add_optimizer(torch.optim.AdamW(self.model.parameters(), fused=True))
+        self.set_zero_mode("distributed_split", stage=2)
+
+    def build(self, tokens: Tensor, following: Tensor) -> Tensor:
+        """Compute the loss of the next tokens, and its gradients."""
+        loss = F.cross_entropy(self.model(tokens).flatten(0, -2), following.flatten())
+        loss.backward()
+        return loss
+
+
+def started(device: torch.device) -> tuple[Probe, tuple[Tensor, Tensor]]:
+    """Return the step after two updates (the second may be another program), and a rank's batch."""
+    step = Probe(device)
+    # Generators of ranks may be equal; rows are not.
+    tokens, following = (torch.randint(_VOCABULARY, (2, _BATCH, _CONTEXT), device=device) + rank()) % _VOCABULARY
+    for _ in range(2):
+        step(tokens, following)
+    return step, (tokens, following)

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph._torch import pytree
-from zerograph.compat.oneflow.modules import keep_state_whole
 from zerograph.compat.oneflow.nn.graph.accumulation import of_micro_batches
 from zerograph.compat.oneflow.nn.graph.config import GraphConfig
 from zerograph.compat.oneflow.nn.graph.module import GraphTensor, checkpoints
 from zerograph.compat.oneflow.optim.base import check_clipping, check_options, clip, clipping_facts
-from zerograph.compat.oneflow.tensors import is_global, placement_of_tensor, replicated, whole_of
+from zerograph.compat.oneflow.tensors import is_global, keep_state_whole, placement_of_tensor, replicated, whole_of
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.errors import ConfigError, ZeroGraphError
