@@ -290,6 +290,13 @@ class _Reading:
 # Copies and fills are elementwise, but have no pointwise tag.
 _ELEMENTWISE = {aten.clone.default, aten.copy.default, aten.alias.default, aten.detach.default, aten._to_copy.default}
 _ELEMENTWISE |= {aten.lift_fresh_copy.default, aten.fill.Scalar, aten.fill.Tensor, aten.zero.default}
+_ELEMENTWISE |= {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default}
+_ELEMENTWISE |= {aten.copy_.default, aten.fill_.Scalar, aten.zero_.default}
+
+
+def is_elementwise(target: object) -> bool:
+    """Return whether each element of the operator's result depends only on that element of its operands."""
+    return target in _ELEMENTWISE or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -299,7 +306,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     # Memory formats such as channels_last need several dimensions, and a flat bucket has one.
     if node.kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return False
-    return target in _ELEMENTWISE or torch.Tag.pointwise in target.tags
+    return is_elementwise(target)
 
 
 def _call(node: fx.Node, texts: Mapping[fx.Node, str]) -> str:

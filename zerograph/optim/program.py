@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.errors import CaptureError
 from zerograph.ir.alias import viewed
+from zerograph.ir.gradient_edits import is_elementwise
 from zerograph.ir.metadata import meta
 from zerograph.ir.rewrite import replace_node
 from zerograph.ir.step_graph import placeholders
@@ -268,32 +268,13 @@ def mixing(graph: fx.GraphModule) -> str | None:
         tensors = any(isinstance(value, Tensor) and value.dim() for value in values)
         # A constant with dimensions has the parameter's shape, or is broadcast over it.
         constant = any(argument.op == "get_attr" and argument.meta["val"].dim() for argument in node.all_input_nodes)
-        if node.op == "call_function" and tensors and (constant or not _is_pointwise(node.target)):
+        if node.op == "call_function" and tensors and (constant or not is_elementwise(node.target)):
             mixing_nodes.append(node)
     if not mixing_nodes:
         return None
     # A view says less about the update than an operator that computes.
     telling = [node for node in mixing_nodes if not getattr(node.target, "is_view", False)] or mixing_nodes
     return f"{telling[0].target} at {line_of(telling[0])} mixes elements"
-
-
-# Copies and fills are elementwise, but have no pointwise tag.
-_ELEMENTWISE = {
-    aten.copy_.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten._to_copy.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-}
-
-
-def _is_pointwise(target: Any) -> bool:
-    return target in _ELEMENTWISE or (isinstance(target, _torch.OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def check_separate(
