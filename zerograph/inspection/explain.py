@@ -74,18 +74,9 @@ class _Finder:
             events += self._updates(flat, bucket)
         # A split of the flat bucket does not split the parameter's own dimensions.
         flat_split = isinstance(sbp[bucket.zero_dims[0]], Split) and not slot.split
-        return Life(
-            name=slot.name,
-            asked=self.asked,
-            kind="parameter",
-            dtype=dtype_name(bucket.dtype),
-            shape=slot.shape,
-            local=slot.shape if flat_split else local_shape(slot.shape, sbp, self.step.context.mesh),
-            sbp=show(sbp),
-            bucket=bucket.name,
-            bytes=self._share(bucket, slot),
-            events=_in_order(events),
-        )
+        local = slot.shape if flat_split else local_shape(slot.shape, sbp, self.step.context.mesh)
+        share = self._share(bucket, slot)
+        return self._life(slot.name, "parameter", bucket.dtype, slot.shape, local, sbp, share, events, bucket.name)
 
     def state(self, bucket: Bucket, slot: Slot, entry: str, node: fx.Node) -> Life:
         update = self.step.context.updates[bucket.name]
@@ -100,18 +91,8 @@ class _Finder:
             count, scope = self._share(layout, layout.slots[index]), ""
         note = ", ".join(filter(None, (f"{bucket.name}.{entry} {show(sbp)}", scope, offloaded_to(bucket))))
         events = [Event("stored", bytes=count, note=note), *self._updates(node, bucket)]
-        return Life(
-            name=f"{slot.name}.{entry}",
-            asked=self.asked,
-            kind="optimizer state",
-            dtype=dtype_name(value.dtype),
-            shape=shape,
-            local=shape,
-            sbp=show(sbp),
-            bucket=bucket.name,
-            bytes=count,
-            events=_in_order(events),
-        )
+        name = f"{slot.name}.{entry}"
+        return self._life(name, "optimizer state", value.dtype, shape, shape, sbp, count, events, bucket.name)
 
     def whole(self, node: fx.Node, kind: str) -> Life:
         """Return the lifetime of another input of the graph: a batch tensor, buffer, bucket, parameter in no bucket."""
@@ -124,12 +105,12 @@ class _Finder:
             for user in self.table.readers(node)
             if node in written_arguments(user)
         ]
-        return self._life(node, kinds.get(kind, "optimizer state"), [first, *self._uses(node), *writes])
+        return self._life_of(node, kinds.get(kind, "optimizer state"), [first, *self._uses(node), *writes])
 
     def computed(self, name: str) -> Life:
         node = self._node(name)
         first = self._event("made", node, note=operator_name(node), count=self._bytes(node))
-        return self._life(node, "value", [first, *self._uses(node)])
+        return self._life_of(node, "value", [first, *self._uses(node)])
 
     def _node(self, name: str) -> fx.Node:
         """Return the node of that name, or the output of a module of that name."""
@@ -350,7 +331,7 @@ class _Finder:
             note,
         )
 
-    def _life(self, node: fx.Node, kind: TensorKind, events: Iterable[Event]) -> Life:
+    def _life_of(self, node: fx.Node, kind: TensorKind, events: Iterable[Event]) -> Life:
         value = node.meta.get("val")
         if isinstance(value, (int, torch.SymInt, torch.SymFloat)):
             raise ConfigError(f"{node.name} is a size, {value}, and no tensor: ask for a tensor with such a dimension")
@@ -359,18 +340,25 @@ class _Finder:
             raise ConfigError(
                 f"{node.name} returns several tensors: ask for one of {', '.join(items) or 'its readers'}"
             )
-        sbp: NdSbp | None = meta(node).get("sbp")
+        name, shape, sbp = self.table[node].label, meta(node).get("global", value.shape), meta(node).get("sbp")
+        return self._life(name, kind, value.dtype, shape, value.shape, sbp, self._bytes(node), events)
+
+    def _life(
+        self,
+        name: str,
+        kind: TensorKind,
+        dtype: torch.dtype,
+        shape: Iterable[int],
+        local: Iterable[int],
+        sbp: NdSbp | None,
+        count: int,
+        events: Iterable[Event],
+        bucket: str | None = None,
+    ) -> Life:
+        placed = "local" if sbp is None else show(sbp)
         return Life(
-            name=self.table[node].label,
-            asked=self.asked,
-            kind=kind,
-            dtype=dtype_name(value.dtype),
-            shape=tuple(meta(node).get("global", value.shape)),
-            local=tuple(value.shape),
-            sbp="local" if sbp is None else show(sbp),
-            bucket=None,
-            bytes=self._bytes(node),
-            events=_in_order(events),
+            *(name, self.asked, kind, dtype_name(dtype), tuple(shape), tuple(local), placed, bucket, count),
+            _in_order(events),
         )
 
 
