@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -33,8 +33,7 @@ def backward_sequence_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
-@contextlib.contextmanager
-def replaced_backward(run: Callable[..., None]) -> Iterator[None]:
+def replaced_backward(run: Callable[..., None]) -> contextlib.AbstractContextManager[Any]:
     """Make ``Tensor.backward`` and ``torch.autograd.backward`` call ``run(original, tensors, ...)``.
 
     ``Tensor.backward`` looks ``torch.autograd.backward`` up at each call. Torch has no hook around a whole backward.
@@ -54,18 +53,15 @@ def replaced_backward(run: Callable[..., None]) -> Iterator[None]:
         finally:
             running = False
 
-    with patch.object(torch.autograd, "backward", replaced):
-        yield
+    return patch.object(torch.autograd, "backward", replaced)
 
 
-@contextlib.contextmanager
-def eager_checkpoint_policies() -> Iterator[None]:
+def eager_checkpoint_policies() -> contextlib.AbstractContextManager[Any]:
     """Make selective contexts of ``torch.utils.checkpoint`` follow their policy under a tracer, as in eager mode.
 
     Otherwise they would save everything and leave the policy to torch's own partitioner, which reads it off nodes.
     """
-    with patch.object(checkpointing, "_is_compiling", lambda *_: False):
-        yield
+    return patch.object(checkpointing, "_is_compiling", lambda *_: False)
 
 
 def recomputing_modules() -> list[nn.Module] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -14,6 +14,8 @@ from torch.nn.modules import module as _every_module
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import clip_grad, parametrize
 from torch.nn.utils.stateless import _reparametrize_module
+
+from zerograph.base.contexts import replaced
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,8 +96,9 @@ def unsaved_buffers(root: nn.Module) -> set[str]:
     }
 
 
-@contextlib.contextmanager
-def replaced_total_norm(function: Callable[[Sequence[Tensor], float, bool], Tensor | None]) -> Iterator[None]:
+def replaced_total_norm(
+    function: Callable[[Sequence[Tensor], float, bool], Tensor | None],
+) -> contextlib.AbstractContextManager[None]:
     """Make ``clip_grad_norm_`` and ``get_total_norm`` ask ``function(tensors, p, error_if_nonfinite)`` for the norm.
 
     They compute the norm themselves where the function returns None. ``clip_grad_norm_`` looks the norm up by a private
@@ -111,12 +114,7 @@ def replaced_total_norm(function: Callable[[Sequence[Tensor], float, bool], Tens
             norm = function(gradients, float(norm_type), error_if_nonfinite)
         return original(gradients, norm_type, error_if_nonfinite, foreach) if norm is None else norm
 
-    public = nn.utils.get_total_norm
-    clip_grad._get_total_norm = nn.utils.get_total_norm = total_norm
-    try:
-        yield
-    finally:
-        clip_grad._get_total_norm, nn.utils.get_total_norm = original, public
+    return replaced([(clip_grad, "_get_total_norm", total_norm), (nn.utils, "get_total_norm", total_norm)])
 
 
 def replace_function(old: Callable[..., Any], new: Callable[..., Any], modules: Mapping[str, Any]) -> None:
@@ -132,12 +130,10 @@ def unchecked_distributions() -> contextlib.AbstractContextManager[Any]:
     return patch.object(torch.distributions.Distribution, "_validate_args", False)
 
 
-@contextlib.contextmanager
-def unchecked_values() -> Iterator[None]:
+def unchecked_values() -> contextlib.AbstractContextManager[None]:
     """Leave out torch's functions for checks of tensors: they read values."""
-    checks = {name: _of_numbers_only(getattr(torch, name)) for name in ("_assert", "_check_tensor_all_with")}
-    with patch.multiple(torch, **checks):
-        yield
+    checks = ("_assert", "_check_tensor_all_with")
+    return replaced((torch, name, _of_numbers_only(getattr(torch, name))) for name in checks)
 
 
 def _of_numbers_only(check: Any) -> Any:

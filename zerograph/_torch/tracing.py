@@ -126,14 +126,12 @@ def trace(
         return tracer(*arguments)
 
 
-@contextlib.contextmanager
-def _own_module_methods() -> Iterator[None]:
+def _own_module_methods() -> contextlib.AbstractContextManager[None]:
     """Let fx call methods of ``nn.Module`` that a user has replaced, not those of when it was imported."""
     now: dict[str, Any] = {"_orig_module_call": nn.Module.__call__, "_orig_module_getattr": nn.Module.__getattr__}
     # Inside of another trace the methods are fx's.
     own = {name: one for name, one in now.items() if getattr(one, "__globals__", None) is not vars(_symbolic_trace)}
-    with replaced((_symbolic_trace, name, method) for name, method in own.items()):
-        yield
+    return replaced((_symbolic_trace, name, method) for name, method in own.items())
 
 
 def node_of(tensor: Tensor) -> fx.Node | None:
@@ -208,15 +206,9 @@ def functional_trace(graph: fx.GraphModule, arguments: Sequence[Any]) -> fx.Grap
         return trace(torch.func.functionalize(fx.Interpreter(graph).run, remove="mutations"), arguments)
 
 
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
+def compiling() -> contextlib.AbstractContextManager[Any]:
     """Make ``torch.compiler.is_compiling()`` true, so that optimizers and models take their traceable branches."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return patch.object(torch.compiler, "_is_compiling_flag", True)
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:
@@ -234,11 +226,9 @@ def annotated(values: dict[str, Any]) -> contextlib.AbstractContextManager[None]
     return fx_traceback.annotate(values)
 
 
-@contextlib.contextmanager
-def errors_unlogged() -> Iterator[None]:
+def errors_unlogged() -> contextlib.AbstractContextManager[Any]:
     """Silence torch's log of operators that fail on fake tensors: the caller reports the reason."""
-    with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
-        yield
+    return patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextlib.contextmanager

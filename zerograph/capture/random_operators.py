@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -61,8 +61,7 @@ class Draws:
         drawn = (self.uniform(size, device, torch.float64) * (high - low)).floor()
         return (drawn.to(torch.int64) + low).to(dtype)
 
-    @contextmanager
-    def replacing_torchs(self) -> Iterator[None]:
+    def replacing_torchs(self) -> AbstractContextManager[Any]:
         """Replace the state of torch's generator by ``count``: ``checkpoint`` restores it before it recomputes."""
 
         def seeded(seed: Any) -> NoReturn:
@@ -73,8 +72,7 @@ class Draws:
         def restore(state: int) -> None:
             self.count = state
 
-        with _torch.replaced_generator(lambda: self.count, restore, seeded):
-            yield
+        return _torch.replaced_generator(lambda: self.count, restore, seeded)
 
 
 @dataclass

@@ -48,8 +48,7 @@ def refused_calls() -> Iterator[None]:
         hook.remove()
 
 
-@contextlib.contextmanager
-def refused_output() -> Iterator[None]:
+def refused_output() -> contextlib.AbstractContextManager[None]:
     """Make texts and files of the user's own lines errors: what runs a graph would not write them."""
     tracing = threading.get_ident()
 
@@ -70,8 +69,7 @@ def refused_output() -> Iterator[None]:
         return run
 
     output = [(owner, name, refusing(getattr(owner, name), what)) for owner, name, what in _OUTPUT]
-    with replaced([*output, (sys, "stdout", _Stream(sys.stdout, refusing(sys.stdout.write, "prints")))]):
-        yield
+    return replaced([*output, (sys, "stdout", _Stream(sys.stdout, refusing(sys.stdout.write, "prints")))])
 
 
 class _Stream:

@@ -8,7 +8,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -557,11 +557,9 @@ class Backward:
         self._device, self._scale, self._expected_calls = device, scale, expected_calls
         self._parameters, self._trained = parameters, trained
 
-    @contextmanager
-    def replacing_torchs(self) -> Iterator[None]:
+    def replacing_torchs(self) -> contextlib.AbstractContextManager[Any]:
         """Make ``loss.backward()`` and ``torch.autograd.backward`` run this."""
-        with _torch.replaced_backward(self._run):
-            yield
+        return _torch.replaced_backward(self._run)
 
     def checked_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the gradients to check for finite values.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import typer
@@ -260,11 +261,8 @@ def _counted_calls() -> Iterator[Counter[str]]:
         calls[type(self).__name__] += 1
         return run(self, *args, **kwargs)
 
-    ZeroGraph.__call__ = counted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(ZeroGraph, "__call__", counted):
         yield calls
-    finally:
-        ZeroGraph.__call__ = run  # type: ignore[method-assign]
 
 
 def _named(module: ModuleType, name: str, path: str) -> Any:

@@ -231,16 +231,14 @@ def restored(optimizer: Any) -> Iterator[None]:
         before.restore()
 
 
-@contextlib.contextmanager
-def single_process() -> Iterator[None]:
+def single_process() -> contextlib.AbstractContextManager[None]:
     """Make this thread seem to be the only process: optimizers that communicate then compute all by themselves."""
     thread = threading.get_ident()
     world, answers = torch.distributed, {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
-    with replaced(
+    return replaced(
         (world, name, functools.partial(_answer, thread, answer, getattr(world, name)))
         for name, answer in answers.items()
-    ):
-        yield
+    )
 
 
 def _answer(thread: int, answer: Any, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

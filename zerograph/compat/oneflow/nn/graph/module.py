@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -92,12 +91,10 @@ class GraphTensor:
         return f"GraphTensor({type(self._tensor).__name__}, shape={tuple(self._tensor.shape)})"
 
 
-@contextlib.contextmanager
-def checkpoints(root: nn.Module) -> Iterator[None]:
+def checkpoints(root: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Run checkpointed modules under ``torch.utils.checkpoint``, which capture supports."""
-    with replaced(
+    return replaced(
         (module, "forward", functools.partial(checkpoint, module.forward, use_reentrant=False))
         for module in root.modules()
         if _CHECKPOINTED in vars(module)
-    ):
-        yield
+    )
