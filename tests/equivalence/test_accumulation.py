@@ -16,7 +16,7 @@ from tests.harness import LossStep, PlainRun, each_stage, set_stage, sliced
 from tests.models import Batch, adam_step, adamw, batches, make, part, train_on, train_plainly
 from tests.pool import Pool
 from zerograph.ir.loop import loops
-from zerograph.ir.step_graph import collective_nodes
+from zerograph.ir.step_graph import is_collective
 
 STEPS = 3
 Case = tuple[int, int]  # stage, micro-batches
@@ -175,7 +175,7 @@ def in_bf16() -> list[tuple[list[Tensor], set[torch.dtype], set[torch.dtype]]]:
         graph = step.inspect.graph.graph
         (loop,) = loops(graph)
         sums = {one.dtype for one in loop.results if one.gradient is not None}
-        moved = [node for one in (graph, loop.body.graph) for node in collective_nodes(one)]
+        moved = [node for one in (graph, loop.body.graph) for node in one.nodes if is_collective(node)]
         wire = {one.meta["val"].dtype for one in moved if one.meta["boxing"].tensor.gradient_of("bucket0")}
         found.append((losses, sums, wire))
     return found

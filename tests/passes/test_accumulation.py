@@ -22,7 +22,7 @@ from tests.pool import Pool
 from zerograph.ir.loop import loops
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.sbp import Split, broadcast
-from zerograph.ir.step_graph import collective_nodes, output_nodes
+from zerograph.ir.step_graph import is_collective, output_nodes
 from zerograph.passes.accumulation.time_boxing import route_with_time
 
 SAMPLES = 16
@@ -64,10 +64,10 @@ def see() -> dict[tuple[int, int], Seen]:
         graph = step.inspect.graph.graph
         inner = list(loops(graph))
         at = next((node for node in graph.nodes if node.op == "call_module"), graph.output_node())
-        outer = collective_nodes(graph)
+        outer = list(filter(is_collective, graph.nodes))
         found[stage, micro_batches] = Seen(
             kinds([node for node in outer if node < at]),
-            kinds([node for one in inner for node in collective_nodes(one.body.graph)]),
+            kinds([node for one in inner for node in one.body.graph.nodes if is_collective(node)]),
             kinds([node for node in outer if node > at]),
             Counter(one.kind for one in step.inspect.collectives() if one.tensors[0].startswith("model.")),
             step.inspect.passes[-1].nodes,

@@ -23,7 +23,7 @@ from zerograph.ir.mesh import index_along, local_shape
 from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
 from zerograph.ir.sbp import NdSbp, Split, show
 from zerograph.ir.slots import Slot
-from zerograph.ir.step_graph import nbytes
+from zerograph.ir.step_graph import nbytes, placeholders
 from zerograph.ops.offload import FETCH, TRANSFER, WAIT_TRANSFER, WRITE_BACK
 
 aten = torch.ops.aten
@@ -55,13 +55,11 @@ class _Finder:
         self.step, self.asked = step, asked
         self.graph = step.emitted
         self.table = NodeTable(self.graph)
+        inputs = ((role(node), node) for node in placeholders(self.graph))
+        self._inputs = {(value.kind, value.name): node for value, node in inputs if value is not None}
 
     def placeholder(self, kind: str, name: str) -> fx.Node | None:
-        node: fx.Node
-        for node in self.graph.find_nodes(op="placeholder"):
-            if (value := role(node)) is not None and (value.kind, value.name) == (kind, name):
-                return node
-        return None
+        return self._inputs.get((kind, name))
 
     def parameter(self, bucket: Bucket, slot: Slot) -> Life:
         flat = self.placeholder("bucket", bucket.name)

@@ -123,11 +123,6 @@ def is_collective(node: fx.Node) -> bool:
     return (boxing := boxing_of(node)) is not None and boxing.kind != "slice"
 
 
-def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the collectives of the graph in order."""
-    return list(filter(is_collective, graph.nodes))
-
-
 def runs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
     """Yield the nodes of the graph and of its loop bodies, each with the number of its runs in a step."""
     for node in graph.nodes:
