@@ -6,14 +6,15 @@ the updates serve any rank of any layout; the graph after the passes serves ever
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from zerograph.artifact.code import described, digests, names_of
 from zerograph.artifact.digest import short
@@ -47,8 +48,6 @@ from zerograph.ir.update_program import UpdateProgram
 from zerograph.passes.buckets.coded_updates import update_module
 from zerograph.passes.context import BucketUpdate, Context
 from zerograph.passes.pipeline import PassRecord, restored
-
-T = TypeVar("T")
 
 # They do not change the graph.
 _OTHER_OPTIONS = (
@@ -276,34 +275,30 @@ class Artifact:
         Raises:
             ArtifactError: the file has something else in its place.
         """
-        return self._read(lambda: read_captured(self.document["captured"], self.reader))
+        with self._reading():
+            return read_captured(self.document["captured"], self.reader)
 
     @functools.cached_property
     def programs(self) -> dict[str, tuple[str, UpdateProgram]]:
         """The optimizer's group, as named in the graph, and the update of each parameter by name."""
-
-        def read() -> dict[str, tuple[str, UpdateProgram]]:
+        with self._reading():
             programs = [read_program(program, self.reader) for program in self.document["programs"]]
             return {name: (group, programs[number]) for name, (group, number) in self.document["updates"].items()}
-
-        return self._read(read)
 
     @property
     def candidate(self) -> MemoryCandidate:
         """The bucket size and the recomputation that the memory search found."""
-
-        def read() -> MemoryCandidate:
+        with self._reading():
             size, recomputed, offloads = values = self.reader.value(self.document["candidate"])
             if type(size) not in (int, type(None)) or type(recomputed) is not int or type(offloads) is not bool:
                 raise TypeError(f"{values!r:.60} are no bucket size and recomputation")
             return MemoryCandidate(size, recomputed, offloads)
 
-        return self._read(read)
-
     @property
     def warnings(self) -> list[str]:
         """Messages of the compilation."""
-        return self._read(lambda: list(map(str, self.document["warnings"])))
+        with self._reading():
+            return list(map(str, self.document["warnings"]))
 
     def passes(self, captured: Captured, context: Context) -> tuple[PassRecord, ...] | None:
         """Return the record of each pass, with the graph that this rank runs; None if the passes got something else.
@@ -320,17 +315,17 @@ class Artifact:
             position = index_along(context.mesh, bucket.zero_dims)
             return update_module(bucket, context.updates[name], position, guarded=context.guarded)
 
-        def read() -> fx.GraphModule:
-            # Called after the captured graph was read, which has the symbols of sizes.
-            return GraphReader(self.reader, context.mesh, owner_update).read(self.document["emitted"])
+        with self._reading():
+            # The captured graph was read before, which has the symbols of sizes.
+            emitted = GraphReader(self.reader, context.mesh, owner_update).read(self.document["emitted"])
+            return restored(self.document["passes"], captured.graph, context, emitted)
 
-        emitted = self._read(read)
-        return self._read(lambda: restored(self.document["passes"], captured.graph, context, emitted))
-
-    def _read(self, read: Callable[[], T]) -> T:
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Name the file in errors of the block, which reads a part of it."""
         try:
             with collection_paused():
-                return read()
+                yield
         except ArtifactError as error:
             raise ArtifactError(f"{self.path}: {error}") from None
         except Exception as error:

@@ -56,7 +56,9 @@ class _Finder:
         self.graph = step.emitted
         self.table = NodeTable(self.graph)
         inputs = ((role(node), node) for node in placeholders(self.graph))
-        self._inputs = {(value.kind, value.name): node for value, node in inputs if value is not None}
+        self._inputs: dict[tuple[str, str], fx.Node] = {
+            (value.kind, value.name): node for value, node in inputs if value is not None
+        }
 
     def placeholder(self, kind: str, name: str) -> fx.Node | None:
         return self._inputs.get((kind, name))
