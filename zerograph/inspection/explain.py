@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +152,7 @@ class _Finder:
 
     def _path_to_users(self, flat: fx.Node, bucket: Bucket, slot: Slot) -> Iterator[Event]:
         """Yield the events from storage to use: moves of the bucket, and users of this parameter's views."""
-        views, path = self._views(flat, slot)
+        views, path = self._views(flat, bucket, slot)
         yield from self._moves(path)
         for view in views:
             yield from self._used(view)
@@ -164,7 +164,7 @@ class _Finder:
                 for event in self._freed(node):
                     yield replace(event, what="cast freed")
 
-    def _views(self, flat: fx.Node, slot: Slot) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _views(self, flat: fx.Node, bucket: Bucket, slot: Slot) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the nodes that are the parameter, and the nodes between the bucket and them, in order."""
         views: list[fx.Node] = []
         predecessors: dict[fx.Node, fx.Node] = {}
@@ -186,7 +186,7 @@ class _Finder:
             while node in predecessors:
                 node = predecessors[node]
                 path[node] = None
-        if self.step.context.buckets and len(views) == 0 and len(_slots(self.step, flat)) == 1:
+        if not views and len(bucket.slots) == 1:
             views = [flat]
         return sorted(views, key=self.table.index), sorted(path, key=self.table.index)
 
@@ -374,10 +374,6 @@ _WORDS = {"all-gather": "gather", "reduce-scatter": "reduction", "all-reduce": "
 def _is_form(node: fx.Node) -> bool:
     """Return True if the node is another form of its input: a view, a copy, or in flight to other ranks."""
     return boxing_of(node) is not None or is_wait(node) or is_view_or_copy(node)
-
-
-def _slots(step: PreparedStep, flat: fx.Node) -> Sequence[Slot]:
-    return next(bucket.slots for bucket in step.context.buckets if bucket.name == meta(flat)["role"].name)
 
 
 def _sources(gradient: fx.Node, bucket: Bucket, slot: Slot) -> list[fx.Node]:

@@ -23,6 +23,7 @@ from zerograph.compiler.members import Members
 from zerograph.compiler.virtual_ranks import slices_per_rank
 from zerograph.errors import ConfigError, InputError, MemoryBudgetError, ZeroGraphError
 from zerograph.ir.offload import Offload, OffloadTo
+from zerograph.ir.step_graph import nbytes
 from zerograph.planner.machine import Machine, default_headroom, machine
 from zerograph.planner.plan import Call, laid_out, planned, samples, tensors
 from zerograph.planner.plan_data import Candidate, Plan
@@ -278,7 +279,7 @@ class _Trials:
             )
         except MemoryBudgetError as error:
             verdict = f"does not fit: {show_bytes(error.missing)} too much"
-            hopeless = error.missing > error.activations + error.in_buckets + _bytes(self.batch)
+            hopeless = error.missing > error.activations + error.in_buckets + sum(map(nbytes, tensors(self.batch)))
         except InputError:
             raise
         except ZeroGraphError as error:
@@ -325,10 +326,6 @@ def _verdict(candidate: Candidate, best: Candidate | None) -> str:
 def _seconds(candidate: Candidate) -> float:
     assert candidate.plan is not None
     return candidate.plan.time.seconds
-
-
-def _bytes(batch: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
 
 
 _log = logging.getLogger("zerograph")
