@@ -13,7 +13,7 @@ from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
     "zerograph": 1_165,
-    "zerograph/_torch": 1_205,
+    "zerograph/_torch": 1_200,
     "zerograph/artifact": 1_125,
     "zerograph/base": 565,
     "zerograph/capture": 3_730,
@@ -30,7 +30,7 @@ BUDGET = {
     "zerograph/planner": 1_970,
     "zerograph/state": 3_410,
     "passes": 8_330,
-    "runtime": 6_400,
+    "runtime": 6_410,
     "benchmarks": 6_170,
     "tests": 41_430,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,13 @@ class _Content:
 
     Attributes:
         part: of a view the tensor that it is a part of, the start, the size and the dimension.
+        lasting: addresses of memory that keeps its values until they are read.
     """
 
     part: tuple[FileTensor, int, int, int] | None = None
 
-    def __init__(self, read: ReadRows | None, value: Tensor | None = None) -> None:
-        self.read, self.value = read, value
+    def __init__(self, read: ReadRows | None, value: Tensor | None = None, lasting: Container[int] = ()) -> None:
+        self.read, self.value, self.lasting = read, value, lasting
 
 
 class FileTensor(Tensor):
@@ -76,13 +77,21 @@ class FileTensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, read: ReadRows | None, device: torch.device | None = None
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        read: ReadRows | None,
+        device: torch.device | None = None,
+        lasting: Container[int] = (),
     ) -> FileTensor:
-        """Create a tensor with these values; without ``read`` they are uninitialized until something is copied."""
+        """Create a tensor with these values; without ``read`` they are uninitialized until something is copied.
+
+        What is copied from memory whose address is in ``lasting`` is read when it is needed, other memory at once.
+        """
         made: FileTensor = _torch.tensor_without_data(
             cls, tuple(shape), dtype, device or torch.device("cpu"), requires_grad=False
         )
-        made._content = _Content(read)
+        made._content = _Content(read, None, lasting)
         return made
 
     def rows(self, low: int, high: int) -> Tensor:
@@ -277,7 +286,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         else:
             target._content.value = source
     else:
-        values = _torch.lazy_copy(expanded.detach())
+        values = expanded.detach()
+        if type(values) is Tensor and values.untyped_storage().data_ptr() not in target._content.lasting:
+            values = values.clone()
         target._content.read = lambda low, high: (values[low:high] if values.dim() else values).to(target.dtype)
     return target
 

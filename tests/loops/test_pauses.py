@@ -132,7 +132,7 @@ def test_before_a_pause_nothing_is_in_flight_and_only_buffers_change(budget: str
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = LossStep(model, optimizer, 3, lambda module, x, y: F.cross_entropy(module(x), y), **options)
     step._request = StepRequest(early_outputs=1)
-    graph = prepare(step, X, Y).step.emitted
+    graph = prepare(step, X, Y).emitted
     pause = pause_of(graph)
     assert pause is not None
     before = [node for node in graph.nodes if node < pause]

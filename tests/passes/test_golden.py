@@ -12,7 +12,7 @@ import itertools
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def accelerator(width: int, **options: Any) -> LossStep:
 
 def prepared_for_accelerator(step: LossStep) -> PreparedStep:
     width = next(step.model.parameters()).shape[1]
-    return step.prepare(line(2, 0, "ranks"), torch.empty(8, width, device="meta"), device="meta").step
+    return step.prepare(line(2, 0, "ranks"), torch.empty(8, width, device="meta"), device="meta")
 
 
 def with_optimizer_on_the_cpu() -> PreparedStep:
@@ -132,7 +132,7 @@ def step_of(
 ) -> PreparedStep:
     """Prepare for rank 0 of two."""
     options = {"shard_min_size": 1, "backend": "eager"} | options
-    return prepare(LossStep(model, optimizer(model), stage, loss, **options), *batch).step
+    return prepare(LossStep(model, optimizer(model), stage, loss, **options), *batch)
 
 
 def on_a_grid() -> PreparedStep:
@@ -140,21 +140,22 @@ def on_a_grid() -> PreparedStep:
     step = LossStep(
         model, sgd(model), 2, mean_of_squares, backend="eager", input_sbp=(zg.sbp.split(0), zg.sbp.broadcast)
     )
-    return step.prepare(Mesh((2, 2), (0, 0), ("data", "model")), torch.ones(4, 4)).step
+    return step.prepare(Mesh((2, 2), (0, 0), ("data", "model")), torch.ones(4, 4))
 
 
 def between_peers() -> PreparedStep:
     step = step_of(mlp(4, 2), torch.ones(4, 4), stage=2)
     exchanges = {"all-gather": collectives.gather_pieces, "reduce-scatter": collectives.exchange_pieces}
     backend = replace(step.context.backend, exchanges=exchanges)
-    return replace(step, context=replace(step.context, backend=backend))
+    parts = {one.name: getattr(step, one.name) for one in fields(PreparedStep)}
+    return PreparedStep(**{**parts, "context": replace(step.context, backend=backend)})
 
 
 def offloaded() -> PreparedStep:
     model = mlp(4, 4, 2)
     step = LossStep(model, fused(model), 2, mean_of_squares, backend="eager", shard_min_size=1)
     step.config.memory.offload = zg.Offload(optimizer=zg.OffloadTo("nvme", tempfile.gettempdir()))
-    return prepare(step, torch.ones(4, 4)).step
+    return prepare(step, torch.ones(4, 4))
 
 
 def read_early() -> PreparedStep:
@@ -162,7 +163,7 @@ def read_early() -> PreparedStep:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, bias=False))
     step = LossStep(model, sgd(model), 3, mean_of_squares, backend="eager", shard_min_size=1)
     step._request = StepRequest(early_outputs=1)
-    return prepare(step, torch.ones(4, 4)).step
+    return prepare(step, torch.ones(4, 4))
 
 
 def any_batch() -> PreparedStep:
@@ -170,7 +171,7 @@ def any_batch() -> PreparedStep:
     x = torch.ones(4, 3, 4)
     zg.mark_dynamic(x, 0)
     model = mlp(4, 2)
-    return LossStep(model, sgd(model), 2, mean_of_squares, backend="eager").prepare(line(2, 0, "ranks"), x).step
+    return LossStep(model, sgd(model), 2, mean_of_squares, backend="eager").prepare(line(2, 0, "ranks"), x)
 
 
 # A step in which each pass changes something.

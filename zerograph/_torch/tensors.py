@@ -41,17 +41,6 @@ def share_memory(first: Tensor, second: Tensor) -> bool:
     return share(first, second)
 
 
-def lazy_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, whose memory is copied when either of both is written to.
-
-    Memory of files and of other libraries cannot be shared so: of such a tensor, return the tensor itself.
-    """
-    try:
-        return torch._lazy_clone(tensor)
-    except RuntimeError:
-        return tensor
-
-
 def borrowed(tensor: Tensor) -> Tensor:
     """Return a tensor of the same memory that does not keep it allocated.
 

@@ -64,9 +64,12 @@ def read_modules(members: Members, states: Mapping[str, Mapping[str, Any]]) -> d
     loaded = [name for name, state in states.items() if state or has_state.get(name, True)]
     if sorted(own) != sorted(loaded):
         raise ConfigError(f"the graph has the modules {', '.join(own)}; the loaded state is of {', '.join(loaded)}")
+    # Modules with a loading of their own may copy from memory that they then use again.
+    values = (one for state in states.values() for one in state.values() if type(one) in (Tensor, nn.Parameter))
+    lasting = {value.untyped_storage().data_ptr() for value in values if value.layout is torch.strided}
     with torch.no_grad():
         whole: dict[str, Tensor] = {
-            name: FileTensor(parameter.shape, parameter.dtype, None, parameter.device)
+            name: FileTensor(parameter.shape, parameter.dtype, None, parameter.device, lasting)
             for name, parameter in members.parameters.items()
         } | {name: buffer.clone() for name, buffer in members.buffers.items()}
         with _torch.with_tensors(members.root, _with_aliases(members, whole)):
