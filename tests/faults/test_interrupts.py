@@ -162,7 +162,7 @@ def interrupt_while_gathering() -> str:
 
 
 def test_after_an_interrupt_within_an_exchange_of_a_state_no_rank_goes_on(pool: Pool) -> None:
-    for words in pool.run(2, interrupt_while_gathering):
+    for words in pool.run_afresh(2, interrupt_while_gathering):
         assert "first in where the step before broke off" in words
         assert "rank 1: gathering state outside a step, rank 1, interrupted by KeyboardInterrupt" in words
 

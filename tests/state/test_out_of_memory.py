@@ -191,7 +191,7 @@ def gathered_without_memory() -> tuple[str, str]:
 
 
 def test_a_rank_without_memory_for_a_gather_says_so_and_none_goes_on(pool: Pool) -> None:
-    (own, own_next), (other, other_next) = pool.run(2, gathered_without_memory)
+    (own, own_next), (other, other_next) = pool.run_afresh(2, gathered_without_memory)
     assert own == "DefaultCPUAllocator: can't allocate memory"
     assert "lost rank 0" in other
     assert "rank 0: failed, gathering state outside a step: RuntimeError: DefaultCPUAllocator" in other
