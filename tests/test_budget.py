@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks": 6_170,
     "tests": 41_430,
 }
-PACKAGE = 49_830
+PACKAGE = 49_835
 
 
 @pytest.fixture(scope="module")

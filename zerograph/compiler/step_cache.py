@@ -198,6 +198,7 @@ class StepSource:
             if trace is None or self._doubts or (self._waits and self.dependencies.texts(now=True) != self._before):
                 self._answer(b"")
 
+    @collection_paused()
     def send(self, step: PreparedStep) -> None:
         """Send the traced and rewritten step of rank 0 to the ranks that wait for it."""
         if self.job.rank == 0 and self._waits:
@@ -256,6 +257,7 @@ class StepSource:
             raise ArtifactError("; ".join(self._doubts[:3]))
         return artifact_content(step, trace)
 
+    @collection_paused()
     def keep(self, step: PreparedStep) -> None:
         """Write a step that rank 0 has traced to the cache. Log why not."""
         trace = step.captured.recording
