@@ -118,7 +118,7 @@ class Store(BucketState):
         unsharded_bits: a hash of the whole values that parameters got, where ``received`` depends on them.
         serial: the number of this store in the process; it is new in a copy by ``replace``.
         gathered_version: the version of ``flat`` that all of the gather buffer has; None: it may have any values.
-        former: the memory of parameters before they were moved into stores, by name; other tensors may still have it.
+        former: the memory of trained parameters before they were moved here, by name; other tensors may still have it.
     """
 
     job: Job
@@ -486,7 +486,7 @@ def create_store(job: Job, planned: BucketState, parameters: Sequence[nn.Paramet
             store.state[name] = _create_entry(store, name, spec, states, extents.get(name))
         store.former = dict(ChainMap(*(source.former for source in sources)))
         for parameter, slot in store.slots():
-            if store_of(parameter) is None:
+            if store_of(parameter) is None and parameter.requires_grad:
                 store.former[slot.name] = WeakStorage(parameter.untyped_storage())
             parameter._zerograph_store = store  # type: ignore[attr-defined]
             if optimizer is not None:

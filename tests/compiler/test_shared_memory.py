@@ -123,6 +123,19 @@ def test_memory_that_a_call_of_a_loop_shares_with_a_trained_parameter_is_refused
     pool.run(2, read_in_a_loop)
 
 
+def read_frozen() -> list[float]:
+    model = nn.Sequential(Reading().requires_grad_(False), nn.Linear(4, 1))
+    model, optimizer = zg.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    losses = [model(torch.ones(2, 4)).square().mean() for _ in range(2)]
+    update_by(optimizer, losses[-1])
+    return [loss.item() for loss in (*losses, model(torch.ones(2, 4)).square().mean())]
+
+
+def test_memory_that_a_call_of_a_loop_shares_with_a_frozen_parameter_is_not(pool: Pool) -> None:
+    for first, second, after in pool.run(2, read_frozen):
+        assert first == second != after
+
+
 @pytest.mark.parametrize("shares", [slices, interleaved, frozen])
 def test_memory_that_nothing_changes_for_two_is_not(shares: Callable[[Pair], None]) -> None:
     model, plain = Pair(), Pair()
