@@ -19,7 +19,7 @@ BUDGET = {
     "zerograph/capture": 3_730,
     "zerograph/cli": 1_535,
     "zerograph/compat": 2_970,
-    "zerograph/compiler": 4_355,
+    "zerograph/compiler": 4_360,
     "zerograph/eager": 1_140,
     "zerograph/inspection": 2_435,
     "zerograph/integrations": 805,

@@ -448,12 +448,14 @@ def check_shared_memory(members: Members, constants: Sequence[tuple[str, Tensor]
                     raise SharedMemoryError(other.name, span.name)
             open_spans.append(span)
         former = {
-            name: memory for store in stores_of(members.parameters.values()) for name, memory in store.former.items()
+            memory: name
+            for store in stores_of(members.parameters.values())
+            for name, memory in store.former.items()
+            if not memory.expired()
         }
-        for title, constant in constants:
-            for name, memory in former.items():
-                if not memory.expired() and memory == WeakStorage(constant.untyped_storage()):
-                    raise SharedMemoryError(name, title)
+        for title, constant in constants if former else ():
+            if (name := former.get(WeakStorage(constant.untyped_storage()))) is not None:
+                raise SharedMemoryError(name, title)
 
 
 class SharedMemoryError(ConfigError):
