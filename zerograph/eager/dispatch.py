@@ -148,8 +148,8 @@ def _called(
         return _run_gathered(kind, known, args, kwargs, now)
     if program.is_direct:
         value = program.run(*[one.local if type(one) is kind else one for one in args], **kwargs)
-        if known.returned is None and program.single is not None:
-            result = kind(value, program.single)
+        if known.returned is None and type(program.outputs) is Spec:
+            result = kind(value, program.outputs)
             return _noted_views(kind, result, known, args, kwargs) if known.views else result
         results = (value,) if isinstance(value, Tensor) else value
     elif program.arguments is None:
@@ -340,12 +340,8 @@ def _filled(value: Any, parts: Any) -> Any:
 
 def returned(kind: type[GlobalTensor], program: Program, results: Sequence[Any]) -> Any:
     """Return the results of a program as global tensors, in the structure that the operator returns."""
-    tensors = [result for result in results if isinstance(result, Tensor)]
-    wrapped = iter([kind(tensor, spec) for tensor, spec in zip(tensors, program.outputs, strict=True)])
-    if program.leaves == (True,) and program.tree.is_leaf():
-        return next(wrapped)
-    leaves = [next(wrapped) if is_tensor else None for is_tensor in program.leaves]
-    return pytree.tree_unflatten(leaves, program.tree)
+    tensors = iter([result for result in results if isinstance(result, Tensor)])
+    return pytree.tree_map_only(Spec, lambda spec: kind(next(tensors), spec), program.outputs)
 
 
 def wrapped_whole(kind: type[GlobalTensor], tensor: Tensor) -> GlobalTensor:
@@ -377,7 +373,7 @@ def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int
     program = programs[key]
     with torch.no_grad():
         (result,) = program.run(x.local)
-    return kind(result, program.outputs[0])
+    return kind(result, program.outputs)
 
 
 def whole_of(x: GlobalTensor) -> Tensor:

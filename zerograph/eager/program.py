@@ -78,9 +78,7 @@ class Program:
 
     Attributes:
         run: takes this rank's parts, and returns this rank's results. It writes to the parts that the operator writes.
-        outputs: metadata of the results that are tensors, in order.
-        leaves: for each leaf of what the operator returns, whether it is a tensor; the others are None.
-        tree: the structure of what it returns.
+        outputs: what the operator returns, with metadata in place of tensors; other results are None.
         needs: the SBP in which ``run`` takes each argument; None: as they come.
         arguments: positional and keyword arguments of one operator, with ``Slot`` in place of tensors. None: ``run``
             takes the tensors only.
@@ -90,19 +88,12 @@ class Program:
     """
 
     run: Callable[..., Any]
-    outputs: tuple[Spec, ...]
-    leaves: tuple[bool, ...]
-    tree: Any
+    outputs: Any
     needs: tuple[NdSbp, ...] | None = None
     arguments: tuple[Any, Any] | None = None
     keeps_arguments: bool = False
     rows: tuple[int, ...] | None = None
     is_direct: bool = False
-
-    @functools.cached_property
-    def single(self) -> Spec | None:
-        """Metadata of the only result; None if the operator returns several, or a sequence."""
-        return self.outputs[0] if self.leaves == (True,) and self.tree.is_leaf() else None
 
 
 class Slot:
@@ -150,7 +141,8 @@ class Compilation:
         Raises:
             Exception: no graph computes the function.
         """
-        module, returned, leaves, tree = _traced(function, inputs)
+        module, result = _traced(function, inputs)
+        returned = [leaf for leaf in pytree.tree_leaves(result) if leaf is not None]
         rows = next((spec.rows for spec in inputs if spec.rows is not None), rows)
         # A view computes nothing. Its placement must be that along slices all the same.
         is_cut = self.slices is not None and operator is not None and not operator.is_view
@@ -205,6 +197,8 @@ class Compilation:
         )
         for spec in specs if operator is not None else ():
             check_slices(spec.shape, spec.sbp, self.slices)
+        remaining = iter(specs)
+        nested = pytree.tree_map(lambda leaf: leaf if leaf is None else next(remaining), result)
         for view in (aten.view.default, aten._unsafe_view.default):
             for node in graph.find_nodes(op="call_function", target=view):
                 # This rank's part may have other strides than the whole tensor.
@@ -217,7 +211,7 @@ class Compilation:
             arguments: Any = fx.map_arg((single.args, single.kwargs), slots)
             keeps = single.target is own and (is_written or _described(single) == before)
             target: Any = operator if keeps else single.target
-            return Program(target, specs, leaves, tree, tuple(sbps), arguments, keeps, rows)
+            return Program(target, nested, tuple(sbps), arguments, keeps, rows)
         module = finalize(module)
         # Reading the code generates it. Until then forward() is a stand-in that calls the whole module, each time.
         assert module.code
@@ -229,7 +223,7 @@ class Compilation:
                 for number, spec in enumerate(inputs)
             }
             run = functools.partial(_after_comparison, self.job, doing, facts, digest(facts), module)
-        return Program(run, specs, leaves, tree, rows=rows)
+        return Program(run, nested, rows=rows)
 
 
 def _after_comparison(
@@ -325,17 +319,14 @@ def _single(graph: fx.Graph, inputs: Sequence[Spec]) -> fx.Node | None:
     return single if in_place and dict(wants).get(write.all_input_nodes[0], stored) == stored else None
 
 
-def _traced(
-    function: Callable[..., Any], inputs: Sequence[Spec]
-) -> tuple[fx.GraphModule, list[Tensor], tuple[bool, ...], Any]:
-    """Return the functional graph of a function, the fake tensors that it returns, and their structure."""
-    leaves: list[Any] = []
-    tree: Any = None
+def _traced(function: Callable[..., Any], inputs: Sequence[Spec]) -> tuple[fx.GraphModule, Any]:
+    """Return the functional graph of a function, and what it returns: fake tensors, and None for anything else."""
+    result: Any = None
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        nonlocal tree
-        leaves[:], tree = pytree.tree_flatten(function(*tensors))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        nonlocal result
+        result = function(*tensors)
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
     with _torch.no_modes(), _torch.fake_mode(), torch.no_grad(), _torch.errors_unlogged():
         fakes = [spec.fake() for spec in inputs]
@@ -347,4 +338,5 @@ def _traced(
     returned = [node.meta["val"] for node in output_nodes(graph)]
     meta(graph.output_node())["roles"] = [Role("output", str(index)) for index in range(len(returned))]
     graph.eliminate_dead_code()
-    return module, returned, tuple(isinstance(leaf, Tensor) for leaf in leaves), tree
+    values = iter(returned)
+    return module, pytree.tree_map(lambda leaf: next(values) if isinstance(leaf, Tensor) else None, result)
