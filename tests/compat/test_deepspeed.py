@@ -264,6 +264,8 @@ def _hpz(stage: int) -> tuple[list[list[int]], Any] | None:
         ({"fp16": {"enabled": True, "initial_scale_power": 2000}}, "fp16.initial_scale_power = 2000: .* than 128"),
         ({"sparse_gradients": True}, "gradients are dense"),
         ({"optimizer": {"type": "OneBitAdam"}}, "there is no optimizer 'OneBitAdam'"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}, "other defaults than torch.optim.Muon"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": "false"}}}, "adam_w_mode = 'false': give true or"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr is 'auto'"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "no parameter 'learning_rate'"),
         ({"scheduler": {"type": "Cosine"}}, "choose one of LRRangeTest"),
@@ -323,3 +325,21 @@ def test_static_loss_scale_and_its_options() -> None:
     dynamic = zg.from_deepspeed({"fp16": {"enabled": True, "initial_scale_power": 10}}).options["grad_scaler"]
     assert math.log2(dynamic.get_scale()) == 10
     assert (dynamic.hysteresis, dynamic.min_scale, dynamic.growth_interval) == (2, 1.0, 1000)
+
+
+def test_autocast_to_fp16_scales_the_loss_as_torchs_scaler_does() -> None:
+    for dtype, scaler in (("float16", zg.GradScaler()), ("bfloat16", None)):
+        options = zg.from_deepspeed({"torch_autocast": {"enabled": True, "dtype": dtype}}).options
+        assert repr(options["grad_scaler"]) == repr(scaler)
+
+
+def test_bf16_skips_an_update_with_gradients_that_are_not_finite_if_it_is_told_to_check() -> None:
+    changed = []
+    for bf16 in ({}, {"check_grad_overflow": False}, {"check_grad_overflow": True}):
+        step = Step(make("mlp"), zg.from_deepspeed({"optimizer": ADAM, "bf16": {"enabled": True, **bf16}}))
+        before = step.state_dict()["modules"]["model"]
+        for x, y in batches("mlp", 1):
+            step(x * math.inf, y)
+        after = step.state_dict()["modules"]["model"]
+        changed.append(any(not torch.equal(after[name], before[name]) for name in before))
+    assert changed == [True, True, False]

@@ -13,7 +13,7 @@ from zerograph.base import cache
 from zerograph.compat.notices import say
 from zerograph.compat.optimizers import adam, by_name, of_torch
 from zerograph.compat.schedules import SCHEDULES
-from zerograph.compat.sections import Section, not_auto, warn_without_effect, whole
+from zerograph.compat.sections import Section, not_auto, switch, warn_without_effect, whole
 from zerograph.compat.settings import MakeOptimizer, MakeScheduler, Settings, offload, precision_options, zero_options
 from zerograph.compiler.placement import placement
 from zerograph.errors import ConfigError
@@ -195,9 +195,12 @@ def _precision(top: Section) -> dict[str, Any]:
     if enabled == ["fp16"]:
         options = precision_options(torch.float16, _scaler(fp16))
     elif enabled == ["bf16"]:
-        options = precision_options(torch.bfloat16)
+        checks = [bf16.switch(key) for key in ("check_grad_overflow", "check_overflow")]
+        options = precision_options(torch.bfloat16, StaticGradScaler(1.0) if any(checks) else None)
     elif enabled == ["torch_autocast"]:
-        options = precision_options(_dtype(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype"))
+        dtype = _dtype(autocast.get("dtype", "bfloat16"), "torch_autocast.dtype")
+        # DeepSpeed scales the loss by torch.amp.GradScaler() then.
+        options = precision_options(dtype, GradScaler() if dtype == torch.float16 else None)
         if autocast.get("lower_precision_safe_modules") is not None:
             raise ConfigError("torch_autocast.lower_precision_safe_modules: not supported, torch's lists decide")
     if (reduced := top.get("communication_data_type")) is not None:
@@ -324,12 +327,17 @@ def _optimizer(value: Any) -> MakeOptimizer | None:
     for key, parameter in params.items():
         not_auto(parameter, f"optimizer.params.{key}")
     torch_adam = params.pop("torch_adam", False)
+    if name.lower() == "muon":
+        raise ConfigError(
+            f"optimizer.type = {name!r}: DeepSpeed's has other defaults than torch.optim.Muon, and makes Adam's update "
+            "where use_muon is False\nCreate the optimizer yourself, and leave it out of the configuration."
+        )
     if name.lower() not in ("adam", "adamw"):
         return by_name(name, params)
     if name.lower() == "adamw":
         params["adam_w_mode"] = True
     if torch_adam:
-        decoupled = params.pop("adam_w_mode", True)
+        decoupled = switch(params.pop("adam_w_mode", True), "optimizer.params.adam_w_mode")
         return of_torch("AdamW" if decoupled else "Adam", params, name)
     return adam(name, params)
 

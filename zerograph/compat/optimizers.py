@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zerograph.compat.sections import not_auto
+from zerograph.compat.sections import not_auto, switch
 from zerograph.errors import ConfigError
 
 # DeepSpeed's and ColossalAI's Adam kernels. Their weight decay is decoupled and 0 by default.
@@ -35,7 +35,7 @@ def adam(name: str, params: Mapping[str, Any]) -> Callable[[Iterable[Any]], torc
         ConfigError: an argument is not supported or does not exist.
     """
     options = {"weight_decay": 0.0, **params}
-    decoupled = options.pop("adam_w_mode", options.pop("adamw_mode", True))
+    decoupled = switch(options.pop("adam_w_mode", options.pop("adamw_mode", True)), f"optimizer {name}: adam_w_mode")
     for key, default in (("bias_correction", True), ("amsgrad", False), ("fp32_optimizer_states", True)):
         if options.pop(key, default) is not default:
             raise ConfigError(f"optimizer {name}: {key} = {params[key]!r} is not supported; leave it out")
