@@ -265,9 +265,9 @@ def _note_write(kind: type[GlobalTensor], x: Any) -> None:
 def refresh(x: GlobalTensor) -> None:
     """Take a copied view anew if its base was written since."""
     view = x.viewed
-    assert view is not None
-    if view.base.viewed is not None:
-        refresh(view.base)
+    if view is None:
+        return
+    refresh(view.base)
     if view.base.writes != view.version:
         fresh = view.of(type(x)(view.base.local, view.base.spec))
         x.local, x.spec, view.version = fresh.local, fresh.spec, view.base.writes
@@ -312,10 +312,8 @@ def _parts(kind: type[GlobalTensor], program: Program, tensors: Sequence[Any]) -
     parts: list[Tensor] = []
     for index, tensor in enumerate(tensors):
         one = tensor if type(tensor) is kind else None
-        if needs is not None and needs[index] is not None:
-            have = world().whole if one is None else one.spec.sbp
-            if have != needs[index]:
-                one = boxed(kind, wrapped_whole(kind, tensor) if one is None else one, needs[index], program.rows)
+        if needs is not None and (world().whole if one is None else one.spec.sbp) != needs[index]:
+            one = boxed(kind, tensor, needs[index], program.rows)
         parts.append(tensor if one is None else one.local)
     return parts
 
@@ -350,13 +348,14 @@ def wrapped_whole(kind: type[GlobalTensor], tensor: Tensor) -> GlobalTensor:
 
 
 def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int, ...] | None = None) -> GlobalTensor:
-    """Return the same global tensor under another SBP. A collective where that needs one.
+    """Return the same tensor under another SBP. A collective where that needs one.
 
     Args:
+        x: a global tensor, or a plain one that every rank has.
         rows: number of rows of each rank in the result, where it differs.
     """
-    if x.viewed is not None:
-        refresh(x)
+    x = x if isinstance(x, kind) else wrapped_whole(kind, x)
+    refresh(x)
     now = world()
     fits = rows in (None, x.spec.rows) and not any(
         isinstance(one, Split) and x.shape[one.dim] % sum(x.spec.rows or (1,)) for one in sbp
@@ -378,8 +377,7 @@ def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int
 
 def whole_of(x: GlobalTensor) -> Tensor:
     """Return the whole tensor on every rank, plain and without history. A collective unless every rank has it."""
-    if x.viewed is not None:
-        refresh(x)
+    refresh(x)
     if x.known is not None and x.known[0] == x.writes:
         return x.known[1].clone()  # type: ignore[no-any-return]
     whole: Tensor = boxed(type(x), x, world().whole).local
@@ -505,8 +503,7 @@ def _draw(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str
     sbp = tuple(broadcast if isinstance(one, PartialSum) else one for one in x.spec.sbp)
 
     def part(one: Tensor) -> Any:
-        value = wrapped_whole(kind, one)
-        return boxed(kind, value, sbp, x.spec.rows) if one.shape == x.shape else value
+        return boxed(kind, one, sbp, x.spec.rows) if one.shape == x.shape else wrapped_whole(kind, one)
 
     return pytree.tree_map_only(Tensor, part, result)
 
@@ -528,11 +525,9 @@ _BY_SHAPE = {
 
 
 def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
-    if x.viewed is None:
-        return kind(x.local, x.spec)
     refresh(x)
     result = kind(x.local, x.spec)
-    result.viewed = replace(x.viewed)
+    result.viewed = None if x.viewed is None else replace(x.viewed)
     return result
 
 
@@ -564,8 +559,7 @@ def _fill(kind: type[GlobalTensor], x: Any, value: Any = 0) -> Any:
     number = whole_of(value) if type(value) is kind else value
     if type(x) is not kind:
         return x.fill_(number)
-    if x.viewed is not None:
-        refresh(x)
+    refresh(x)
     if any(isinstance(one, PartialSum) for one in x.spec.sbp):
         write_whole(x, torch.full(x.shape, 0, dtype=x.dtype, device=x.device).fill_(number))
     else:

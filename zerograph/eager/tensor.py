@@ -141,8 +141,7 @@ class GlobalTensor(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         one = value if isinstance(value, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, value)
-        if one.viewed is not None:
-            dispatch.refresh(one)
+        dispatch.refresh(one)
         DATA.__set__(self, one)
         self.local, self.spec, self.viewed, self.known = one.local, one.spec, None, None
 
@@ -316,8 +315,7 @@ class _Boxing(torch.autograd.Function):
 class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: GlobalTensor) -> Tensor:
-        if x.viewed is not None:
-            dispatch.refresh(x)
+        dispatch.refresh(x)
         ctx.spec = x.spec
         own = _of_slices(of_own_slices, x.local, x.spec.sbp)
         return own.view_as(own)
@@ -337,8 +335,6 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # The gradient of each summand of a partial sum is that of the sum.
         sbp = tuple(one if isinstance(one, Split) else broadcast for one in ctx.sbp)
-        if not isinstance(gradient, GlobalTensor):
-            gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
         return _of_slices(of_own_slices, dispatch.boxed(GlobalTensor, gradient, sbp, ctx.rows).local, sbp), None
 
 

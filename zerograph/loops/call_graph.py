@@ -542,8 +542,6 @@ class Begun:
                 parts.append(torch.zeros_like(self._outputs[place]))
                 continue
             if not world().is_alone:
-                if not isinstance(gradient, GlobalTensor):
-                    gradient = dispatch.wrapped_whole(GlobalTensor, gradient)
                 gradient = dispatch.boxed(GlobalTensor, gradient, self.step.outputs[place][0], self._rows[place]).local
             parts.append(gradient.contiguous() if world().slices is None else from_whole_vector(gradient))
         values = finish(self.step.number_values(), parts)
@@ -667,8 +665,7 @@ def _input(tensor: Tensor) -> Tensor:
     """Return a tensor as an argument of a graph."""
     if world().is_alone:
         return tensor.detach()
-    x = tensor if isinstance(tensor, GlobalTensor) else dispatch.wrapped_whole(GlobalTensor, tensor)
-    of_rows = is_rows(x.spec.sbp)
-    placed = dispatch.boxed(GlobalTensor, x, x.spec.sbp if of_rows else world().whole)
+    sbp = tensor.sbp if isinstance(tensor, GlobalTensor) and is_rows(tensor.sbp) else world().whole
+    placed, of_rows = dispatch.boxed(GlobalTensor, tensor, sbp), is_rows(sbp)
     plain: Tensor = placed.local if of_rows or not placed.dim() else placed.to_dtensor()
     return of_own_slices(plain, 0, world().mesh) if of_rows else plain
