@@ -490,8 +490,9 @@ def _draw(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str
     tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     x: Any = next(one for one in tensors if type(one) is kind)
     now.check_generator(kwargs.get("generator"), x.device)
-    by_shape = known.operator.overloadpacket in _BY_SHAPE and len(tensors) == 1
-
+    # Such an operator draws by the shape and dtype of its only tensor alone.
+    is_like = bool(known.written) or known.operator.overloadpacket.__name__.endswith("_like")
+    by_shape = is_like and len(tensors) == 1
     values = (args, kwargs)
     positional, named = pytree.tree_map_only(kind, lambda x: x.spec.fake() if by_shape else whole_of(x), values)
     result = known.operator(*positional, **named)
@@ -506,22 +507,6 @@ def _draw(kind: type[GlobalTensor], known: Operator, args: Any, kwargs: dict[str
         return boxed(kind, one, sbp, x.spec.rows) if one.shape == x.shape else wrapped_whole(kind, one)
 
     return pytree.tree_map_only(Tensor, part, result)
-
-
-# They draw by the shape and dtype of a tensor alone.
-_BY_SHAPE = {
-    aten.bernoulli_,
-    aten.cauchy_,
-    aten.exponential_,
-    aten.geometric_,
-    aten.log_normal_,
-    aten.normal_,
-    aten.rand_like,
-    aten.randint_like,
-    aten.randn_like,
-    aten.random_,
-    aten.uniform_,
-}
 
 
 def _detach(kind: type[GlobalTensor], x: GlobalTensor) -> GlobalTensor:
