@@ -142,6 +142,15 @@ def test_compare_names_the_first_step_and_tensor_that_differ(tmp_path: Path) -> 
     assert run("compare", one, none).exit_code == 2
 
 
+def test_compare_takes_a_loss_that_is_nan_in_both_runs_for_equal_and_an_absent_one_not(tmp_path: Path) -> None:
+    nan = '{"a": NaN, "b": null}\n'
+    for name, lines in {"one": nan, "same": nan, "other": '{"a": 1, "b": null}\n', "lacks": '{"a": NaN}\n'}.items():
+        (tmp_path / name).write_text(lines)
+    found = [run("compare", str(tmp_path / "one"), str(tmp_path / name)) for name in ("same", "other", "lacks")]
+    assert [one.exit_code for one in found] == [0, 1, 1]
+    assert [one.stdout for one in found] == ["", "line 1: a\n  NaN\n  1\n", "line 1: b\n  None\n  (absent)\n"]
+
+
 def test_diff_of_dumps_compares_pass_by_pass(tmp_path: Path) -> None:
     for name, line in (("one", "a"), ("other", "b")):
         (tmp_path / name).mkdir()

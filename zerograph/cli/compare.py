@@ -36,18 +36,22 @@ def _first_difference(first: Path, second: Path) -> str | None:
     for number, (one, other) in enumerate(itertools.zip_longest(_lines(first), _lines(second)), start=1):
         if one is None or other is None:
             return f"equal up to line {number - 1}, where {first if one is None else second} ends"
-        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        names = [name for name in {**one, **other} if one.get(name, _ABSENT) != other.get(name, _ABSENT)]
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            return f"line {number}: {names[0]}{more}\n  {one.get(names[0])}\n  {other.get(names[0])}"
+            return f"line {number}: {names[0]}{more}\n  {one.get(names[0], _ABSENT)}\n  {other.get(names[0], _ABSENT)}"
     return None
+
+
+_ABSENT = "(absent)"
 
 
 def _lines(log: Path) -> Iterator[dict[str, Any]]:
     try:
         with log.open() as file:
             for line in file:
-                entry = json.loads(line)
+                # A loss that is NaN in both runs is no difference: NaN is text here.
+                entry = json.loads(line, parse_constant=str)
                 if not isinstance(entry, dict):
                     raise ConfigError(f"{log} has a line that is no JSON object: {line:.60}")
                 yield entry
