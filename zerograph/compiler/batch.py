@@ -49,7 +49,7 @@ class Batch:
         mesh: device mesh of the DTensors among them; None if all tensors are plain.
         cut: for each tensor, True if it is cut into micro-batches along dimension 0.
         plain: for each tensor, True if it is a plain tensor, False if it is a DTensor.
-        whole: for each tensor, True if it is a plain tensor that every rank holds whole: 0-d or replicated.
+        parts: for each tensor, True if it is a plain tensor of which each rank has a part: neither 0-d nor replicated.
         micro_batches: number of micro-batches.
         cut_by: the option that says so, in messages.
         slices: ``config.virtual_ranks``.
@@ -70,7 +70,7 @@ class Batch:
     mesh: DeviceMesh | None
     cut: tuple[bool, ...]
     plain: tuple[bool, ...]
-    whole: tuple[bool, ...] = ()
+    parts: tuple[bool, ...]
     micro_batches: int = 1
     cut_by: str = ""
     slices: int | None = None
@@ -92,8 +92,8 @@ class Batch:
         """
         is_tensor = tuple(leaf is Tensor for leaf in self.leaves)
         inputs = tuple(
-            (len(spec.shape) if plain and not whole else spec.shape, spec.dtype, spec.device)
-            for plain, whole, spec in zip(self.plain, self.whole, self.specs, strict=True)
+            (len(spec.shape) if is_part else spec.shape, spec.dtype, spec.device)
+            for is_part, spec in zip(self.parts, self.specs, strict=True)
         )
         kind = self.tree, is_tensor, inputs, self.sbp, self.mesh is None, self.constants, self.micro_batches
         return kind, self.marks
@@ -104,8 +104,8 @@ class Batch:
         A tensor without rows takes its other dimensions from the ranks that have some.
         """
         tensors = tuple(
-            _without_rows(tensor, spec.shape, sizes) if plain and not whole and not len(tensor) else tensor
-            for tensor, spec, plain, whole in zip(self.tensors, specs, self.plain, self.whole, strict=True)
+            _without_rows(tensor, spec.shape, sizes) if is_part and not len(tensor) else tensor
+            for tensor, spec, is_part in zip(self.tensors, specs, self.parts, strict=True)
         )
         is_resolved = specs is self.specs and sizes is self.sizes and variant == self.variant
         if is_resolved and all(map(operator.is_, tensors, self.tensors)):
@@ -140,20 +140,18 @@ class Batch:
         """Return the shapes of plain inputs as texts that are shown with their facts; ranks may differ in rows."""
         return {
             f"input {name}{SHOWN_WITH}": f", of shape {tuple(tensor.shape)}"
-            for name, tensor, plain, whole in zip(self.names, self.tensors, self.plain, self.whole, strict=True)
-            if plain and not whole
+            for name, tensor, is_part in zip(self.names, self.tensors, self.parts, strict=True)
+            if is_part
         }
 
     def facts(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text by name."""
         inputs = {
-            f"input {name}": (
-                f"{tensor.dim()} dimensions" if plain and not whole else f"local shape {tuple(tensor.shape)}"
-            )
+            f"input {name}": (f"{tensor.dim()} dimensions" if is_part else f"local shape {tuple(tensor.shape)}")
             + f", {tensor.dtype}, {show(sbp)}"
             + (f", dynamic dimensions with their limits {dict(marks)}" if marks else "")
-            for name, tensor, sbp, plain, whole, marks in zip(
-                self.names, self.tensors, self.sbp, self.plain, self.whole, self.marks, strict=True
+            for name, tensor, sbp, is_part, marks in zip(
+                self.names, self.tensors, self.sbp, self.parts, self.marks, strict=True
             )
         }
         return {"the nesting of the inputs": str(self.tree), **dict(self.constants), **inputs}
@@ -189,16 +187,14 @@ def read_batch(
     named, tree = _flattened(arguments)
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
+    parts = tuple(_is_part(leaf) for _, leaf in inputs)
     # An update of accumulated gradients has no inputs, or numbers only.
-    has_sequence = config.mesh.context_parallel > 1 and any(
-        isinstance(leaf, Tensor) and leaf.dim() and not is_dtensor(leaf) and not is_replicated(leaf)
-        for _, leaf in inputs
-    )
+    has_sequence = config.mesh.context_parallel > 1 and any(parts)
     length = sequence_length(inputs, config.mesh.context_parallel) if has_sequence else None
     read = [_read(leaf, name, mesh, grid, plain, length) for name, leaf in inputs]
     cut = tuple(
-        tensor.dim() > 0 and (Split(0) in sbp if is_dtensor(leaf) else not is_replicated(leaf))
-        for (_, leaf), (tensor, _, sbp) in zip(inputs, read, strict=True)
+        is_part or (is_dtensor(leaf) and tensor.dim() > 0 and Split(0) in sbp)
+        for is_part, (_, leaf), (tensor, _, sbp) in zip(parts, inputs, read, strict=True)
     )
     meshes = [leaf.device_mesh for _, leaf in inputs if is_dtensor(leaf)]
     cut_by = (
@@ -230,7 +226,7 @@ def read_batch(
         meshes[0] if meshes else None,
         cut,
         tuple(not is_dtensor(leaf) for _, leaf in inputs),
-        tuple(not is_dtensor(leaf) and (leaf.dim() == 0 or is_replicated(leaf)) for _, leaf in inputs),
+        parts,
         micro_batches,
         cut_by,
         config.virtual_ranks,
@@ -240,6 +236,10 @@ def read_batch(
     # With slices, what is whole on all ranks is computed whole.
     _check_micro_batches(batch, must_cut=config.virtual_ranks is None)
     return batch
+
+
+def _is_part(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not is_dtensor(leaf) and not is_replicated(leaf)
 
 
 def _marks(leaf: Tensor, name: str) -> Marks:
@@ -360,7 +360,7 @@ def _read(
         return _read_global(leaf, name, mesh, grid)
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: pass a dense tensor ({name}.to_dense())")
-    if leaf.dim() == 0 or is_replicated(leaf):
+    if not _is_part(leaf):
         return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), all_broadcast(mesh.dims)
     sbp = tuple(broadcast if isinstance(entry, Split) and entry.dim >= leaf.dim() else entry for entry in plain)
     if length is not None and is_sequence(leaf, length):

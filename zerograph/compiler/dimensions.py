@@ -49,11 +49,7 @@ def sizes_on(mesh: Mesh, batch: Batch) -> list[list[int]]:
 
 def part_numbers(batch: Batch) -> list[int]:
     """Return the numbers of the inputs that are this rank's part of the batch."""
-    return [
-        number
-        for number, tensor in enumerate(batch.tensors)
-        if batch.plain[number] and tensor.dim() and not batch.whole[number]
-    ]
+    return [number for number, is_part in enumerate(batch.parts) if is_part]
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,8 @@ class Snapshot:
         self._batch = batch.with_tensors(())
         # Sizes of the parts of a batch may differ in each call.
         self._inputs = [
-            (tensor.dim() if plain and not whole else tensor.shape, tensor.dtype, tensor.device, marks)
-            for tensor, plain, whole, marks in zip(batch.tensors, batch.plain, batch.whole, batch.marks, strict=True)
+            (tensor.dim() if is_part else tensor.shape, tensor.dtype, tensor.device, marks)
+            for tensor, is_part, marks in zip(batch.tensors, batch.parts, batch.marks, strict=True)
         ]
         self._constants = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
 
