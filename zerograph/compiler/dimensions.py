@@ -14,11 +14,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
+from zerograph.compiler.plain_inputs import replica_groups
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
 from zerograph.ir.mesh import Mesh, global_shape, slice_counts
@@ -334,7 +332,8 @@ def _sizes(batch: Batch, everybody: Sequence[Sequence[int]], mesh: Mesh, grid: A
         each = [tuple(sizes[at : at + dims]) for sizes in everybody]
         at += dims
         parts[number] = tuple(shape[0] for shape in each)
-        lengths = _along(torch.tensor(grid), _split_dims(batch, number, mesh), each, batch.names[number])
+        by_rows = tuple(entry if entry == Split(0) else broadcast for entry in batch.sbp[number])
+        lengths = _rows(replica_groups(grid, by_rows), each, batch.names[number])
         others = tuple(broadcast if entry == Split(0) else entry for entry in batch.sbp[number])
         shapes[number] = global_shape((sum(lengths), *_other_sizes(batch.names[number], each)), others, mesh)
         rows[number, 0] = lengths
@@ -385,30 +384,26 @@ def _other_sizes(name: str, each: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     return filled[first][1:]
 
 
-def _along(ranks: Tensor, split: Sequence[int], each: Sequence[tuple[int, ...]], name: str) -> tuple[int, ...]:
-    """Return the rows of the parts that mesh dimensions make, in row-major order; along all others they are equal.
+def _rows(groups: Sequence[Sequence[int]], each: Sequence[tuple[int, ...]], name: str) -> tuple[int, ...]:
+    """Return the rows of the parts that mesh dimensions make, in row-major order.
 
     Args:
-        ranks: the ranks, one dimension for each of the mesh.
-        split: the mesh dimensions that split the input.
+        groups: for each part the ranks that hold it.
         each: shape of the input on each rank.
         name: the input, for messages.
 
     Raises:
-        InputError: ranks along another mesh dimension differ.
+        InputError: ranks that hold the same part differ.
     """
-    others = [dim for dim in range(ranks.dim()) if dim not in split]
-    parts = math.prod(ranks.shape[dim] for dim in split)
-    first, *copies = ranks.permute(*others, *split).reshape(-1, parts).tolist()
-    for copy in copies:
-        for rank, other in zip(first, copy, strict=True):
+    for rank, *copies in groups:
+        for other in copies:
             if each[rank][0] != each[other][0]:
                 raise InputError(
                     f"{name} has {each[rank][0]} rows on rank {rank} and {each[other][0]} on rank {other}, but no "
                     "mesh dimension that splits the batch lies between them\nPass the same part on both ranks, or "
                     "split the batch along more dimensions of the placement (config.mesh.input_sbp)."
                 )
-    return tuple(each[rank][0] for rank in first)
+    return tuple(each[rank][0] for rank, *_ in groups)
 
 
 def _split_dims(batch: Batch, number: int, mesh: Mesh) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,7 +176,7 @@ def _warn_of_equal_batches(
     """Warn of ranks that all passed the same rows, as without a sampler, by the first input that is no constant."""
     for number in parts:
         is_constant = comparison.values[0][number].constant or _is_few(batch.tensors[number])
-        if not is_constant and len(list(replica_groups(comparison.grid, batch.sbp[number]))) > 1:
+        if not is_constant and len(replica_groups(comparison.grid, batch.sbp[number])) > 1:
             warn(
                 f"{batch.names[number]} is bitwise equal on all {comparison.ranks} ranks, and so are all inputs: each "
                 f"row counts {comparison.ranks} times, and more ranks compute no more\n"
@@ -217,15 +217,14 @@ def _check_replicated(number: int, batch: Batch, comparison: Comparison) -> None
         )
 
 
-def replica_groups(grid: Any, sbp: NdSbp) -> Iterator[list[int]]:
-    """Yield the groups of ranks that hold the same piece of a tensor placed ``sbp``."""
-    ranks = torch.tensor(grid)
-    is_split = [isinstance(entry, Split) for entry in sbp]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for position in itertools.product(*map(range, ranks.shape)):
-        piece = tuple(index for index, split in zip(position, is_split, strict=True) if split)
-        groups.setdefault(piece, []).append(int(ranks[position]))
-    yield from groups.values()
+def replica_groups(grid: Any, sbp: NdSbp) -> list[list[int]]:
+    """Return the groups of ranks that hold the same piece of a tensor placed ``sbp``, in the order of the pieces."""
+    ranks = torch.tensor(grid, device="cpu")
+    split = [dim for dim, entry in enumerate(sbp) if isinstance(entry, Split)]
+    others = [dim for dim in range(ranks.dim()) if dim not in split]
+    pieces = math.prod(ranks.shape[dim] for dim in split)
+    groups: list[list[int]] = ranks.permute(*split, *others).reshape(pieces, -1).tolist()
+    return groups
 
 
 def digests_of_whole(batch: Batch) -> list[int]:
