@@ -41,6 +41,14 @@ def test_the_loss_scale_is_static_or_dynamic_with_its_arguments() -> None:
     assert (dynamic.growth_interval, dynamic.min_scale, dynamic.hysteresis) == (7, 2, 3)
 
 
+def test_the_scaler_of_naive_fp16_has_other_defaults_than_that_of_torch() -> None:
+    for mode, interval, hysteresis in (("torch", 2000, 1), ("naive", 1000, 2)):
+        for given in ({}, {"growth_interval": 7}, {"hysteresis": 3}):
+            scaler = read({"fp16": {"mode": mode, **given}}).options["grad_scaler"]
+            expected = {"growth_interval": interval, "hysteresis": hysteresis, **given}
+            assert {name: getattr(scaler, name) for name in expected} == expected
+
+
 def test_clipping_accumulation_and_persistent_parameters_have_their_options() -> None:
     found = options(clip_grad=1.5, gradient_accumulation_steps=4, param_persistence_threshold=99)
     assert found["clip_grad_norm"] == 1.5

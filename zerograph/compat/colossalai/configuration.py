@@ -118,7 +118,9 @@ def _without_zero(top: Section) -> dict[str, Any]:
         raise ConfigError(f"fp16.mode = {mode!r}: choose 'torch' or 'naive'")
     if mode == "apex":
         raise ConfigError("fp16.mode: NVIDIA's Apex is not supported; choose 'torch' or 'naive'")
-    scaler = GradScaler(**{names[key]: value for key, value in values.items()})
+    # ColossalAI's own scaler has other defaults than torch's.
+    defaults = {"growth_interval": 1000, "hysteresis": 2} if mode == "naive" else {}
+    scaler = GradScaler(**defaults | {names[key]: value for key, value in values.items()})
     return {"stage": 0, **precision_options(torch.float16, scaler)}
 
 
