@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import sliced
 from tests.pool import Pool
+from zerograph.eager.program import Spec
 
 ROWS = {"equal parts": (4, 4), "unequal parts": (5, 3)}
 
@@ -245,6 +247,26 @@ def numbers_that_change() -> int:
 def test_a_number_that_changes_compiles_nothing_anew(pool: Pool) -> None:
     # One program for the product, one for the sum with a whole number, one for that with a fraction.
     assert max(pool.run_afresh(2, numbers_that_change)) < 40
+
+
+def metadata_of_sizes_that_change() -> int:
+    def live() -> int:
+        gc.collect()
+        return sum(type(one) is Spec for one in gc.get_objects())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerograph.eager.world._MOST_PROGRAMS", 4)
+        counts = []
+        for first in (1, 13, 25):
+            for length in range(first, first + 12):
+                (zg.global_tensor(torch.ones(4, length), zg.sbp.split(0)) * 2).sum(0).tanh()
+            counts.append(live())
+    return counts[-1] - counts[0]
+
+
+def test_metadata_of_sizes_that_are_gone_is_freed(pool: Pool) -> None:
+    # Of each operator at most four programs are kept.
+    assert max(pool.run(2, metadata_of_sizes_that_change)) < 12
 
 
 def numbers_of_programs() -> None:

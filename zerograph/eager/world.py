@@ -49,7 +49,8 @@ class World:
     def __init__(self, job: Job, slices: int | None = None) -> None:
         self.job, self.slices, self.mesh = job, slices, with_slices(job.mesh, slices)
         self.whole: NdSbp = all_broadcast(job.mesh.dims)
-        self._specs: dict[tuple[Any, ...], Spec] = {}
+        # Of tensors and programs that exist: a loop whose sizes differ from step to step has ever other ones.
+        self._specs = weakref.WeakValueDictionary[tuple[Any, ...], Spec]()
         self.operators: dict[int, Any] = {}
         self.boxings: dict[Any, Program] = {}
         self.rows_of_ranks = self.joins_rows = False
