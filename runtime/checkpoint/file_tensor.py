@@ -362,23 +362,26 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r:.60} is not a path of safetensors files")
     tensors: dict[str, Tensor] = {}
-    for file in map(OpenFile, _files(Path(path))):
-        tensors |= {name: file.tensor(name) for name in file.names()}
+    files, by_name = _files(Path(path))
+    for file in map(OpenFile, files):
+        # Of a tensor that stands in several files the index says which one counts.
+        names = [name for name in file.names() if by_name.get(name, file.path) == file.path]
+        tensors |= {name: file.tensor(name) for name in names}
     return tensors
 
 
-def _files(path: Path) -> list[Path]:
-    """Return the files of a checkpoint, in order of their names."""
+def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the files of a checkpoint, in order of their names, and the file of each tensor by an index."""
     if path.is_dir():
         single, path = path / SINGLE, path / INDEX
         if not path.exists():
             if not single.exists():
                 raise CheckpointError(f"{single.parent} has neither {SINGLE} nor {INDEX}")
-            return [single]
+            return [single], {}
     if path.suffix != ".json":
-        return [path]
+        return [path], {}
     try:
-        weight_map = json.loads(cache.read(path))["weight_map"]
-        return [path.parent / name for name in sorted(set(weight_map.values()))]
+        by_name = {name: path.parent / file for name, file in json.loads(cache.read(path))["weight_map"].items()}
+        return sorted(set(by_name.values())), by_name
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not an index of safetensors files: {error!r}") from error

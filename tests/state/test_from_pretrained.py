@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -232,6 +233,15 @@ def test_what_cannot_be_loaded_is_an_error_on_all_ranks(pool: Pool, folders: dic
     assert file.name in first["damaged on rank 1"]
     assert second["damaged on rank 1"].startswith("CheckpointError")
     assert file.name in second["damaged on rank 1"]
+
+
+def test_of_a_tensor_in_several_files_the_index_says_which_counts(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b", "c")):
+        save_file({"x": torch.tensor([float(number)]), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    weight_map = {name: f"{name}.safetensors" for name in ("a", "b", "c")} | {"x": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    tensors: dict[str, Any] = zg.open_safetensors(tmp_path)
+    assert {name: one.whole().item() for name, one in tensors.items()} == {"a": 1, "b": 1, "c": 1, "x": 1}
 
 
 def test_operators_on_a_tensor_of_a_file_are_those_of_its_values(tmp_path: Path) -> None:
