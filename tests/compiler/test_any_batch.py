@@ -224,30 +224,40 @@ class Bags(nn.Module):
         return F.cross_entropy(self.head(self.bag(indices, offsets)), targets)
 
 
-def bags_of_any_size(of_part: bool) -> list[Tensor]:
-    """Return the differences from plain PyTorch; offsets count in a rank's own part, or in the whole batch."""
+def bags_of_any_size(of_part: bool, grid: list[list[int]] | None) -> list[Tensor]:
+    """Return the differences from plain PyTorch; offsets count in a rank's own part, or in the whole batch.
+
+    Ranks of a row of the grid have the same part.
+    """
     torch.manual_seed(0)
     model, plain = Bags().double(), Bags().double()
     plain.load_state_dict(model.state_dict())
     step = LossStep(model, torch.optim.SGD(model.parameters(), lr=0.5), 2)
+    number = zg.rank()
+    if grid is not None:
+        step.config.mesh.placement = zg.placement("cpu", ranks=grid)
+        step.config.mesh.input_sbp = (zg.sbp.split(0), zg.sbp.broadcast)
+        number //= len(grid[0])
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     differences = []
-    # The sizes of each rank's bags.
+    # The sizes of the bags of each part.
     for sizes in [([2, 3], [1, 4]), ([2, 2, 1], [3]), ([], [4, 1]), ([5], []), ([1, 2], [3, 0, 1])]:
         lengths = torch.tensor([size for part in sizes for size in part])
         indices, targets = torch.randint(11, (int(lengths.sum()),)), torch.randint(3, (len(lengths),))
         offsets = lengths.cumsum(0) - lengths
         loss = update_by(optimizer, plain(indices, offsets, targets))
         bags, rows = (tuple(map(count, sizes)) for count in (len, sum))
-        mine = own(bags, offsets) - (sum(rows[: zg.rank()]) if of_part else 0)
-        differences.append((step(own(rows, indices), mine, own(bags, targets)) - loss).abs())
+        mine = offsets.split(bags)[number] - (sum(rows[:number]) if of_part else 0)
+        differences.append((step(indices.split(rows)[number], mine, targets.split(bags)[number]) - loss).abs())
     return differences
 
 
-@pytest.mark.parametrize("of_part", [True, False])
+@pytest.mark.parametrize(("of_part", "grid"), [(True, None), (False, None), (True, [[0, 1], [2, 3]])])
 @pytest.mark.filterwarnings("ignore:no rule says how aten._embedding_bag")
-def test_bags_of_unequal_parts_are_those_of_the_whole_batch(pool: Pool, of_part: bool) -> None:
-    for differences in pool.run(2, bags_of_any_size, of_part):
+def test_bags_of_unequal_parts_are_those_of_the_whole_batch(
+    pool: Pool, of_part: bool, grid: list[list[int]] | None
+) -> None:
+    for differences in pool.run(2 if grid is None else 4, bags_of_any_size, of_part, grid):
         assert max(differences) < 1e-12
 
 
