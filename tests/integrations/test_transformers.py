@@ -95,6 +95,17 @@ def test_a_run_resumes_on_four_ranks_and_then_on_one(pool: Pool, tmp_path: Path)
     assert_equal(run("language_model", tmp_path / "one", 1, 1, options)[:-1], expected[:-1], within=1e-6)
 
 
+def test_a_resumed_run_draws_the_order_of_samples_that_the_plain_trainer_draws(tmp_path: Path) -> None:
+    # In the middle of an epoch of 5 steps; this order is drawn from torch's generator.
+    options = {"save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": "group_by_length"}
+    logs = []
+    for folder, zero in ((tmp_path / "plain", None), (tmp_path / "zero", 2)):
+        run("language_model", folder, 1, zero, options | {"max_steps": 3})
+        options_of_rest = options | {"max_steps": 6, "resume": str(folder / "checkpoint-3")}
+        logs.append(run("language_model", folder / "rest", 1, zero, options_of_rest))
+    assert_equal(logs[1][:-1], logs[0][:-1])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

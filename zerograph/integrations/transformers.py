@@ -23,6 +23,7 @@ from zerograph.integrations.accelerate import STATE, Accelerator, one_process
 from zerograph.integrations.eager import whole
 from zerograph.integrations.options import Zero, config_of
 from zerograph.integrations.unsupported import GENERATING, refuse_unsupported
+from zerograph.loops import noise
 from zerograph.loops.global_parts import check_equal
 from zerograph.loops.loop import Loop
 from zerograph.loops.prepare import loop_of, prepare
@@ -172,7 +173,10 @@ class ZeroTrainerMixin(_Mixed):
             # Also of a checkpoint that transformers itself wrote.
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
+            # The trainer restores generators itself, after it has skipped batches: their order is drawn before.
+            states = noise.states()
             self._loop.graph(*self._loop.optimizers).load(Path(checkpoint) / STATE)
+            noise.restore(states)
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
