@@ -24,6 +24,7 @@ from zerograph.optim.surroundings import (
     own_attributes,
     restored,
     single_process,
+    state_like,
     twin_of,
 )
 
@@ -100,7 +101,7 @@ class _Rehearsal:
             if (rate := group.get("lr", 0.0)) is not None:
                 group["lr"] = torch.full_like(rate, 0.1) if isinstance(rate, Tensor) else 0.1
         for parameter, leaf in zip(parameters, leaves, strict=True):
-            entries = _torch.initial_state(twin, leaf) or constructed_for(self._optimizer, parameter).like(leaf)
+            entries = _torch.initial_state(twin, leaf) or state_like(constructed_for(self._optimizer, parameter), leaf)
             if entries:
                 twin.state[leaf] = entries
         step = _torch.unhooked_step(type(twin))

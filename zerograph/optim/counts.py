@@ -7,7 +7,6 @@ it is then: these numbers depend on no tensor.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from zerograph.ir.update_program import Path
 from zerograph.optim.hyperparameters import OF_OPTIMIZER, place
-from zerograph.optim.sampling import Sample
+from zerograph.optim.sampling import Sample, location
 from zerograph.optim.surroundings import is_known, numbers_of, restored
 
 
@@ -36,27 +35,20 @@ def counts_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tup
                 sample.numbers_over_steps(1, 1, answer=True),
                 sample.numbers_over_steps(1, 1, forgets=True),
             )
-            after = numbers_of(_after_step(optimizer, group))
+            twin = _after_step(optimizer, group)
+            after = numbers_of(twin)
     except Exception:
         # The trace of the update reports it.
         return ()
     counts: list[Path] = []
-    for where in alone[1]:
+    for path in (*((name,) for name in twin.param_groups[0]), *((name, *OF_OPTIMIZER) for name in vars(twin))):
+        where = location(path)
         values, *different = ([found.get(where) for found in one] for one in (alone, *others))
-        path = _path(where)
         is_number = all(type(value) in (int, float) for value in values[1:])
         is_alike = after.get(where) == values[1] and all(other[1:] == values[1:] for other in different)
-        if path and is_number and is_alike and len(set(values)) > 1:
+        if is_number and is_alike and len(set(values)) > 1:
             counts.append(path)
     return tuple(counts)
-
-
-def _path(where: str) -> Path | None:
-    in_group = re.fullmatch(r"param_groups\['(.*)'\]", where)
-    if in_group:
-        return (in_group[1],)
-    in_optimizer = re.fullmatch(r"self\.(\w+)", where)
-    return (in_optimizer[1], *OF_OPTIMIZER) if in_optimizer else None
 
 
 def without(group: Mapping[str, Any], counts: Sequence[Path]) -> Mapping[str, Any]:

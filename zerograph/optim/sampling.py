@@ -28,6 +28,7 @@ from zerograph.optim.surroundings import (
     numbers_of,
     restored,
     single_process,
+    state_like,
     twin_of,
 )
 from zerograph.optim.tensor_values import ValuesAsTensors, number
@@ -280,7 +281,7 @@ class Sample:
             for tensors in each
         ]
         for leaf, state in zip(leaves, states, strict=True):
-            begin = _torch.initial_state(twin, leaf) or self._constructed.like(leaf)
+            begin = _torch.initial_state(twin, leaf) or state_like(self._constructed, leaf)
             if entries := nested_state(state) or begin:
                 twin.state[leaf] = _State(self.counters, entries)
         return leaves, twin

@@ -272,23 +272,14 @@ class _Form:
         return torch.full(self.shape, self.number, dtype=self.dtype, device=leaf.device if self.shape else "cpu")
 
 
-@dataclass(frozen=True)
-class Constructed:
-    """The state of a parameter as the optimizer's constructor has left it.
-
-    Attributes:
-        entries: it has forms in place of tensors.
-    """
-
-    entries: Mapping[str, Any]
-
-    def like(self, leaf: Tensor) -> dict[str, Any]:
-        """Return such state for another parameter."""
-        entries: dict[str, Any] = pytree.tree_map_only(_Form, lambda form: form.like(leaf), dict(self.entries))
-        return entries
+# The state of a parameter as the optimizer's constructor has left it, with forms in place of tensors.
+Constructed = dict[str, Any]
 
 
-_NONE = Constructed({})
+def state_like(constructed: Constructed, leaf: Tensor) -> dict[str, Any]:
+    """Return such state for another parameter."""
+    entries: dict[str, Any] = pytree.tree_map_only(_Form, lambda form: form.like(leaf), constructed)
+    return entries
 
 
 def constructed_for(optimizer: Any, parameter: Tensor) -> Constructed:
@@ -297,13 +288,13 @@ def constructed_for(optimizer: Any, parameter: Tensor) -> Constructed:
     It is noted on the optimizer, whose state moves into the graph.
     """
     if is_known(optimizer):
-        return _NONE
+        return {}
     noted: dict[int, Constructed] = vars(optimizer).setdefault("_zerograph_constructed", {})
     entries = own_state(optimizer).get(parameter)
     if entries and id(parameter) not in noted:
         forms = pytree.tree_map_only(Tensor, lambda value: _Form.of(value, parameter), dict(entries))
-        noted[id(parameter)] = _NONE if _begins_empty(optimizer, parameter) else Constructed(forms)
-    return noted.get(id(parameter), _NONE)
+        noted[id(parameter)] = {} if _begins_empty(optimizer, parameter) else forms
+    return noted.get(id(parameter), {})
 
 
 def constructed_of(optimizer: Any, group: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> Constructed:
@@ -313,7 +304,7 @@ def constructed_of(optimizer: Any, group: Mapping[str, Any], shape: torch.Size, 
         CaptureError: it is not the same for all of them.
     """
     if is_known(optimizer) or not group["params"]:
-        return _NONE
+        return {}
     alike = [one for one in group["params"] if (one.shape or (1,)) == shape and one.dtype == dtype]
     first, *others = [constructed_for(optimizer, one) for one in alike or group["params"][:1]]
     if any(one != first for one in others):

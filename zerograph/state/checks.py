@@ -194,7 +194,7 @@ def _check_entries(
     for own, saved, loaded in zip(optimizer.param_groups, groups, converted, strict=True):
         for parameter, number in zip(own["params"], saved["params"], strict=True):
             shapes = {name: _shape(value) for name, value in states.get(number, {}).items() if value is not None}
-            if not shapes and constructed_for(optimizer, parameter).entries:
+            if not shapes and constructed_for(optimizer, parameter):
                 raise ConfigError(
                     f"the state has nothing of parameter {number} of {kind}, whose step() needs what its constructor "
                     "has made\nLoad a state for every parameter, or leave out the optimizer's."
