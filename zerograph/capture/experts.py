@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +18,8 @@ from zerograph.base.contexts import given
 from zerograph.ops.dispatch import combine, dispatch, gather_ids
 from zerograph.ops.experts import expert_mm
 
-# Number of groups that ranks split the experts into, by ``id`` of the module.
-_groups: ContextVar[Mapping[int, int]] = ContextVar("expert_groups", default=MappingProxyType({}))
-# Whether the batch is cut into micro-batches.
-_is_cut: ContextVar[bool] = ContextVar("batch_is_cut", default=False)
+# Number of groups that ranks split the experts into, by ``id`` of the module; and whether the batch is cut.
+_split: ContextVar[tuple[Mapping[int, int], bool]] = ContextVar("split_experts", default=(MappingProxyType({}), False))
 
 
 def expert_count(module: nn.Module) -> int:
@@ -40,28 +37,28 @@ def _stored(module: nn.Module, name: str) -> Any:
     return getattr(module, name, None)
 
 
-@contextlib.contextmanager
-def in_groups(groups: Mapping[int, int], *, is_cut: bool) -> Iterator[None]:
+def in_groups(groups: Mapping[int, int], *, is_cut: bool) -> AbstractContextManager[None]:
     """Trace experts in so many groups, by ``id`` of the module; the others in one.
 
     Args:
         groups: number of groups.
         is_cut: the batch is cut into micro-batches.
     """
-    with given(_groups, groups), given(_is_cut, is_cut):
-        yield
+    return given(_split, (groups, is_cut))
 
 
-@contextlib.contextmanager
-def captured_experts() -> Iterator[None]:
-    """Trace experts as products by expert inside the block.
+def _groups_of(module: nn.Module) -> int:
+    return _split.get()[0].get(id(module), 1)
+
+
+def captured_experts() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the method by which transformers chooses the function of experts: owner, name, one with products by expert.
 
     A loop over the experts that got tokens has shapes that depend on values, and a grouped product sorts the tokens of
     the whole batch. ``"batched_mm"`` stays as it is, unless ranks split the experts.
     """
     interface: Any = getattr(sys.modules.get("transformers.integrations.moe"), "ExpertsInterface", None)
     if interface is None:
-        yield
         return
     find = interface.get_interface
 
@@ -70,14 +67,13 @@ def captured_experts() -> Iterator[None]:
 
         @functools.wraps(forward)
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            replaced = name in (None, "eager", "grouped_mm") or _groups.get().get(id(module), 1) > 1
+            replaced = name in (None, "eager", "grouped_mm") or _groups_of(module) > 1
             function = _forward if replaced and expert_count(module) and hasattr(module, "has_gate") else forward
             return function(module, *args, **kwargs)
 
         return run
 
-    with patch.object(interface, "get_interface", chosen):
-        yield
+    yield interface, "get_interface", chosen
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -88,8 +84,8 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
         hidden_states: [tokens, width].
         top_k_index, top_k_weights: the experts of each token, and their shares [tokens, choices].
     """
-    groups, total = _groups.get().get(id(self), 1), expert_count(self)
-    if groups > 1 and _is_cut.get():
+    groups, total = _groups_of(self), expert_count(self)
+    if groups > 1 and _split.get()[1]:
         # In the order of tokens that ``dispatch`` has in a micro-batch.
         top_k_index = gather_ids(top_k_index)
         top_k_weights = dispatch(top_k_weights, top_k_index, groups, total)
@@ -111,7 +107,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
 
 def _linear(self: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
     """Return tokens through a linear layer of each of their experts: [groups, tokens, choices, out]."""
-    weight, groups = getattr(self, name), _groups.get().get(id(self), 1)
+    weight, groups = getattr(self, name), _groups_of(self)
     dtype = weight.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,9 @@ from zerograph.ops.flex_attention import (
 aten = torch.ops.aten
 
 
-@contextlib.contextmanager
-def captured_flex_attention() -> Iterator[None]:
+def captured_flex_attention() -> contextlib.AbstractContextManager[Any]:
     """Make ``torch.nn.attention.flex_attention.flex_attention`` one operator of the step."""
-    if not _torch.uses_flex_attention():
-        yield
-        return
-    with _torch.replaced_flex_attention(_attend):
-        yield
+    return _torch.replaced_flex_attention(_attend) if _torch.uses_flex_attention() else contextlib.nullcontext()
 
 
 def _attend(

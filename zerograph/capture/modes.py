@@ -183,13 +183,15 @@ def _refuse_writes_outside(func: Any, args: Any, kwargs: Any) -> None:
             )
 
 
-class NoReads(TorchFunctionMode):
-    """A mode that refuses what reads a tensor's value by another way than an operator: texts and arrays.
+class FunctionMode(TorchFunctionMode):
+    """A mode of ``build()`` that refuses what no operator shows, and unfuses attention with dropout.
 
-    It leaves out checks of libraries.
+    No tracer sees ``parameter.data = ...``, nor a read of a tensor's value by its text or as an array. Checks of
+    libraries are left out. Fused kernels of accelerators draw a mask of dropout from a generator of their own; those of
+    the CPU have no dropout.
 
     Args:
-        reads: gets the errors, see :func:`reads_uncaught`.
+        reads: gets the errors of reads, see :func:`reads_uncaught`.
     """
 
     def __init__(self, reads: list[CaptureError]) -> None:
@@ -200,8 +202,16 @@ class NoReads(TorchFunctionMode):
         """Run a function.
 
         Raises:
-            CaptureError: it reads a value.
+            CaptureError: it assigns to ``data``, or reads a value.
         """
+        if func == _SET_DATA:
+            raise source.refusal(
+                "build() assigns to .data, which tracing does not see",
+                "Write the values with copy_() under torch.no_grad().",
+            )
+        if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **(kwargs or {}))
         if func in (Tensor.__bool__, Tensor.item):
             truth = passing(sys._getframe(1), is_number=func is Tensor.item and args[0].dtype != torch.bool)
             if truth is not None:
@@ -250,30 +260,6 @@ def _makes_texts(frame: FrameType) -> bool:
     if file in _OF_TEXTS or source.is_standard(file) or (file, name) == ("<string>", "__repr__"):
         return True
     return isinstance(frame.f_locals.get("self"), (logging.Handler, logging.Formatter))
-
-
-class FunctionMode(NoReads):
-    """A mode of ``build()`` that also refuses ``parameter.data = ...``, and unfuses attention with dropout.
-
-    No tracer sees the assignment. Fused kernels of accelerators draw a mask of dropout from a generator of their own;
-    those of the CPU have no dropout.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function.
-
-        Raises:
-            CaptureError: it assigns to ``data``, or reads a value.
-        """
-        if func == _SET_DATA:
-            raise source.refusal(
-                "build() assigns to .data, which tracing does not see",
-                "Write the values with copy_() under torch.no_grad().",
-            )
-        if func is _ATTEND and ((kwargs or {}).get("dropout_p") or any(args[4:5])):
-            with sdpa_kernel(SDPBackend.MATH):
-                return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 _ATTEND = F.scaled_dot_product_attention

@@ -50,7 +50,7 @@ def substituted(counts_any: bool = True) -> Iterator[None]:
         replaced(wrappers.seen_through()),
         _torch.compiled_functions_run_plainly(),
         captured_flex_attention(),
-        captured_experts(),
+        replaced(captured_experts()),
         replaced(untraced_masks()),
     ):
         yield
