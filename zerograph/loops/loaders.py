@@ -21,7 +21,7 @@ from zerograph.eager.world import world
 from zerograph.errors import ConfigError, InputError
 from zerograph.ir.mesh import local_start, piece_count
 from zerograph.loops import noise
-from zerograph.loops.rows import RowsOf, Share, Stacked, only_stacks, rows_of, tensors_of
+from zerograph.loops.rows import Share, only_stacks, rows_collated, rows_of, tensors_of, with_texts
 from zerograph.runtime.job.exchange import broadcast_number
 from zerograph.runtime.job.process_group import Job, agree, digest, join
 from zerograph.runtime.tensor_hash import hash_bits
@@ -419,7 +419,7 @@ class Reader(Dataset[Any]):
     def __init__(self, loader: DataLoader[Any], share: Share, job: Job) -> None:
         self._dataset, self._share, self._job = loader.dataset, share, job
         self._only_stacks = share.parts > 1 and only_stacks(loader.collate_fn)
-        self._collate = Stacked(loader.collate_fn) if self._only_stacks else RowsOf(loader.collate_fn, share)
+        self._collate = loader.collate_fn
         # It reads all samples of each batch from now on.
         self._reads_all = not self._only_stacks or not _reads_each_alone(loader.dataset)
         # Their samples draw nothing, but a collator may.
@@ -515,14 +515,14 @@ class Reader(Dataset[Any]):
 
     def _read(self, samples: list[Any], reads_all: bool) -> Any:
         if not self._only_stacks:
-            return self._collate(self._fetched(samples))
+            return rows_collated(self._collate, self._share, self._fetched(samples))
         mine = self._share.rows(len(samples))
         if reads_all:
             found = self._fetched(samples)
             own = found[mine] or found[:1]
         else:
             own = self._fetched(samples[mine] or samples[:1])
-        batch = self._collate(own)
+        batch = with_texts(self._collate(own))
         # A part without rows is like another one.
         return batch if samples[mine] else rows_of(batch, Share(1, 2))
 

@@ -56,42 +56,29 @@ class Texts:
         self.values = values
 
 
-@dataclass(frozen=True)
-class Stacked:
-    """A collator of this rank's samples that treats each alone: its strings become :class:`Texts`."""
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, samples: Any) -> Any:
-        """Return the batch of these samples."""
-        return mapped(self.collate(samples), lambda one: Texts(one) if _are_texts(one) else INSIDE)
+def with_texts(batch: Any) -> Any:
+    """Return a batch of this rank's samples, each of which was collated alone: its strings become :class:`Texts`."""
+    return mapped(batch, lambda one: Texts(one) if _are_texts(one) else INSIDE)
 
 
 def _are_texts(one: Any) -> bool:
     return isinstance(one, (list, tuple)) and len(one) > 0 and all(isinstance(entry, (str, bytes)) for entry in one)
 
 
-@dataclass(frozen=True)
-class RowsOf:
-    """A collator that collates a whole batch and keeps the rows of one part.
+def rows_collated(collate: Callable[[Any], Any], share: Share, samples: Any) -> Any:
+    """Collate a whole batch and return the rows of one part.
 
     Collators that pad look at all samples of a batch, and collators that draw random numbers draw those of all.
 
     Args:
         collate: the collator of whole batches.
         share: the part to keep.
+        samples: those of the whole batch.
     """
-
-    collate: Callable[[Any], Any]
-    share: Share
-
-    def __call__(self, samples: Any) -> Any:
-        """Return this part of the batch of these samples."""
-        if self.share.parts == 1:
-            return self.collate(samples)
-        samples = list(samples) if isinstance(samples, Iterable) else samples
-        count = len(samples) if isinstance(samples, list) else 0
-        return rows_of(self.collate(samples), self.share, count)
+    if share.parts == 1:
+        return collate(samples)
+    samples = list(samples) if isinstance(samples, Iterable) else samples
+    return rows_of(collate(samples), share, len(samples) if isinstance(samples, list) else 0)
 
 
 def only_stacks(collate: Any) -> bool:
