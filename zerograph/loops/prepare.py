@@ -27,7 +27,7 @@ from zerograph.loops.call_graph import ORIGIN
 from zerograph.loops.containers import found_in
 from zerograph.loops.loop import Loop
 from zerograph.loops.loop_graph import LoopGraph
-from zerograph.optim.step_hooks import check_step
+from zerograph.optim.step_hooks import check_step, state_methods
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.parameters import SplitParameter, parameters_of, settle_gradient, stored_gradients
 from zerograph.runtime.state import holds_state_of
@@ -374,20 +374,9 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
             raise
         loop.adopt(optimizer)
 
-    def state_dict() -> dict[str, Any]:
+    def storing(_: str) -> ZeroGraph | None:
         graph = loop.graph(optimizer)
-        if not holds_state_of(optimizer):
-            return dict(plain.state_dict(optimizer))
-        state: dict[str, Any] = graph.state_dict()["optimizers"][0]
-        return state
-
-    # The parameter has torch's name.
-    def load_state_dict(state_dict: dict[str, Any]) -> None:
-        graph = loop.graph(optimizer)
-        if not holds_state_of(optimizer):
-            plain.load_state_dict(optimizer, state_dict)
-        else:
-            graph.load_state_dict({"optimizers": [state_dict]})
+        return graph if holds_state_of(optimizer) else None
 
     def reduce_plain(protocol: Any) -> Any:
         """Copy or pickle the optimizer while it holds its own state; later only ``state_dict()`` has the state."""
@@ -402,7 +391,7 @@ def _prepare_optimizer(optimizer: Any, loop: Loop) -> None:
 
     # Schedulers look for the mark of their own wrapper.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    for method in (step, zero_grad, add_param_group, state_dict, load_state_dict):
+    for method in (step, zero_grad, add_param_group, *state_methods(optimizer, storing)):
         vars(optimizer)[method.__name__] = method
     vars(optimizer)["__reduce_ex__"] = reduce_plain
     loop.adopt(optimizer)

@@ -104,6 +104,23 @@ def guard(optimizer: torch.optim.Optimizer, graph: StateOwner, building: Callabl
                 "Call the graph to update. The state is in state_dict(), of the graph and of the optimizer."
             )
 
+    optimizer.register_step_pre_hook(Guard(refuse))
+    for method in state_methods(optimizer, storing):
+        # A loop has its own.
+        vars(optimizer).setdefault(method.__name__, method)
+
+
+def state_methods(
+    optimizer: torch.optim.Optimizer, storing: Callable[[str], StateOwner | None]
+) -> tuple[Callable[..., Any], ...]:
+    """Return ``state_dict`` and ``load_state_dict`` of an optimizer whose state a graph may store.
+
+    Args:
+        optimizer: the optimizer.
+        storing: returns for a call the graph that stores the state; None if the optimizer itself has it.
+    """
+    plain: Any = type(optimizer)
+
     def state_dict() -> dict[str, Any]:
         if (graph := storing("state_dict()")) is None:
             return dict(plain.state_dict(optimizer))
@@ -119,10 +136,7 @@ def guard(optimizer: torch.optim.Optimizer, graph: StateOwner, building: Callabl
             states[graph._optimizers.index(optimizer)] = state_dict
             graph.load_state_dict({"optimizers": states})
 
-    optimizer.register_step_pre_hook(Guard(refuse))
-    for method in (state_dict, load_state_dict):
-        # A loop has its own.
-        vars(optimizer).setdefault(method.__name__, method)
+    return state_dict, load_state_dict
 
 
 def refuse_hooks_before(optimizers: Iterable[torch.optim.Optimizer]) -> None:
