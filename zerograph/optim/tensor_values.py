@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.base import source
+from zerograph.base.contexts import replaced
 
 
 class ValuesAsTensors(TorchFunctionMode):
@@ -40,17 +41,18 @@ class ValuesAsTensors(TorchFunctionMode):
         self.answers, self.asked = answers, list[Tensor]()
 
     def __enter__(self) -> Any:
-        self._builtins = builtins.max, builtins.min
-        self._math = {name: getattr(math, name) for name in _OF_MATH}
-        for name, function in self._math.items():
-            setattr(math, name, _of_tensor(function, getattr(torch, name)))
-        builtins.max = _with_tensors(builtins.max, torch.maximum, torch.clamp_min)
-        builtins.min = _with_tensors(builtins.min, torch.minimum, torch.clamp_max)
+        self._replaced = replaced(
+            [
+                *((math, name, _of_tensor(getattr(math, name), getattr(torch, name))) for name in _OF_MATH),
+                (builtins, "max", _with_tensors(builtins.max, torch.maximum, torch.clamp_min)),
+                (builtins, "min", _with_tensors(builtins.min, torch.minimum, torch.clamp_max)),
+            ]
+        )
+        self._replaced.__enter__()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        builtins.max, builtins.min = self._builtins
-        vars(math).update(self._math)
+        self._replaced.__exit__(None, None, None)
         super().__exit__(*raised)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
