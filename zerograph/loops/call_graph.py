@@ -184,7 +184,7 @@ def _contents(arguments: Any) -> Any:
     return structure, [(id(one), _torch.version(one)) if isinstance(one, Tensor) else one for one in leaves]
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """The calls that a captured graph runs, as far as they are known.
 
     Attributes:
@@ -225,7 +225,7 @@ class CallGraph(LoopGraph):
         assert kind.results is not None
         self._results = kind.results
         # By identity of the captured graph.
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, Known] = {}
         early, used = (self._results, kind.used) if optimizers else (0, None)
         # A prepared loader knows what a part is.
         compares = world().rows_of_ranks
@@ -306,7 +306,7 @@ class CallGraph(LoopGraph):
         request = replace(begun.key.request, differentiated=used)
         with one_thread("a call of a prepared module"):
             step = self._steps.variant(world().job, begun.key, begun.batch, request, self._doing())
-        self._keep(step, self._template(begun.step))
+        self._keep(step, self.known(begun.step).template)
         return replace(begun, step=self._checked(step), used=used)
 
     @property
@@ -343,15 +343,13 @@ class CallGraph(LoopGraph):
 
     def written(self, step: CompiledStep) -> dict[Tensor, bool]:
         """Return the buffers that the calls change, and which of them are statistics of batch norm."""
-        names = self._known[id(step.captured)].written
-        if not names:
-            return {}
-        buffers = self._members().buffers
+        names = self.known(step).written
+        buffers = self._members().buffers if names else {}
         return {buffers[name]: is_statistic for name, is_statistic in names.items()}
 
-    def read_in_backward(self, step: CompiledStep) -> Sequence[str]:
-        """Return the names of the buffers that backward reads where they are."""
-        return self._known[id(step.captured)].read
+    def known(self, step: CompiledStep) -> Known:
+        """Return what is known of the calls that a step runs."""
+        return self._known[id(step.captured)]
 
     def _keep(self, step: CompiledStep, template: Template) -> None:
         roles = [target.meta["role"] for _, target, _ in writes(step.captured.graph.graph)]
@@ -364,10 +362,7 @@ class CallGraph(LoopGraph):
         for node in placeholders(graph, "buffer"):
             if pause is not None and any(pause < reader for reader in readers(node)):
                 read.append(meta(node)["role"].name)
-        self._known[id(step.captured)] = _Known(step.captured, template, written, read, parts)
-
-    def _template(self, step: CompiledStep) -> Template:
-        return self._known[id(step.captured)].template
+        self._known[id(step.captured)] = Known(step.captured, template, written, read, parts)
 
     @property
     def module(self) -> nn.Module:
@@ -381,7 +376,7 @@ class CallGraph(LoopGraph):
 
     def result(self, step: CompiledStep, results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
         """Return the result of a call, with these tensors; with the arguments and buffers among them themselves."""
-        known = self._known[id(step.captured)]
+        known = self.known(step)
         template = known.template
         given = {place: filled(one, tensors) for place, one in template.given.items()}
         parts = {place: part_at(results[whole], index) for place, (whole, index) in known.parts.items()}
@@ -465,13 +460,13 @@ class Begun:
         self._versions = _versions(stores_of(self.all_parameters))
         self._seen = list(map(_torch.version, self._outputs))
         buffers = {name: one for name, one in graph._members().buffers.items() if not one.is_inference()}
-        read = [buffers[name] for name in graph.read_in_backward(self.step) if name in buffers]
+        read = [buffers[name] for name in graph.known(self.step).read if name in buffers]
         self._read = {one: _torch.version(one) for one in (*self.tensors, *read)}
         self._kept = {one: _torch.version(one) for one in buffers.values() if one not in self._buffers}
         self.parameters = _torch.trained(self.all_parameters)
         wanted = [one for one in self.tensors if one.requires_grad]
         results = _Call.apply(self, outputs, *wanted, *self.parameters)
-        for place in graph._template(self.step).inner:
+        for place in graph.known(self.step).template.inner:
             _tie(results[place], graph.refuse_inner)
         return graph.result(self.step, results, self.tensors)
 
@@ -645,7 +640,7 @@ class _Call(torch.autograd.Function):
         # Torch frees it after backward, and refuses another backward without it.
         ctx.save_for_backward(_NOTHING)
         ctx.set_materialize_grads(False)
-        flags = begun.graph._template(begun.step).differentiable
+        flags = begun.graph.known(begun.step).template.differentiable
         ctx.mark_non_differentiable(*(one for one, wanted in zip(outputs, flags, strict=True) if not wanted))
         return tuple(outputs)
 
