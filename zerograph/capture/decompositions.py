@@ -110,24 +110,15 @@ def _rank_under(mask: Tensor) -> Tensor:
     return torch.where(mask, (before[:, None] + rows.cumsum(1) - 1).reshape(mask.shape), 0)
 
 
-def _trilinear(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    expand_a: Sequence[int],
-    expand_b: Sequence[int],
-    expand_c: Sequence[int],
-    summed: Sequence[int],
-    unroll: int = 1,
-) -> Tensor:
-    """Multiply three tensors with further dimensions of size one, and sum the product."""
-    for dim in expand_a:
-        a = a.unsqueeze(dim)
-    for dim in expand_b:
-        b = b.unsqueeze(dim)
-    for dim in expand_c:
-        c = c.unsqueeze(dim)
-    return (a * b * c).sum(list(summed))
+def _trilinear(a: Tensor, b: Tensor, c: Tensor, *dims: Any) -> Tensor:
+    """Multiply three tensors with further dimensions of size one, and sum the product.
+
+    Args:
+        a, b, c: the tensors.
+        dims: the further dimensions of each of them, the dimensions to sum, and one that kernels unroll.
+    """
+    a, b, c = (functools.reduce(Tensor.unsqueeze, new, one) for one, new in zip((a, b, c), dims[:3], strict=True))
+    return (a * b * c).sum(list(dims[3]))
 
 
 def _shrink_backward(gradient: Tensor, x: Tensor, limit: float) -> Tensor:

@@ -98,7 +98,8 @@ def _replacements(counts_any: bool) -> Iterator[tuple[Any, str, Any]]:
     """Yield owner and name of each function of torch that is replaced, and the replacement."""
     yield F, "gaussian_nll_loss", _gaussian_nll_loss
     yield F, "ctc_loss", _ctc_loss
-    yield F, "embedding", _dense_embedding(F.embedding)
+    # A sparse gradient has the same numbers in another layout.
+    yield F, "embedding", _with_arguments(F.embedding, lambda arguments: arguments.pop("sparse", None))
     yield F, "embedding_bag", _bags(F.embedding_bag)
     batch_norm = nn.modules.batchnorm._BatchNorm
     yield batch_norm, "forward", _averaging(batch_norm.forward)
@@ -234,47 +235,26 @@ def _ctc_loss(
     return _reduced(loss / lengths[1].clamp(min=1) if reduction == "mean" else loss, reduction)
 
 
-def _selecting(plain: Any) -> Any:
+def _selecting(plain: Callable[..., Tensor]) -> Any:
     """Return ``masked_select`` whose result has no shape, if the mask has that of the tensor."""
 
     @functools.wraps(plain)
     def select(input: Tensor, mask: Tensor, **options: Any) -> Tensor:
         if options or not is_mask_of(input, mask):
-            result: Tensor = plain(input, mask, **options)
-            return result
+            return plain(input, mask, **options)
         return selected(input, mask)
 
     return select
 
 
-def _dense_embedding(plain: Any) -> Any:
-    """Return a lookup whose gradient is dense: ``sparse=True`` gives the same numbers in another layout."""
-
-    @functools.wraps(plain)
-    def embedding(
-        input: Tensor,
-        weight: Tensor,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-    ) -> Tensor:
-        result: Tensor = plain(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
-        return result
-
-    return embedding
-
-
-def _averaging(plain: Any) -> Any:
+def _averaging(plain: Callable[..., Tensor]) -> Any:
     """Return the forward of batch norm that averages over all batches (``momentum=None``) without reading the count."""
 
     @functools.wraps(plain)
     def forward(self: Any, input: Tensor) -> Tensor:
         count = self.num_batches_tracked
         if self.momentum is not None or not self.training or not self.track_running_stats or count is None:
-            result: Tensor = plain(self, input)
-            return result
+            return plain(self, input)
         self._check_input_dim(input)
         count.add_(1)
         # With a momentum of 1 the running statistics are those of this batch.
@@ -288,14 +268,13 @@ def _averaging(plain: Any) -> Any:
     return forward
 
 
-def _counting(plain: Any) -> Any:
+def _counting(plain: Callable[..., Tensor]) -> Any:
     """Return a ``bincount`` with exactly ``minlength`` bins, if not 0; larger values are errors when the step runs."""
 
     @functools.wraps(plain)
     def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         if not minlength or input.dim() != 1:
-            result: Tensor = plain(input, weights, minlength)
-            return result
+            return plain(input, weights, minlength)
         if weights is None:
             counts = torch.ones_like(input, dtype=torch.int64)
         else:
@@ -305,7 +284,7 @@ def _counting(plain: Any) -> Any:
     return bincount
 
 
-def _bags(plain: Any) -> Any:
+def _bags(plain: Callable[..., Tensor]) -> Any:
     """Return an ``embedding_bag`` that looks up bags of one size by sample; torch's kernel needs batch offsets."""
 
     def embedding_bag(
@@ -317,8 +296,7 @@ def _bags(plain: Any) -> Any:
         options = {**dict(zip(names, args, strict=False)), **kwargs, "sparse": False}
         mode, padding = options.get("mode", "mean"), options.get("padding_idx")
         if input.dim() != 2 or max_norm is not None or (mode == "max" and padding is not None):
-            result: Tensor = plain(input, weight, offsets, max_norm, **options)
-            return result
+            return plain(input, weight, offsets, max_norm, **options)
         rows = F.embedding(input, weight, padding, scale_grad_by_freq=options.get("scale_grad_by_freq", False))
         if mode == "max":
             return rows.amax(1)
@@ -440,7 +418,7 @@ def _unless_consecutive(plain: Callable[[Tensor], Tensor | None]) -> Callable[[T
     return find
 
 
-def _with_arguments(plain: Callable[..., Any], change: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
+def _with_arguments(plain: Callable[..., Any], change: Callable[[dict[str, Any]], object]) -> Callable[..., Any]:
     """Return the function with a change of its arguments, by name."""
     signature = inspect.signature(plain)
 
