@@ -22,7 +22,7 @@ from tests.harness import in_turn, sliced
 from tests.loops.scripts import unprepared
 from tests.models import update_by
 from zerograph.loops.loop import Loop
-from zerograph.loops.prepare import loop_of as loop_of_module
+from zerograph.loops.prepare import loop_of as loop_of_module, release
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).double(), torch.arange(8) % 4
 
@@ -43,6 +43,22 @@ def ready(*layers: nn.Module, lr: float = 0.1, stage: int = 2) -> tuple[nn.Modul
 def loop_of(model: nn.Module) -> Loop:
     loop: Loop = next(model.parameters())._zerograph_loop  # type: ignore[attr-defined]
     return loop
+
+
+def test_a_released_model_whose_parameters_were_read_and_changed_is_prepared_again() -> None:
+    losses = []
+    for is_prepared in (False, True):
+        model = network()
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if is_prepared:
+                release(model, optimizer)
+                zg.prepare(model, optimizer)
+            losses += [update_by(optimizer, F.cross_entropy(model(X), Y)).item() for _ in range(3)]
+            # Whole from here on.
+            with torch.no_grad():
+                model.get_parameter("0.weight").mul_(0.5)
+    assert losses[6:] == pytest.approx(losses[:6], rel=1e-12)
 
 
 def test_objects_come_back_in_their_order() -> None:

@@ -160,8 +160,6 @@ def _release_earlier(modules: Sequence[nn.Module], optimizers: Sequence[torch.op
         )
 
     for loop in {id(loop): loop for module in modules if (loop := loop_of(module)) is not None}.values():
-        # The update that waits runs now.
-        loop.graph()
         release(*loop.modules.values(), *loop.optimizers)
         for optimizer in loop.optimizers:
             if not any(one is optimizer for one in optimizers):
@@ -339,7 +337,9 @@ def release(*objects: nn.Module | torch.optim.Optimizer) -> None:
     """
     for one in objects:
         if isinstance(one, nn.Module):
-            if loop_of(one) is not None:
+            if (loop := loop_of(one)) is not None:
+                # The next loop does not know what is whole, or waits, in this one.
+                loop.graph()
                 one.__class__ = type(one).__bases__[0]
         else:
             for name in ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict", "__reduce_ex__"):
