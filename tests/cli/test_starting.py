@@ -101,6 +101,15 @@ def test_options_that_messages_name_exist() -> None:
         assert {"--inputs", "--precision"} <= names, command
 
 
+def test_options_of_an_elastic_job_are_refused_without_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    for options in (["--shared", str(tmp_path)], ["--patience", "5"]):
+        result = CliRunner().invoke(app, ["launch", "--dry-run", *options, str(script)])
+        assert result.exit_code == 2
+        assert "give --elastic MIN:MAX" in " ".join(result.output.replace("│", "").split())
+
+
 def test_a_dry_run_that_stands_after_the_script_starts_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")

@@ -22,7 +22,7 @@ import typer
 if TYPE_CHECKING:
     from zerograph.cli.elastic import Supervisor
 
-_PORT = 29500
+_PORT, _PATIENCE = 29500, 30.0
 
 
 def launch(
@@ -40,7 +40,7 @@ def launch(
     ] = None,
     patience: Annotated[
         float, typer.Option(min=1, help="seconds of silence until an elastic rank or host is lost")
-    ] = 30.0,
+    ] = _PATIENCE,
     shared: Annotated[
         Path | None, typer.Option(help="a folder of all hosts: an elastic job goes on without the first one")
     ] = None,
@@ -89,6 +89,8 @@ def launch(
         supervisor = _supervisor(elastic, started, restarts=max_restarts, patience=patience, each=ranks, **place)
         typer.echo(f"{supervisor.each} x {shlex.join(supervisor.command)}", err=True)
         raise typer.Exit(0 if dry_run else _supervise(supervisor))
+    if shared is not None or patience != _PATIENCE:
+        raise typer.BadParameter("--shared and --patience are of an elastic job: give --elastic MIN:MAX too")
     each = ranks or _gpus()
     if slurm:
         if max_restarts:
