@@ -198,7 +198,7 @@ class Layouts:
         )
         if not fits or not is_placed_so(store.layout, self.zero_dims, names, members, self.mesh, config):
             return False
-        parameter_names = members.names()
+        parameter_names = members.names
         one_by_one = first.program.mixes is not None
         shapes = [
             {
@@ -314,7 +314,7 @@ def stays_whole(parameter: nn.Parameter | Slot, config: Config) -> bool:
 
 def _renamed_slots(store: Store, members: Members) -> tuple[Any, ...]:
     """Return the store's slots under this graph's names. A parameter that the graph lacks keeps its old name."""
-    names = members.names()
+    names = members.names
     return tuple(replace(slot, name=names.get(id(p), f"elsewhere.{slot.name}")) for p, slot in store.slots())
 
 

@@ -71,12 +71,9 @@ class Members:
             for name, tensor in tensors.items()
         }
 
-    def names(self) -> Mapping[int, str]:
-        """Return the qualified name of each parameter, by ``id``."""
-        return self._names
-
     @functools.cached_property
-    def _names(self) -> dict[int, str]:
+    def names(self) -> dict[int, str]:
+        """The qualified name of each parameter, by ``id``."""
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def tied(self) -> set[str]:
@@ -288,7 +285,7 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
     Raises:
         ConfigError: one is not; names the optimizer and the parameter.
     """
-    names = members.names()
+    names = members.names
     owner: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):
         for parameter in parameters_of(optimizer):
@@ -328,7 +325,7 @@ def capture_facts(
         constants: returns the hyperparameters that are constants in the graph, of an optimizer and a group by number.
         runs_modules: the graph depends on what the modules hold besides tensors.
     """
-    names, hooks = members.names(), gradient_hooks(members.parameters.values())
+    names, hooks = members.names, gradient_hooks(members.parameters.values())
     with without_torch_function():
         parameters = tuple(
             [
@@ -406,7 +403,7 @@ def model_sizes(members: Members) -> set[int]:
 
 def trained_names(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
     """Return the names of each optimizer's parameters, by the optimizer's name in the graph."""
-    names = members.names()
+    names = members.names
     return {
         f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
         for number, optimizer in enumerate(optimizers)
@@ -415,7 +412,7 @@ def trained_names(members: Members, optimizers: Optimizers) -> dict[str, set[str
 
 def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
     """Return every parameter group with the names of its parameters."""
-    names = members.names()
+    names = members.names
     return [
         (group, [names[id(parameter)] for parameter in group["params"]])
         for optimizer in optimizers

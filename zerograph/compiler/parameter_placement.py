@@ -112,7 +112,7 @@ def _refuse_micro_batches(name: str, micro_batches: int) -> None:
 
 def _stacked_in(module: nn.Module, members: Members) -> dict[str, nn.Parameter]:
     """Return the parameters of a module of experts, and of its parametrizations, that have a dimension of experts."""
-    names, count = members.names(), expert_count(module)
+    names, count = members.names, expert_count(module)
     return {
         names[id(parameter)]: parameter
         for name, parameter in module.named_parameters()

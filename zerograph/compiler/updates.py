@@ -67,7 +67,7 @@ class Updates:
             traced: updates that another process traced, with the names of their groups, by parameter name. One that
                 has other inputs than this process needs is traced again.
         """
-        names = members.names()
+        names = members.names
         updates = {}
         for number, optimizer in enumerate(self.optimizers):
             check_step(optimizer)

@@ -279,7 +279,7 @@ class Loop:
             return function(parameters, **arguments)
         # Torch takes the number of a limit that is a tensor.
         arguments = {name: one.item() if isinstance(one, Tensor) else one for name, one in arguments.items()}
-        names = self._forward._members().names()
+        names = self._forward._members().names
         edited = tuple(names[id(one)] for one in parameters)
         key = function.__name__, edited, tuple((name, repr(value)) for name, value in arguments.items())
         if key not in self._edits and len(self._edits) >= _MOST_EDITS:

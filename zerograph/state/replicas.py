@@ -170,7 +170,7 @@ def replicas_of(members: Members, optimizers: Optimizers, mesh: Mesh) -> list[Re
     for name, parameter in members.parameters.items():
         if store_of(parameter) is None:
             replicas.append(Replica(name, parameter.detach(), whole))
-    names = members.names()
+    names = members.names
     for optimizer in optimizers:
         for parameter in parameters_of(optimizer):
             for name, value in plain_state(optimizer, parameter).items():

@@ -257,7 +257,7 @@ def _fits(store: Store, states: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _names(members: Members, parameters: Sequence[nn.Parameter]) -> list[str]:
-    names = members.names()
+    names = members.names
     return [names.get(id(parameter), f"elsewhere{number}") for number, parameter in enumerate(parameters)]
 
 

@@ -93,7 +93,7 @@ class WholeValues:
 
     def _facts(self) -> dict[str, str]:
         """Return texts of what all ranks must have alike, by name."""
-        names = self._members.names()
+        names = self._members.names
         facts = {
             names.get(id(parameter), "a parameter of another module"): text_of(parameter.detach())
             for parameter in self._parameters()

@@ -56,7 +56,7 @@ def names_of(members: Members, optimizers: Optimizers) -> Named:
         for number, optimizer in enumerate(optimizers)
         for index, parameter in enumerate(parameters_of(optimizer))
     }
-    return Named({key: f"modules.{name}" for key, name in members.names().items()}, states, optimizers)
+    return Named({key: f"modules.{name}" for key, name in members.names.items()}, states, optimizers)
 
 
 def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:

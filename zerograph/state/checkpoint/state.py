@@ -250,7 +250,7 @@ def pieces_of_residuals(members: Members, job: Job) -> dict[str, Pieces]:
     several ranks have. Residuals that were loaded and that no step has read are saved as they are.
     """
     pieces: dict[str, Pieces] = {}
-    names = members.names()
+    names = members.names
     for store in stores_of(members.parameters.values()):
         for dim, residual in store.residuals.items():
             if dim != store.own_residual or tuple(residual.shape) != (store.layout.padded,):
