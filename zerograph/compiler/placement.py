@@ -90,10 +90,9 @@ def to_global(x: Tensor | nn.Module, *, placement: DeviceMesh, sbp: Sbp | Sequen
         return _module_to_global(x, placement, sbps)
     if not isinstance(x, Tensor):
         raise PlacementError(f"to_global() takes a tensor or a module, not {type(x).__name__}")
+    _check_dims("a tensor", x, sbps)
     if is_dtensor(x):
-        _check_dims(tuple(x.shape), sbps)
         return x.redistribute(placement, to_dtensor(sbps))
-    _check_dims(tuple(x.shape), sbps)
     _check_equal_parts(x, placement)
     return from_parts(x, placement, sbps)
 
@@ -129,8 +128,7 @@ def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> n
     from torch.distributed.tensor import distribute_tensor
 
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if any(isinstance(entry, Split) and entry.dim >= tensor.dim() for entry in sbp):
-            raise PlacementError(f"{name} of shape {tuple(tensor.shape)} has no dimension to be {_text(sbp)}")
+        _check_dims(name, tensor, sbp)
     placements = to_dtensor(sbp)
 
     def distributed(value: Tensor) -> Tensor:
@@ -141,9 +139,10 @@ def _module_to_global(module: nn.Module, placement: DeviceMesh, sbp: NdSbp) -> n
     return module
 
 
-def _check_dims(shape: tuple[int, ...], sbp: NdSbp) -> None:
-    if any(isinstance(entry, Split) and entry.dim >= len(shape) for entry in sbp):
-        raise PlacementError(f"a tensor of shape {shape} has no dimension to be {_text(sbp)}")
+def _check_dims(name: str, x: Tensor, sbp: NdSbp) -> None:
+    if any(isinstance(entry, Split) and entry.dim >= x.dim() for entry in sbp):
+        shown = ", ".join(map(str, sbp))
+        raise PlacementError(f"{name} of shape {tuple(x.shape)} has no dimension to be {shown}")
 
 
 def _check_equal_parts(x: Tensor, placement: DeviceMesh) -> None:
@@ -160,7 +159,3 @@ def _check_equal_parts(x: Tensor, placement: DeviceMesh) -> None:
             raise PlacementError(
                 f"the parts of a global tensor must have the same shape and dtype on all ranks; they are {shown}"
             )
-
-
-def _text(sbp: NdSbp) -> str:
-    return ", ".join(map(str, sbp))
