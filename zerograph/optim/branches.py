@@ -111,18 +111,11 @@ class _Merged:
             elif node.target is aten.copy_.default and node.args[0].op == "placeholder":
                 writes[copies[node.args[0]]] = copies[node.args[1]]
             elif node.op == "call_function":
-                copies[node] = self.emit(node, copies.__getitem__)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+                copies[node] = self._call(node.target, args, kwargs, node.meta)
         returned = leaf.graph.output_node().args[0]
         assert isinstance(returned, (list, tuple))
         return writes, [copies[one] for one in returned if isinstance(one, fx.Node)]
-
-    def emit(self, node: fx.Node, copied: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """Copy an operator, unless it is known."""
-        args, kwargs = fx.map_arg((node.args, node.kwargs), copied)
-        key = f"{node.target} {args} {kwargs}"
-        if key not in self._known:
-            self._known[key] = self.graph.node_copy(node, copied)
-        return self._known[key]
 
     def select(self, condition: fx.Node, yes: fx.Node, no: fx.Node) -> fx.Node:
         """Return the node that is ``yes`` if the condition holds, else ``no``."""
@@ -130,9 +123,9 @@ class _Merged:
             return yes
         value: Tensor = condition.meta["val"]
         if value.dtype is not torch.bool or value.dim():
-            flat = self._call(aten.view.default, (condition, []), value.new_empty(()))
-            condition = self._call(aten.ne.Scalar, (flat, 0), value.new_empty((), dtype=torch.bool))
-        return self._call(aten.where.self, (condition, yes, no), yes.meta["val"])
+            flat = self._call(aten.view.default, (condition, []), {}, {"val": value.new_empty(())})
+            condition = self._call(aten.ne.Scalar, (flat, 0), {}, {"val": value.new_empty((), dtype=torch.bool)})
+        return self._call(aten.where.self, (condition, yes, no), {}, {"val": yes.meta["val"]})
 
     def _constant(self, node: fx.Node, constant: Tensor) -> fx.Node:
         known = dict(self.root.named_buffers())
@@ -143,11 +136,12 @@ class _Merged:
             self._known[name].meta.update(node.meta)
         return self._known[name]
 
-    def _call(self, target: Any, args: tuple[Any, ...], value: Tensor) -> fx.Node:
-        key = f"{target} {args} {{}}"
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meta: Mapping[str, Any]) -> fx.Node:
+        """Emit an operator, unless it is known."""
+        key = f"{target} {args} {kwargs}"
         if key not in self._known:
-            self._known[key] = self.graph.call_function(target, args)
-            self._known[key].meta["val"] = value
+            self._known[key] = self.graph.call_function(target, args, kwargs)
+            self._known[key].meta.update(meta)
         return self._known[key]
 
 
