@@ -390,7 +390,8 @@ def untraced_masks() -> Iterator[tuple[Any, str, Any]]:
         (
             getattr(older, "AttentionMaskConverter", None),
             "_ignore_causal_mask_sdpa",
-            lambda plain: staticmethod(_with_arguments(plain, _set_training)),
+            # Asked as in training, where a trace makes no difference without a padding mask.
+            lambda plain: staticmethod(_with_arguments(plain, lambda arguments: arguments.update(is_training=True))),
         ),
     ]
     # These modules read no value where they ask.
@@ -436,11 +437,6 @@ def _drop_full_mask(arguments: dict[str, Any]) -> None:
     mask, keys = arguments["padding_mask"], arguments["kv_length"]
     if mask is not None and arguments.get("q_length", keys) == keys and _is_full(_torch.node_of(mask)):
         arguments["padding_mask"] = None
-
-
-def _set_training(arguments: dict[str, Any]) -> None:
-    """Ask older models as in training, where a trace makes no difference without a padding mask."""
-    arguments["is_training"] = True
 
 
 def _is_consecutive(node: fx.Node | None) -> bool:

@@ -515,8 +515,7 @@ def _unscale(optimizer: torch.optim.Optimizer, inverse: Tensor) -> Tensor | None
     """Unscale the gradients of a prepared optimizer; return the overflow flag, or None for any other optimizer."""
     parameters = parameters_of(optimizer)
     loop: Loop | None = getattr(parameters[0], "_zerograph_loop", None) if parameters else None
-    is_finite = None if loop is None else loop.unscale(optimizer, inverse)
-    if is_finite is None:
+    if loop is None:
         return None
     # Not of the default dtype, which may be fp64.
-    return torch.full((), float(not is_finite), dtype=torch.float32, device=inverse.device)
+    return torch.full((), not loop.unscale(optimizer, inverse), dtype=torch.float32, device=inverse.device)

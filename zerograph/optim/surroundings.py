@@ -69,11 +69,6 @@ def _places_of_groups(optimizer: Any) -> list[tuple[Place, Any]]:
     ]
 
 
-def _reached(optimizer: Any) -> list[tuple[Place, Any]]:
-    """Return the places of its attributes and of what it shares, with their values."""
-    return [*_own_places(optimizer), *_shared(optimizer).places()]
-
-
 def _inside(places: Iterable[tuple[Place, Any]]) -> Iterator[tuple[Place, Any]]:
     """Yield the values in places and in what these hold, and the lengths of containers."""
     for place, value, is_entered in walk(places):
@@ -109,7 +104,7 @@ def numbers_of(optimizer: Any) -> dict[str, Any]:
             for key, value in entries.items()
             if not is_own or not isinstance(value, Tensor)
         ]
-    found = itertools.chain(_inside(places), _inside(_reached(optimizer)))
+    found = itertools.chain(_inside(places), _inside([*_own_places(optimizer), *_shared(optimizer).places()]))
     return {place.name: _comparable(value) for place, value in found}
 
 
