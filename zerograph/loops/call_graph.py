@@ -367,8 +367,7 @@ class CallGraph(LoopGraph):
     @property
     def module(self) -> nn.Module:
         """The module that is called."""
-        module: nn.Module = getattr(self, self._name)
-        return module
+        return self._modules[self._name]
 
     def arguments(self, tensors: Sequence[Tensor]) -> Any:
         """Return the arguments of a call, with these tensors."""
