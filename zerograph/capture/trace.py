@@ -39,7 +39,8 @@ from zerograph.ir.region import Region
 from zerograph.ir.sizes import Sizes, inline_sizes
 from zerograph.ir.step_graph import found_inf_role, output_nodes, placeholders, restore_origins
 
-ParameterGroups = Sequence[tuple[dict[str, Any], Sequence[str]]]
+# The name of the optimizer in the graph, the group, and the names of its parameters.
+ParameterGroups = Sequence[tuple[str, dict[str, Any], Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ class Capture:
         train: optimizers are registered, so some parameter must get a gradient.
         ranks: number of parts that the batch is split into, over ranks and micro-batches; only local regions depend
             on it.
-        groups: the optimizers' parameter groups, each with the names of its parameters; ``zero_grad()`` acts on them.
-        trained: the names of each optimizer's parameters, by the optimizer's name in the graph.
+        groups: the optimizers' parameter groups; ``zero_grad()`` acts on them.
         clip_grad_norm: the norm that all gradients together are clipped to after ``build()``; None for no clipping.
         batch_norm_groups: equal parts of the batch, each of which batch norm normalises by itself.
         amp_dtype: the dtype of ``torch.autocast`` around ``build()``; None for none.
@@ -104,7 +104,6 @@ class Capture:
     train: bool
     ranks: int
     groups: ParameterGroups = ()
-    trained: Mapping[str, Collection[str]] = field(default_factory=dict)
     clip_grad_norm: float | None = None
     batch_norm_groups: int = 1
     amp_dtype: torch.dtype | None = None
@@ -114,6 +113,14 @@ class Capture:
     pure: bool = False
     guarded: Sequence[Place] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def trained(self) -> Mapping[str, Collection[str]]:
+        """The names of each optimizer's parameters, by the optimizer's name in the graph."""
+        trained: dict[str, set[str]] = {}
+        for optimizer, _, names in self.groups:
+            trained.setdefault(optimizer, set()).update(names)
+        return trained
 
     def run(self) -> Captured:
         """Trace ``build()`` and return its graph.
@@ -325,7 +332,7 @@ class _Tracer:
         # A local region computes on one rank's part: there batch norm has one group.
         self._region_table = decompositions.table() | random_operators.table(self._draws)
         self._backward_calls = 1
-        groups = [group for group, _ in capture.groups]
+        groups = [group for _, group, _ in capture.groups]
         self.python_state = StateComparison(capture.build, capture.root, groups, capture.guarded, self._mode)
 
     @contextlib.contextmanager
@@ -472,13 +479,13 @@ def original_of(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _swapped_groups(groups: ParameterGroups, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Give optimizers the traced parameters: ``zero_grad()`` clears their gradients, and clipping finds them."""
-    before = [group["params"] for group, _ in groups]
-    for group, names in groups:
+    before = [group["params"] for _, group, _ in groups]
+    for _, group, names in groups:
         group["params"] = [tensors[name] for name in names]
     try:
         yield
     finally:
-        for (group, _), parameters in zip(groups, before, strict=True):
+        for (_, group, _), parameters in zip(groups, before, strict=True):
             group["params"] = parameters
 
 

@@ -36,7 +36,6 @@ from zerograph.compiler.members import (
     check_shared_memory,
     parameter_groups,
     repeated_blocks,
-    trained_names,
 )
 from zerograph.compiler.memory_search import MemoryCandidate, search_memory
 from zerograph.compiler.parameter_placement import expert_groups, expert_sbps
@@ -501,7 +500,6 @@ class Compiler:
             batch.arranged,
             train=bool(self.optimizers),
             groups=parameter_groups(members, self.optimizers),
-            trained=trained_names(members, self.optimizers),
             pure=request.pure,
             guarded=tuple(self._guards.values()),
             sizes={name: sum(sizes) for name, sizes in batch.sizes.items()},

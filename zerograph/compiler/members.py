@@ -401,21 +401,11 @@ def model_sizes(members: Members) -> set[int]:
     return {size for spec in specs for size in spec.shape if isinstance(size, int)}
 
 
-def trained_names(members: Members, optimizers: Optimizers) -> dict[str, set[str]]:
-    """Return the names of each optimizer's parameters, by the optimizer's name in the graph."""
-    names = members.names
-    return {
-        f"optimizer{number}": {names[id(parameter)] for parameter in parameters_of(optimizer)}
-        for number, optimizer in enumerate(optimizers)
-    }
-
-
-def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return every parameter group with the names of its parameters."""
-    names = members.names
+def parameter_groups(members: Members, optimizers: Optimizers) -> list[tuple[str, dict[str, Any], list[str]]]:
+    """Return every parameter group, with its optimizer's name in the graph and the names of its parameters."""
     return [
-        (group, [names[id(parameter)] for parameter in group["params"]])
-        for optimizer in optimizers
+        (f"optimizer{number}", group, [members.names[id(parameter)] for parameter in group["params"]])
+        for number, optimizer in enumerate(optimizers)
         for group in optimizer.param_groups
     ]
 
