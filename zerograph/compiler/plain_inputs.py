@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from zerograph.runtime.job.process_group import Job, explaining_failures
 from zerograph.runtime.job.reports import name_ranks
 
 
-@dataclass(frozen=True)
-class Values:
+class Values(NamedTuple):
     """A summary of the values of one plain input on one rank, which ranks exchange.
 
     Attributes:
@@ -37,7 +36,7 @@ class Values:
     """
 
     digest: int
-    constant: bool
+    constant: int
     lowest: int
     highest: int
 
@@ -84,12 +83,10 @@ def compare_inputs(job: Job, batch: Batch, doing: str) -> Comparison:
         return NO_COMPARISON
     passed = batch.passed or batch.tensors
     own = [_values(tensor) if plain else _NO_VALUES for tensor, plain in zip(passed, batch.plain, strict=True)]
-    numbers = [[values.digest, int(values.constant), values.lowest, values.highest] for values in own]
-    sent = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # [inputs, 4]
+    sent = torch.tensor(own, dtype=torch.int64, device="cpu")  # [inputs, 4]
     with explaining_failures(job, f"comparing the inputs of {doing}"):
-        rows: list[list[list[int]]] = job.channel.gather(sent).tolist()
-    values = [[Values(digest, bool(constant), low, high) for digest, constant, low, high in row] for row in rows]
-    return Comparison(values, job.grid)
+        rows = job.channel.gather(sent).tolist()
+    return Comparison([[Values(*numbers) for numbers in row] for row in rows], job.grid)
 
 
 def _values(tensor: Tensor) -> Values:
@@ -99,9 +96,8 @@ def _values(tensor: Tensor) -> Values:
     digest = _digest(tensor)
     rows = tensor if tensor.dim() and len(tensor) > 1 else tensor.view(-1)
     constant = len(rows) > 1 and bool((rows == rows[:1]).all())
-    if tensor.dtype in _INTEGERS:
-        return Values(digest, constant, int(tensor.min()), int(tensor.max()))
-    return Values(digest, constant, 0, 0)
+    limits = (int(tensor.min()), int(tensor.max())) if tensor.dtype in _INTEGERS else (0, 0)
+    return Values(digest, constant, *limits)
 
 
 def _digest(tensor: Tensor) -> int:
