@@ -96,11 +96,11 @@ class Program:
     is_direct: bool = False
 
 
+@dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor among arguments."""
+    """Stands for a tensor among others: arguments, or parts of a result."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
 @dataclass(frozen=True)

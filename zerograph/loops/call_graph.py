@@ -25,6 +25,7 @@ from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.step_key import StepKey
 from zerograph.config import Config
 from zerograph.eager import dispatch
+from zerograph.eager.program import Slot
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, InputError, PlacementError
@@ -38,7 +39,6 @@ from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.step_graph import placeholders, writes
 from zerograph.loops.containers import (
     Index,
-    Place,
     Template,
     filled,
     found_in,
@@ -220,7 +220,7 @@ class CallGraph(LoopGraph):
         super().__init__(owner.members, optimizers, owner.config)
         self._owner, self._kind, self._name, self._autocast = owner, kind, name, autocast
         places = {id(one): place for place, one in enumerate(tensors)}
-        self._arguments = map_tensors(arguments, lambda one: Place(places[id(one)]))
+        self._arguments = map_tensors(arguments, lambda one: Slot(places[id(one)]))
         self._differentiable = [one.requires_grad and bool(optimizers) for one in tensors]
         assert kind.results is not None
         self._results = kind.results

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.capture.trace import original_of
+from zerograph.eager.program import Slot
 from zerograph.errors import CaptureError
 
 # Values of a batch that are the same on all ranks.
@@ -125,16 +126,9 @@ def _rebuilt_mapping(one: Mapping[Any, Any], run: Callable[[Any], Any]) -> Any:
 Index = tuple[int | tuple[int | None, int | None], ...]
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a tensor among others."""
-
-    number: int
-
-
 def filled(template: Any, tensors: Sequence[Any]) -> Any:
-    """Return a value with tensors in place of their places."""
-    return mapped(template, lambda one: tensors[one.number] if isinstance(one, Place) else INSIDE)
+    """Return a value with tensors in their slots."""
+    return mapped(template, lambda one: tensors[one.index] if isinstance(one, Slot) else INSIDE)
 
 
 @dataclass(frozen=True)
@@ -142,7 +136,7 @@ class Template:
     """The result of a call without its tensors.
 
     Attributes:
-        result: it has places in place of tensors.
+        result: it has slots in place of tensors.
         differentiable: which of the tensors have a gradient.
         inner: the tensors that others have been computed from, such as features beside what a head makes of them.
         given: the argument or the buffer that a tensor is, by the tensor's place.
@@ -151,7 +145,7 @@ class Template:
     result: Any
     differentiable: tuple[bool, ...]
     inner: frozenset[int]
-    given: Mapping[int, Place | Tensor]
+    given: Mapping[int, Slot | Tensor]
 
     @staticmethod
     def of(result: Any, arguments: Sequence[Tensor], buffers: Sequence[Tensor]) -> Template:
@@ -165,12 +159,12 @@ class Template:
         tensors = found_in(result, Tensor)
         # Of a tensor that is there twice the first place.
         numbers = {id(one): place for place, one in reversed([*enumerate(tensors)])}
-        own = {id(one): original_of(one) for one in buffers} | {id(one): Place(n) for n, one in enumerate(arguments)}
+        own = {id(one): original_of(one) for one in buffers} | {id(one): Slot(n) for n, one in enumerate(arguments)}
         edges = _edges_below([one for one in tensors if one.requires_grad]) if len(tensors) > 1 else ()
         inner = frozenset(place for place, one in enumerate(tensors) if (one.grad_fn, one.output_nr) in edges)
         flags = tuple(one.requires_grad for one in tensors)
         given = {place: own[id(one)] for place, one in enumerate(tensors) if id(one) in own}
-        return Template(map_tensors(result, lambda one: Place(numbers[id(one)])), flags, inner, given)
+        return Template(map_tensors(result, lambda one: Slot(numbers[id(one)])), flags, inner, given)
 
 
 def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
