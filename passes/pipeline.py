@@ -232,18 +232,19 @@ class PassRecord:
         name, summary: see :class:`Pass`.
         nodes: number of nodes after the pass; nodes of a loop's body count once.
         seconds: how long it took.
+        rebuild: returns the graph after the pass; before the last one a new one: the passes up to this one run again.
     """
 
     name: str
     summary: str
     nodes: int
     seconds: float
-    _rebuild: Callable[[], fx.GraphModule]
+    rebuild: Callable[[], fx.GraphModule]
 
     @functools.cached_property
     def graph(self) -> fx.GraphModule:
-        """The graph after the pass. It is not stored: the passes up to this one run again."""
-        return self._rebuild()
+        """The graph after the pass, made when it is first read."""
+        return self.rebuild()
 
 
 def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
@@ -282,7 +283,7 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
     tell("passes", total, total)
     for graph in _graphs(module):
         graph.graph.lint()
-    records[-1] = replace(records[-1], _rebuild=lambda: finalize(module))
+    records[-1] = replace(records[-1], rebuild=lambda: finalize(module))
     return tuple(records)
 
 

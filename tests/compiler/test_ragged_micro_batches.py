@@ -275,5 +275,7 @@ def test_a_number_that_is_not_finite_is_found_in_its_micro_batch() -> None:
     x = torch.ones(5, 3)
     step(x)
     x[4] = -9
-    with pytest.raises(zg.NonFiniteError, match=r"in micro-batch 2 of 2\n(.*\n)*.*aten\.log"):
-        step(x)
+    # The search may run more than once.
+    for _ in range(2):
+        with pytest.raises(zg.NonFiniteError, match=r"in micro-batch 2 of 2\n(.*\n)*.*aten\.log"):
+            step(x)

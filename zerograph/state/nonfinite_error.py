@@ -39,7 +39,8 @@ def nonfinite_error(
         tensors, numbers, seed, doing, sizes: the arguments of the step's run.
     """
     job = step.executor.job
-    graph = bind_sizes(next(record for record in step.prepared.passes if record.name == _LAST).graph, step.context)
+    # A graph of its own: ``bind_sizes`` changes it.
+    graph = bind_sizes(next(one for one in step.prepared.passes if one.name == _LAST).rebuild(), step.context)
     flag = output_with_role(graph.graph, NOT_FINITE.kind, NOT_FINITE.name)
     assert flag is not None
     search = NonFiniteSearch(graph.graph, flag)
