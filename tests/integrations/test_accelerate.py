@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.integrations.frameworks import Jittered, fp16_on_cpu, on_ranks, samples
 from tests.pool import Pool
@@ -95,6 +96,21 @@ def test_two_ranks_print_what_one_process_does(pool: Pool, tmp_path: Path, stage
     run(tmp_path / "one", 1, 1, accumulation)
     for resumed in pool.run(2, run, tmp_path / "one", 2, stage, accumulation, True):
         assert resumed == pytest.approx(expected[-len(resumed) :], abs=1e-5)
+
+
+def test_a_loss_that_is_repeated_for_the_last_batch_of_an_iterable_dataset_counts_its_samples() -> None:
+    import accelerate
+
+    from zerograph.integrations.accelerate import Accelerator
+
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(6))
+
+    for accelerator in (accelerate.Accelerator(cpu=True), Accelerator(cpu=True)):
+        loader = accelerator.prepare(DataLoader(Numbers(), batch_size=4))
+        repeated = [accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
+        assert [len(one) for one in repeated] == [4, 2]
 
 
 def test_fp16_on_a_cpu_is_an_error() -> None:

@@ -263,6 +263,10 @@ class Accelerator(accelerate.Accelerator):
         """Return the rows of all ranks in order, each sample once."""
         if use_gather_object or not all(isinstance(one, Tensor) for one in pytree.tree_leaves(input_data)):
             return whole(input_data)
+        loader = self.gradient_state.active_dataloader
+        if self.gradient_state.end_of_dataloader and loader.remainder == -1:
+            # An iterable dataset, of which Accelerate knows the rows of the last batch by reading on one process.
+            loader.remainder = PartToMove.rows_of_last % loader.total_batch_size
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

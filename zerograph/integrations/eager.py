@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,7 +52,12 @@ class PartToMove:
     Args:
         part: the part.
         move: the framework's function that moves a batch to a device. None: the rows stay where they are.
+
+    Attributes:
+        rows_of_last: the number of samples of the batch that became global last.
     """
+
+    rows_of_last: ClassVar[int] = 0
 
     def __init__(self, part: Part, move: Callable[..., Any] | None) -> None:
         self._part, self._move = part, move
@@ -66,4 +71,12 @@ class PartToMove:
         rows = self._part.agreed(world().job)
         batch = rows.batch if isinstance(rows, WholeBatch) else rows
         moved = batch if self._move is None else self._move(batch, device, **options)
-        return of_batch(replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved)
+        sizes = list[int]()
+
+        def sized(one: Tensor) -> Tensor:
+            sizes.extend(one.shape[:1])
+            return one
+
+        result = map_tensors(of_batch(replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved), sized)
+        PartToMove.rows_of_last = sizes[0] if sizes else 0
+        return result
