@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -247,15 +248,15 @@ def test_launch_without_the_program_that_starts_ranks_ends_with_2(
     assert f"there is no {program} on PATH" in found.stderr
 
 
-def test_launch_ends_its_commands_if_it_is_told_to_stop() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_launch_ends_its_commands_if_it_is_told_to_stop(number: int) -> None:
     command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)"]
     program = f"import sys; from zerograph.cli.launch import _run; sys.exit(_run([{command!r}]))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as launch:
         assert launch.stdout is not None
         child = int(launch.stdout.readline())
-        launch.terminate()
-        # 128 + the number of SIGTERM.
-        assert launch.wait(60) == 143
+        launch.send_signal(number)
+        assert launch.wait(60) == 128 + number
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
 

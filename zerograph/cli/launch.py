@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -161,14 +162,12 @@ def _supervise(supervisor: Supervisor) -> int:
     """Run this host's part of an elastic job, and return its exit code."""
     from zerograph.cli.elastic import LauncherError
 
-    before = signal.signal(signal.SIGTERM, _exit)
     try:
-        return supervisor.run()
+        with _exit_by_signals():
+            return supervisor.run()
     except LauncherError as error:
         typer.echo(f"zerograph: {error}", err=True)
         return 1
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _gpus() -> int:
@@ -203,14 +202,28 @@ def _on_hosts(
     return commands
 
 
+@contextlib.contextmanager
+def _exit_by_signals() -> Iterator[None]:
+    """Leave the block by an exit on SIGTERM, and on SIGHUP of a terminal that closes, which ``nohup`` ignores."""
+    # Windows has no SIGHUP.
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _exit) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_exit_by_signals()
 def _run(commands: Sequence[Sequence[str]]) -> int:
     """Run the commands together and return the first exit code that is not 0; one that fails ends the others.
 
-    SIGTERM, of which only this process is told, ends them too. Ctrl-C reaches them as well, so they end by themselves,
-    and may save before: only a second one terminates them.
+    Signals of which only this process is told end them too. Ctrl-C reaches them as well, so they end by themselves, and
+    may save before: only a second one terminates them.
     """
     running: list[subprocess.Popen[bytes]] = []
-    before = signal.signal(signal.SIGTERM, _exit)
     try:
         running += map(subprocess.Popen, commands)
         while True:
@@ -232,7 +245,6 @@ def _run(commands: Sequence[Sequence[str]]) -> int:
                 process.terminate()
         for process in running:
             process.wait()
-        signal.signal(signal.SIGTERM, before)
 
 
 def _is_in_foreground() -> bool:
