@@ -16,25 +16,25 @@ BUDGET = {
     "zerograph/_torch": 1_200,
     "zerograph/artifact": 1_125,
     "zerograph/base": 565,
-    "zerograph/capture": 3_730,
-    "zerograph/cli": 1_535,
-    "zerograph/compat": 2_970,
-    "zerograph/compiler": 4_360,
-    "zerograph/eager": 1_140,
+    "zerograph/capture": 3_690,
+    "zerograph/cli": 1_545,
+    "zerograph/compat": 2_980,
+    "zerograph/compiler": 4_330,
+    "zerograph/eager": 1_110,
     "zerograph/inspection": 2_435,
-    "zerograph/integrations": 805,
+    "zerograph/integrations": 815,
     "zerograph/ir": 3_030,
-    "zerograph/loops": 2_990,
+    "zerograph/loops": 2_960,
     "zerograph/ops": 1_120,
-    "zerograph/optim": 1_575,
+    "zerograph/optim": 1_570,
     "zerograph/planner": 1_970,
     "zerograph/state": 3_410,
     "passes": 8_330,
     "runtime": 6_410,
     "benchmarks": 6_170,
-    "tests": 41_440,
+    "tests": 41_540,
 }
-PACKAGE = 49_835
+PACKAGE = 49_735
 
 
 @pytest.fixture(scope="module")
