@@ -16,7 +16,7 @@ from zerograph._torch import OpOverload
 from zerograph.errors import PlacementError
 from zerograph.ir.metadata import boxing_of, meta, origin, role
 from zerograph.ir.rewrite import ancestors, drop_unused
-from zerograph.ir.sbp import NdSbp, Signature, broadcast, partial_sum
+from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast, partial_sum
 from zerograph.passes import rules
 from zerograph.passes.accumulation.time_boxing import batch_only_nodes, change_sbps, sbps, time_boxing
 from zerograph.passes.context import Context
@@ -118,12 +118,18 @@ def _whole_in_time(sbp: NdSbp) -> NdSbp:
 def _refuse(node: fx.Node, in_loop: set[fx.Node], context: Context) -> None:
     reader = _reader(node, in_loop)
     node_origin = origin(reader)
-    advice = (
-        "No rule says how it may be split: give it one with zg.register_rule."
-        if isinstance(reader.target, OpOverload) and rules.rule_of(reader.target) is None
-        else "For batch norm set config.batch_norm = 'local': the statistics are then each micro-batch's. What else "
-        "compares samples can be computed on each micro-batch by itself, in a region (zg.local)."
-    )
+    if isinstance(reader.target, OpOverload) and rules.rule_of(reader.target) is None:
+        advice = "No rule says how it may be split: give it one with zg.register_rule."
+    elif any(isinstance(one, Split) and one.dim for sbp in context.batch.inputs for one in sbp):
+        advice = (
+            "Ranks that split the sequence (config.mesh.context_parallel) cut attention into micro-batches where it is "
+            "one operator: F.scaled_dot_product_attention with heads of one width, and no bias that has a gradient."
+        )
+    else:
+        advice = (
+            "For batch norm set config.batch_norm = 'local': the statistics are then each micro-batch's. What else "
+            "compares samples can be computed on each micro-batch by itself, in a region (zg.local)."
+        )
     raise PlacementError(
         f"{reader.target} needs the whole batch at once, but config.gradient_accumulation_steps cuts it into "
         f"{context.batch.micro_batches} micro-batches, computed one after another\n"

@@ -22,7 +22,7 @@ from tests.harness import LossStep, Predict, sliced, told
 from tests.models import update_by
 from tests.pool import Pool
 from zerograph.inspection.step import Prepared
-from zerograph.ir.mesh import Mesh
+from zerograph.ir.mesh import Mesh, line
 from zerograph.ir.step_graph import output_nodes
 from zerograph.loops import loaders
 
@@ -121,6 +121,21 @@ def test_ulysses_sends_queries_keys_and_values_in_one_all_to_all_and_results_in_
     wanted = [(phase, "all-to-all", sent) for phase in ("forward", "backward") for sent in (one, 3 * one) * 2]
     labels = ("forward", "all-gather", 8 * rows * LENGTH)
     assert sorted(activations(step)) == sorted([labels, *wanted])
+
+
+def by_hand(layers: nn.ModuleList, x: Tensor) -> Tensor:
+    query, value = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in layers[:2])
+    attended = (query @ query.mT).softmax(-1) @ value
+    out: Tensor = layers[2](attended.transpose(1, 2).reshape(x.shape))
+    return out.square().mean()
+
+
+def test_attention_by_hand_is_refused_in_micro_batches_of_split_sequences() -> None:
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    step = LossStep(layers, optimizer, 1, by_hand, context_parallel=2, gradient_accumulation_steps=2)
+    with pytest.raises(zg.PlacementError, match=r"context_parallel\) cut attention into micro-batches where it is one"):
+        step.prepare(line(2, 0, "ranks"), torch.randn(4, 6, 4))
 
 
 class SlidingWindow(nn.Module):
