@@ -13,7 +13,7 @@ from zerograph._torch import pytree
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import InputError
-from zerograph.loops.containers import map_tensors
+from zerograph.loops.containers import found_in, map_tensors
 from zerograph.loops.global_parts import of_batch
 from zerograph.loops.loaders import Part
 from zerograph.loops.rows import WholeBatch
@@ -71,12 +71,6 @@ class PartToMove:
         rows = self._part.agreed(world().job)
         batch = rows.batch if isinstance(rows, WholeBatch) else rows
         moved = batch if self._move is None else self._move(batch, device, **options)
-        sizes = list[int]()
-
-        def sized(one: Tensor) -> Tensor:
-            sizes.extend(one.shape[:1])
-            return one
-
-        result = map_tensors(of_batch(replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved), sized)
-        PartToMove.rows_of_last = sizes[0] if sizes else 0
+        result = of_batch(replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved)
+        PartToMove.rows_of_last = next((len(one) for one in found_in(result, Tensor) if one.dim()), 0)
         return result
