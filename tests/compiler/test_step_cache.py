@@ -152,6 +152,21 @@ def test_a_stale_step_is_never_used(pool: Pool, tmp_path: Path, rounds: int) -> 
     assert set(used) == {"nothing"}
 
 
+def in_turn(folder: str) -> list[bool]:
+    """Return whether steps are in the cache whose attribute has two values in turn."""
+    used = []
+    with cache_in(folder) as cache:
+        for factor in (1.5, 2.5, 1.5, 2.5):
+            step = TwoRanks()
+            step.factor = factor  # type: ignore[attr-defined]
+            used.append(cache.is_used(step, X))
+    return used
+
+
+def test_jobs_that_differ_in_a_value_keep_a_step_each(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(1, in_turn, str(tmp_path)) == [[False, False, True, True]]
+
+
 class Doubtful(zg.ZeroGraph):
     """A step whose ``build()`` reads ``doubt()`` too."""
 

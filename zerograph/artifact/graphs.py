@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import SymBool, SymFloat, SymInt, Tensor, device, dtype, fx, layout, memory_format, nn
+from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.artifact import operators
@@ -26,13 +26,6 @@ from zerograph.ops import flex_attention
 
 # The loop is a part of its node.
 _KEYS = (*tuple(key for key in NodeMeta.__annotations__ if key not in ("loop", "compiled")), "global")
-
-
-# Types of what nodes take as arguments.
-_ARGUMENTS = (
-    *(fx.Node, type(None), bool, int, float, complex, str, slice),
-    *(dtype, device, layout, memory_format, SymInt, SymFloat, SymBool, _torch.OpOverload),
-)
 
 
 @dataclass(frozen=True)
@@ -142,10 +135,6 @@ class GraphReader:
         kwargs = self.reader.value(entry.get("kwargs", {"d": []}), nodes)
         for key in kwargs:
             _check_name(key)
-        # A graph's code has their texts.
-        for leaf in _torch.pytree.tree_leaves((args, kwargs)):
-            if not isinstance(leaf, _ARGUMENTS):
-                raise ArtifactError(f"the file has {leaf!r:.60} as an argument")
         function: Any = target
         if op == "call_function":
             function = operators.function_of(target)

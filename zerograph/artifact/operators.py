@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
@@ -86,11 +87,16 @@ def bound(function: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     Raises:
         ArtifactError: the schema does not take them.
     """
-    names = [argument.name for argument in _torch.schema_arguments(function)]
+    names = _parameters(function)
     by_name = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if len(args) > len(names) or len(by_name) != len(args) + len(kwargs) or not by_name.keys() <= set(names):
+    if len(args) > len(names) or len(by_name) != len(args) + len(kwargs) or not by_name.keys() <= names.keys():
         raise ArtifactError(f"the file calls {function} with arguments that it does not take")
     return by_name
+
+
+@functools.cache
+def _parameters(function: OpOverload) -> dict[str, None]:
+    return dict.fromkeys(argument.name for argument in _torch.schema_arguments(function))
 
 
 def check_modification(text: Any) -> None:

@@ -37,6 +37,8 @@ _CLASSES: dict[str, type] = {
     )
 }
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What nodes take as arguments besides nodes, plain values and containers: a graph's code has their texts.
+_ARGUMENTS = (float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, *_SYMBOLIC, OpOverload)
 _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
     name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
@@ -201,8 +203,13 @@ class Reader:
             "fake": self._fake,
         }
 
-    def value(self, encoded: Any, nodes: Sequence[fx.Node] = ()) -> Any:
-        """Return a value; ``nodes`` by number are those that it may contain."""
+    def value(self, encoded: Any, nodes: Sequence[fx.Node] | None = None) -> Any:
+        """Return a value.
+
+        Args:
+            encoded: what the writer returned.
+            nodes: the value is an argument of a node; these are the nodes before it. Else None.
+        """
         kind = type(encoded)
         if kind is list:
             return tuple([entry if type(entry) in _PLAIN else self.value(entry, nodes) for entry in encoded])
@@ -210,7 +217,7 @@ class Reader:
             # JSON has numbers, texts and None besides.
             return encoded
         ((tag, content),) = encoded.items()
-        if tag == "n":
+        if tag == "n" and nodes is not None:
             return nodes[content]
         if tag == "l":
             return [self.value(entry, nodes) for entry in content]
@@ -219,7 +226,11 @@ class Reader:
         if tag == "slice":
             return slice(*(self.value(entry, nodes) for entry in content))
         if tag in self._tags:
-            return self._tags[tag](content)
+            value = self._tags[tag](content)
+            if nodes is None or isinstance(value, _ARGUMENTS):
+                return value
+        if nodes is not None:
+            raise ArtifactError(f"the file has an argument of kind {tag!r:.40}")
         cls = _CLASSES[tag]
         arguments = [self.value(entry) for entry in content]
         if len(arguments) != len(fields(cls)):

@@ -240,12 +240,11 @@ class Artifact:
         """Return the names and texts of what differs from this process.
 
         Args:
-            present: the requirements here but for versions: all of them, or those without inputs.
+            present: the requirements here, those of the process included: all of them, or those without inputs.
         """
         stored: dict[str, str] = self.document["requirements"]
         if _MESH not in present:
             stored = {name: text for name, text in stored.items() if not name.startswith(_OF_INPUTS)}
-        present = {**process_texts(), **present}
         names = [name for name in {**stored, **present} if stored.get(name) != present.get(name)]
         code: Mapping[str, str] = self.document["code"]
         here = digests(code)
@@ -378,7 +377,7 @@ class LoadedArtifacts:
         Raises:
             ArtifactError: the file is of another step.
         """
-        artifact.check(artifact.differences(present))
+        artifact.check(artifact.differences({**process_texts(), **present}))
         self._artifacts.append(artifact)
         self._unused = artifact
 
@@ -392,6 +391,8 @@ class LoadedArtifacts:
         Raises:
             ArtifactError: the one that was loaded last, and is not used yet, is of another step.
         """
+        if self._artifacts:
+            present = {**process_texts(), **present}
         for artifact in self._artifacts:
             if not artifact.differences(present) and artifact.holds_for(batch):
                 if artifact is self._unused:

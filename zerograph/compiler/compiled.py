@@ -269,10 +269,9 @@ def graph_lines(graph: fx.Graph) -> list[str]:
     """Return a graph as lines of text, equal on all ranks."""
     lines = []
     for node in graph.nodes:
-        args = tuple(
-            "this rank's own" if position in meta(node).get("rank_arguments", ()) else argument
-            for position, argument in enumerate(node.args)
-        )
+        args = node.args
+        for position in meta(node).get("rank_arguments", ()):
+            args = (*args[:position], "this rank's own", *args[position + 1 :])
         # The name of a collective's process group differs between ranks too.
         if (boxing := boxing_of(node)) is not None and isinstance(node.args[-1], str):
             args = (*args[:-1], f"along mesh dimension {boxing.dim}")

@@ -1,8 +1,8 @@
 """The cache of compiled steps in ``$ZEROGRAPH_CACHE/steps``, which jobs fill and read by themselves.
 
 Rank 0 looks a step up. The other ranks receive its file, and every rank compares it with its own process: a step is
-used if it fits on all ranks. The file of a step is found by its inputs and options. Everything else that it depends on
-is in the file.
+used if it fits on all ranks. The name of a step's file is the key: all that the step depends on and that is known
+before a trace. The code that the trace ran, and the values that it read, are in the file.
 
 If there is none, rank 0 traces and rewrites the step, writes it, and sends it to the other ranks, which wait for it. A
 rank that it does not fit traces by itself. Every rank does so if the step cannot be written to a file.
@@ -11,7 +11,7 @@ rank that it does not fit traces by itself. Every rank does so if the step canno
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import logging
 import os
 import sys
@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 
 from zerograph.artifact.code import digests, names_of
+from zerograph.artifact.digest import short
 from zerograph.artifact.file import write_file
+from zerograph.artifact.process import process_texts
 from zerograph.base.cache import folder, opened, setting
 from zerograph.base.contexts import collection_paused
 from zerograph.base.recording import Recording
@@ -43,7 +45,7 @@ _DEFAULT_LIMIT = "4GiB"
 # A file that another job is writing is younger.
 _ABANDONED_SECONDS = 3600
 _log = logging.getLogger("zerograph.cache")
-# Steps that differ in one of these have files of their own.
+# What is in the first half of a file's name: the step that a miss is explained by is equal in it.
 _IN_NAMES = ("config.", "input ", "the mesh", "parameters: ", "buffers: ", OF_LOOP)
 _MOST_DIFFERENCES = 5
 # The numbers that rank 0 sends in place of a length: without cache; each rank traces; rank 0 traces for all.
@@ -81,14 +83,12 @@ def file_of(present: Mapping[str, str], graph: object) -> Path:
     """Return the file of a step.
 
     Args:
-        present: the requirements of the step.
+        present: everything that the step depends on, as far as it is known before a trace.
         graph: the graph, whose class counts.
     """
-    # Of the rest the file may have another value, which the log names.
-    named = {name: text for name, text in present.items() if name.startswith(_IN_NAMES)}
-    kind = type(graph)
-    text = repr((kind.__module__, kind.__qualname__, sorted(named.items())))
-    return folder("steps") / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.zg"
+    named = sorted(item for item in present.items() if item[0].startswith(_IN_NAMES))
+    kind = f"{type(graph).__module__}.{type(graph).__qualname__}"
+    return folder("steps") / f"{short(f'{kind} {named}')}-{short(str(sorted(present.items())))}.zg"
 
 
 @dataclass(eq=False)
@@ -96,6 +96,7 @@ class StepSource:
     """The cache of steps, and rank 0, as the sources of one step. Without either, each rank traces it.
 
     Attributes:
+        required: the :func:`zerograph.compiler.artifacts.requirements` of the step.
         artifact: the step, if a source has it.
         keeps: rank 0 writes the step to the cache once it is traced.
         interrupt: what interrupted this rank while it waited for rank 0.
@@ -104,7 +105,7 @@ class StepSource:
     job: Job
     members: Members
     batch: Batch
-    present: Mapping[str, str]
+    required: Mapping[str, str]
     dependencies: Dependencies
     artifact: Artifact | None = None
     keeps: bool = False
@@ -120,9 +121,21 @@ class StepSource:
         """True if a trace is to be recorded."""
         return self.keeps and self.artifact is None
 
-    @property
+    @functools.cached_property
+    def _present(self) -> dict[str, str]:
+        return {**process_texts(), **self.required}
+
+    @functools.cached_property
     def _file(self) -> Path:
-        return file_of(self.present, self.dependencies.graph)
+        return file_of(self._present, self.dependencies.graph)
+
+    def _youngest(self) -> Path:
+        """Return the file that was used last of those of such inputs and options; that of the step if there is none."""
+        same = f"{self._file.name.partition('-')[0]}-*.zg"
+        # Another job may remove files at the same time.
+        with contextlib.suppress(OSError, ValueError):
+            return max(self._file.parent.glob(same), key=lambda file: file.stat().st_mtime)
+        return self._file
 
     @property
     def _mark(self) -> Path:
@@ -140,6 +153,9 @@ class StepSource:
             # Not Path.exists(), which raises where the system refuses, while the other ranks wait.
             in_doubt = not data and (self.dependencies.foreseen_doubts() or os.path.exists(self._mark))
             number = _EACH if in_doubt else _ONCE
+            if not data and not in_doubt:
+                # The comparison says why it is not the step.
+                data = _read(self._youngest())
         number = broadcast_number(job, len(data) or number)
         if number == _OFF:
             return
@@ -150,7 +166,7 @@ class StepSource:
             fits = agree(job, "using a step of the cache", 0, dict, None, [int(artifact is not None)])
             others = [rank for rank, (used,) in enumerate(fits) if not used and rank != job.rank]
             if artifact is not None and others:
-                _tell(job, f"{self._file.name} is not used: rank {others[0]} has other code or values")
+                _tell(job, f"the step of the cache is not used: rank {others[0]} has other code or values")
                 artifact = None
             # If it fits on rank 0, the other ranks cannot use what rank 0 traces either.
             number = _EACH if fits[0] == [1] else _ONCE
@@ -162,7 +178,7 @@ class StepSource:
                     os.utime(self._file)
             self.artifact = artifact
         elif number == _ONCE and job.size > 1:
-            own = digest(sorted(self.present.items())) & _MOST_OF_SIZES
+            own = digest(sorted(self._present.items())) & _MOST_OF_SIZES
             numbers = agree(job, "tracing a step", 0, dict, None, [own, int(self.keeps)])
             self._waits = numbers[0][1] == 1 and all(row[0] == numbers[0][0] for row in numbers)
             if job.rank and self._waits:
@@ -232,7 +248,7 @@ class StepSource:
         try:
             with collection_paused():
                 artifact = read_artifact(self._file, self.members, content)
-                differences = artifact.differences(self.present)
+                differences = artifact.differences(self._present)
                 if not differences and not artifact.holds_for(self.batch):
                     differences = ["it is for other sizes of dynamic dimensions"]
                 if not differences:
@@ -242,7 +258,7 @@ class StepSource:
         except ArtifactError as error:
             differences = [str(error)]
         more = f"; and {len(differences) - _MOST_DIFFERENCES} more" if len(differences) > _MOST_DIFFERENCES else ""
-        _tell(self.job, f"{self._file.name} is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
+        _tell(self.job, f"the step of the cache is not used: {'; '.join(differences[:_MOST_DIFFERENCES])}{more}")
         return None
 
     def _content_of(self, step: PreparedStep) -> bytes:
