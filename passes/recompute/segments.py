@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, is_mutable
 from zerograph.ir.alias import is_view_or_copy, shared_arguments
 from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.region import local
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.experts import exchanged_along
@@ -188,14 +189,14 @@ def _crossing(graph: fx.Graph, labels: dict[fx.Node, Label]) -> set[fx.Node]:
 
 
 def _is_recomputable(value: fx.Node) -> bool:
-    """Return whether a copy of the operator recomputes the value. Collectives are not sent twice."""
+    """Return whether a copy of the operator recomputes the value. Nothing is sent, or asked of the caller, twice."""
     node = producer(value)
     target: Any = node.target
     if is_weight(value):
         return False  # reshard_after_forward derives it again
     if target is boxing:
         return bool(meta(node)["boxing"].kind == "slice")
-    if target is local or not isinstance(target, OpOverload) or is_mutable(target):
+    if target in (local, GRADIENT_OF) or not isinstance(target, OpOverload) or is_mutable(target):
         return False
     if exchanged_along(node, meta(node).get("signature", ())) is not None:
         return False

@@ -22,7 +22,9 @@ from tests.peak_memory import most_alive_bytes
 from tests.pool import Pool
 from zerograph.compiler.members import repeated_blocks
 from zerograph.ir.metadata import origin
+from zerograph.ir.pause import GRADIENT_OF
 from zerograph.passes.recompute.min_cut import Operator, Problem, Value, choices
+from zerograph.passes.recompute.segments import cut
 
 aten = torch.ops.aten
 STAGES = (0, 3)
@@ -306,3 +308,15 @@ def test_a_product_of_the_input_that_backward_computes_again_stays_in_backward()
     products = [origin(node).phase for node in step.graph.graph.nodes if node.target is aten.mm.default]
     backward = products.index("backward")
     assert products[:backward] == ["forward"] * 3
+
+
+def test_the_gradient_that_a_loop_computes_is_asked_for_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.GELU(), nn.Linear(8, 4), nn.Tanh())
+    model, optimizer = zg.prepare(model, adamw(model))
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    graph = zg.step_of(model).inspect.graph_after("box").graph
+    values = {value for segment in cut(graph, ()) for value in segment.recomputable}
+    assert values
+    assert GRADIENT_OF not in {value.target for value in values}
