@@ -1,7 +1,7 @@
 """Checkpoint files: each rank's parts of the named tensors, in safetensors files, and an index that makes them valid.
 
 ``boxes``        the boxes of a tensor that a range of a flat bucket covers
-``pieces``       those boxes as ``torch.distributed.checkpoint`` asks for them
+``pieces``       the boxes of named tensors that a rank holds
 ``index``        the JSON file that makes a checkpoint valid
 ``storage``      write and read the safetensors files
 ``lock``         one save at a time per folder

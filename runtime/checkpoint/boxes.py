@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
+Offsets = tuple[int, ...]
 # (offsets, sizes), one of each per dimension.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[Offsets, tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
@@ -35,6 +39,25 @@ def _boxes_in_row(index: int, shape: Sequence[int], start: int, end: int, row: i
     """Yield the boxes of a range within one row, of ``row`` elements, of the first dimension."""
     for offsets, sizes in boxes(shape[1:], start - index * row, end - index * row):
         yield (index, *offsets), (1, *sizes)
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """Return the box that two boxes have in common; None if no element is in both."""
+    offsets, sizes = [], []
+    for start, size, other_start, other_size in zip(*first, *second, strict=True):
+        begin, end = max(start, other_start), min(start + size, other_start + other_size)
+        if begin >= end:
+            return None
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return tuple(offsets), tuple(sizes)
+
+
+def part_of(whole: Tensor, box: Box, origin: Offsets | None = None) -> Tensor:
+    """Return a view of a box of a tensor, or of a tensor that begins at ``origin`` in the one that has the box."""
+    offsets, sizes = box
+    starts = offsets if origin is None else map(operator.sub, offsets, origin)
+    return whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:

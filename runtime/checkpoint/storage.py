@@ -1,11 +1,9 @@
-"""Storage of ``torch.distributed.checkpoint``: write boxes of tensors to safetensors files, and read them."""
+"""Write boxes of tensors to safetensors files, and read them."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -14,71 +12,30 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata as Stored,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint import index
+from zerograph.runtime.checkpoint.boxes import Offsets, part_of
 from zerograph.runtime.checkpoint.index import DTYPES, Chunk, Entry, Index
+from zerograph.runtime.checkpoint.pieces import Pieces, Read
 from zerograph.runtime.checkpoint.remote import Folder, RemotePath
-from zerograph.runtime.job.liveness import on_interrupt
 
 # Bytes of tensors that are copied and written as one file, and that one request reads.
 _FILE_BYTES = 2**28
 # Of damaged files. safetensors raises KeyError or AttributeError for a dtype that this torch does not have.
 _READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, AttributeError, RuntimeError, MemoryError)
-T = TypeVar("T")
 # The name of a tensor and one of its boxes.
-Box = tuple[str, Chunk]
-
-
-class _OfOneCheckpoint:
-    """Methods of torch's protocols for an object that serves one checkpoint and changes no plan."""
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing."""
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        """Return the plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Return the plans as they are."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: the folder was checked before."""
-        return True
-
-
-def _notes_interrupts(method: Callable[..., T]) -> Callable[..., T]:
-    """Return the method of a :class:`Writer`, which notes an interrupt inside."""
-
-    @functools.wraps(method)
-    def noting(self: Writer, *args: Any, **kwargs: Any) -> T:
-        with on_interrupt(functools.partial(setattr, self, "interrupted")):
-            return method(self, *args, **kwargs)
-
-    return noting
+NamedChunk = tuple[str, Chunk]
 
 
 @dataclass
-class Writer(_OfOneCheckpoint, StorageWriter):
+class Writer:
     """Write a rank's boxes into ``folder/data``; the first rank then writes the index.
 
     Attributes:
@@ -88,7 +45,6 @@ class Writer(_OfOneCheckpoint, StorageWriter):
         rank: this rank.
         check: called on the first rank before it writes the index; what it raises fails the save.
         written: called on the first rank after it has written the index, while the other ranks wait.
-        interrupted: an interrupt that ended this rank's part. torch raises an error in its place.
     """
 
     folder: Folder
@@ -97,57 +53,42 @@ class Writer(_OfOneCheckpoint, StorageWriter):
     rank: int
     check: Callable[[], None]
     written: Callable[[], None]
-    interrupted: BaseException | None = None
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Create the folder of this save's files."""
+    def write(self, pieces: Mapping[str, Pieces]) -> list[NamedChunk]:
+        """Write this rank's boxes, several to a file, sync the files to disk, and return what was written."""
         (self.folder / self.data).mkdir(parents=True, exist_ok=True)
-
-    @_notes_interrupts
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes, several to a file, and sync the files to disk."""
-        results: list[WriteResult] = []
-        items: list[tuple[WriteItem, Tensor]] = []
-        for item in plan.items:
-            # A copy: the SHA-256 is that of the written bytes, and views of one tensor are written apart.
-            items.append((item, planner.resolve_data(item).detach().to("cpu", copy=True).contiguous()))  # type: ignore[union-attr]
-            if sum(tensor.nbytes for _, tensor in items) >= _FILE_BYTES:
-                results += self._write(items, len(results))
-                items = []
-        if items:
-            results += self._write(items, len(results))
+        written: list[NamedChunk] = []
+        pending: list[tuple[str, Offsets, Tensor]] = []
+        for name, piece in pieces.items():
+            for offsets in piece.parts:
+                # A copy: the SHA-256 is that of the written bytes, and views of one tensor are written apart.
+                pending.append((name, offsets, piece.tensor(offsets).to("cpu", piece.dtype, copy=True).contiguous()))
+                if sum(tensor.nbytes for *_, tensor in pending) >= _FILE_BYTES:
+                    written += self._write(pending, len(written))
+                    pending = []
+        if pending:
+            written += self._write(pending, len(written))
         index.sync_folder(self.folder / self.data)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return written
 
-    def _write(self, items: list[tuple[WriteItem, Tensor]], number: int) -> list[WriteResult]:
-        name = f"rank{self.rank:05d}-{number:06d}.safetensors"
-        path = self.folder / self.data / name
+    def _write(self, boxes: Sequence[tuple[str, Offsets, Tensor]], number: int) -> Iterator[NamedChunk]:
+        file = f"rank{self.rank:05d}-{number:06d}.safetensors"
+        path = self.folder / self.data / file
         try:
-            write_file({str(key): tensor for key, (_, tensor) in enumerate(items)}, path)
+            write_file({str(key): tensor for key, (*_, tensor) in enumerate(boxes)}, path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be written: {error}") from error
-        results = []
-        for key, (item, tensor) in enumerate(items):
-            assert item.tensor_data is not None
-            box = item.tensor_data.chunk
-            chunk = Chunk(tuple(box.offsets), tuple(box.sizes), name, str(key), sha256(tensor))
-            results.append(WriteResult(item.index, tensor.nbytes, chunk))
-        return results
+        for key, (name, offsets, tensor) in enumerate(boxes):
+            yield name, Chunk(offsets, tuple(tensor.shape), file, str(key), sha256(tensor))
 
-    @_notes_interrupts
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Check that all files are there, then write the index. Runs on the first rank."""
-        chunks: dict[str, list[Chunk]] = defaultdict(list)
-        for result in itertools.chain.from_iterable(results):
-            chunks[result.index.fqn].append(result.storage_data)
-        tensors = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, Stored)
-            dtype = str(stored.properties.dtype).removeprefix("torch.")
-            tensors[name] = Entry(dtype, tuple(stored.size), tuple(chunks[name]))
-        contents = Index(self.data, tensors, self.document)
+    def finish(self, pieces: Mapping[str, Pieces], written: Iterable[NamedChunk]) -> None:
+        """Check that all ranks' boxes and files are there, then write the index. Runs on the first rank.
+
+        Args:
+            pieces: this rank's. All ranks name the same tensors.
+            written: of all ranks.
+        """
+        contents = Index(self.data, entries_of(pieces, written), self.document)
         try:
             Reader(self.folder, contents).check_files()
         except CheckpointError as error:
@@ -161,8 +102,27 @@ class Writer(_OfOneCheckpoint, StorageWriter):
         self.written()
 
 
+def entries_of(pieces: Mapping[str, Pieces], written: Iterable[NamedChunk]) -> dict[str, Entry]:
+    """Return the entries of tensors, of the boxes of which each was written by one rank.
+
+    Raises:
+        CheckpointError: the boxes of a tensor have more or fewer elements than the tensor.
+    """
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    for name, chunk in written:
+        chunks[name].append(chunk)
+    for name, piece in pieces.items():
+        count = sum(math.prod(chunk.sizes) for chunk in chunks[name])
+        if count != math.prod(piece.shape):
+            raise CheckpointError(f"the ranks hold {count} elements of {name}, whose shape is {piece.shape}")
+    return {
+        name: Entry(str(piece.dtype).removeprefix("torch."), tuple(piece.shape), tuple(chunks[name]))
+        for name, piece in pieces.items()
+    }
+
+
 @dataclass
-class Reader(_OfOneCheckpoint, StorageReader):
+class Reader:
     """Read boxes of a checkpoint. Each chunk that is read must have the SHA-256 of the index.
 
     Attributes:
@@ -173,7 +133,6 @@ class Reader(_OfOneCheckpoint, StorageReader):
     folder: Folder
     index: Index
     _bytes: Counter[str] = field(default_factory=Counter)
-    _stored: dict[str, Stored] = field(default_factory=dict)
     # Of a remote folder: the size of each file, and the end and contents of each header that was read.
     _sizes: dict[str, int] = field(default_factory=dict)
     _headers: dict[str, tuple[int, Any]] = field(default_factory=dict)
@@ -183,46 +142,27 @@ class Reader(_OfOneCheckpoint, StorageReader):
             for chunk in entry.chunks:
                 self._bytes[chunk.file] += math.prod(chunk.sizes) * DTYPES[entry.dtype].itemsize
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return no metadata: the planner asks for those of the tensors that it loads."""
-        return Metadata({})
+    def reads(self, pieces: Mapping[str, Pieces]) -> Iterator[Read]:
+        """Yield what is to be read to fill pieces."""
+        for name, piece in pieces.items():
+            yield from piece.reads(name, self.index.tensors[name].chunks)
 
-    def stored(self, name: str) -> Stored:
-        """Return a tensor of the index as torch describes it; its boxes are in the order of the index."""
-        if name not in self._stored:
-            entry = self.index.tensors[name]
-            boxes = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in entry.chunks]
-            self._stored[name] = Stored(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), boxes)
-        return self._stored[name]
+    def fill(self, pieces: Mapping[str, Pieces]) -> None:
+        """Read each box once and copy its parts into the pieces."""
+        reads: dict[NamedChunk, list[Read]] = defaultdict(list)
+        for read in self.reads(pieces):
+            reads[read.name, read.chunk].append(read)
+        for (name, chunk), tensor in self.read(reads):
+            for read in reads[name, chunk]:
+                read.target().copy_(part_of(tensor, read.part, chunk.offsets))
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the index has been read."""
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each box once and copy its parts to where the planner puts them."""
-        items_by_box: dict[Box, list[ReadItem]] = defaultdict(list)
-        for item in plan.items:
-            items_by_box[self.box_at(item.storage_index)].append(item)
-        for box, tensor in self.read(items_by_box):
-            for item in items_by_box[box]:
-                part = tensor[_slices(item.storage_offsets, item.lengths)]
-                planner.resolve_tensor(item).copy_(part)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def box_at(self, position: MetadataIndex) -> Box:
-        """Return a box by its place in :meth:`stored`."""
-        assert position.index is not None
-        return position.fqn, self.index.tensors[position.fqn].chunks[position.index]
-
-    def read(self, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
+    def read(self, boxes: Iterable[NamedChunk]) -> Iterator[tuple[NamedChunk, Tensor]]:
         """Read boxes, file by file; yield each with its elements.
 
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        by_file: dict[str, list[Box]] = defaultdict(list)
+        by_file: dict[str, list[NamedChunk]] = defaultdict(list)
         for box in boxes:
             by_file[box[1].file].append(box)
         for file_boxes in by_file.values():
@@ -236,7 +176,7 @@ class Reader(_OfOneCheckpoint, StorageReader):
                 self._check(path, box, tensor)
                 yield box, tensor
 
-    def verify(self, boxes: Iterable[Box]) -> None:
+    def verify(self, boxes: Iterable[NamedChunk]) -> None:
         """Read and check boxes, before anything is overwritten.
 
         Raises:
@@ -245,14 +185,14 @@ class Reader(_OfOneCheckpoint, StorageReader):
         for _ in self.read(boxes):
             pass
 
-    def _check(self, path: Folder, box: Box, tensor: Tensor) -> None:
+    def _check(self, path: Folder, box: NamedChunk, tensor: Tensor) -> None:
         name, chunk = box
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self._dtype(name):
             raise CheckpointError(f"{path} is damaged: the part of {name} in it has another shape or dtype")
         if sha256(tensor) != chunk.sha256:
             raise CheckpointError(f"{path} is damaged: the part of {name} in it does not have the SHA-256 of the index")
 
-    def _download(self, path: RemotePath, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+    def _download(self, path: RemotePath, boxes: Sequence[NamedChunk]) -> Iterator[tuple[NamedChunk, Tensor]]:
         """Read the bytes of boxes from a remote safetensors file: one request for all that stand together in it."""
         file = boxes[0][1].file
         if file not in self._headers:
@@ -261,7 +201,7 @@ class Reader(_OfOneCheckpoint, StorageReader):
                 raise ValueError("its header is longer than the file")
             self._headers[file] = (8 + length, json.loads(path.read_bytes(8, 8 + length)))
         start, header = self._headers[file]
-        spans: list[tuple[int, int, Box]] = []
+        spans: list[tuple[int, int, NamedChunk]] = []
         for name, chunk in boxes:
             begin, end = (start + int(offset) for offset in header[chunk.key]["data_offsets"])
             if end - begin != math.prod(chunk.sizes) * self._dtype(name).itemsize:
@@ -325,20 +265,20 @@ class Reader(_OfOneCheckpoint, StorageReader):
             self._file(name, chunk)
         whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         for (_, chunk), tensor in self.read((name, chunk) for chunk in entry.chunks):
-            whole[_slices(chunk.offsets, chunk.sizes)] = tensor
+            part_of(whole, (chunk.offsets, chunk.sizes)).copy_(tensor)
         return whole
 
 
-def _open(path: Path, boxes: Sequence[Box]) -> Iterator[tuple[Box, Tensor]]:
+def _open(path: Path, boxes: Sequence[NamedChunk]) -> Iterator[tuple[NamedChunk, Tensor]]:
     """Read boxes of a safetensors file on disk."""
     with safe_open(path, framework="pt") as file:
         for box in boxes:
             yield box, file.get_tensor(box[1].key)
 
 
-def _runs(spans: Sequence[tuple[int, int, Box]]) -> Iterator[list[tuple[int, int, Box]]]:
+def _runs(spans: Sequence[tuple[int, int, NamedChunk]]) -> Iterator[list[tuple[int, int, NamedChunk]]]:
     """Yield spans of a file, which are in order, in groups without gaps that one request reads."""
-    run: list[tuple[int, int, Box]] = []
+    run: list[tuple[int, int, NamedChunk]] = []
     for span in spans:
         if run and (span[0] != run[-1][1] or span[1] - run[0][0] > _FILE_BYTES):
             yield run
@@ -364,10 +304,6 @@ def write_file(tensors: dict[str, Tensor], path: Folder, metadata: dict[str, str
     os.chmod(path, mode)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
 def sha256(tensor: Tensor) -> str:

@@ -57,7 +57,7 @@ def test_an_interrupted_load_is_no_error(tmp_path: Path, monkeypatch: pytest.Mon
     step = new_step()
     step(*map(part, batches("mlp", 1)[0]))
     step.save(tmp_path)
-    monkeypatch.setattr("zerograph.runtime.checkpoint.storage.Reader.read_data", raising(INTERRUPTS["Ctrl-C"]))
+    monkeypatch.setattr("zerograph.runtime.checkpoint.storage.Reader.fill", raising(INTERRUPTS["Ctrl-C"]))
     with pytest.raises(KeyboardInterrupt):
         step.load(tmp_path)
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import io
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -25,8 +24,8 @@ from tests.pool import Pool
 from zerograph.runtime.checkpoint import index, storage
 from zerograph.runtime.checkpoint.boxes import boxes
 from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
-from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_of
-from zerograph.runtime.checkpoint.storage import Reader
+from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
+from zerograph.runtime.checkpoint.storage import Reader, entries_of
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.state.checkpoint import state_of
 from zerograph.state.checkpoint.snapshot import SnapshotReader, packed, snapshot_reader
@@ -332,28 +331,22 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_rank_0_plans_a_save_of_thousands_of_ranks_from_their_counts() -> None:
+def test_rank_0_lists_what_thousands_of_ranks_wrote() -> None:
     ranks, names = 2816, ["weight", "exp_avg"]
+    pieces = {name: Pieces((ranks, 3), torch.float32) for name in names}
 
-    def planner(rank: int, held: int) -> PieceSavePlanner:
-        planner = PieceSavePlanner()
-        pieces = {name: Pieces((ranks, 3), torch.float32) for name in names}
-        for piece in pieces.values():
-            piece.add(rank * 3, rank * 3 + held, flat_of(torch.zeros(3)), 0)
-        planner.set_up_planner(pieces, is_coordinator=rank == 0)  # type: ignore[arg-type]
-        return planner
+    def written(rank: int, held: int) -> list[tuple[str, Chunk]]:
+        return [(name, Chunk((rank, 0), (1, held), f"rank{rank:05d}.safetensors", name, "")) for name in names]
 
-    planners = [planner(rank, 3) for rank in range(ranks)]
-    plans = [planner.create_local_plan() for planner in planners]
-    assert len(pickle.dumps(plans[1])) < 1000
-    (_, metadata), lines = lines_run(lambda: planners[0].create_global_plan(plans))
-    assert lines < 1000 * ranks
-    shapes = {name: tuple(one.size) for name, one in metadata.state_dict_metadata.items()}  # type: ignore[union-attr]
-    assert shapes == dict.fromkeys(names, (ranks, 3))
-    assert len(planners[5].finish_plan(plans[5]).items) == len(names)
-    plans[7] = planner(7, 2).create_local_plan()
+    chunks = [chunk for rank in range(ranks) for chunk in written(rank, 3)]
+    entries, lines = lines_run(lambda: entries_of(pieces, chunks))
+    assert lines < 100 * ranks
+    assert {name: (one.dtype, one.shape) for name, one in entries.items()} == dict.fromkeys(
+        names, ("float32", (ranks, 3))
+    )
+    assert [(name, chunk) for name in names for chunk in entries[name].chunks] == [*chunks[::2], *chunks[1::2]]
     with pytest.raises(zg.CheckpointError, match=r"the ranks hold 8447 elements of weight, whose shape is \(2816, 3\)"):
-        planners[0].create_global_plan(plans)
+        entries_of(pieces, [*chunks[:-2], *written(ranks - 1, 2)])
 
 
 def test_a_process_plans_a_load_of_what_thousands_of_ranks_saved(tmp_path: Path) -> None:
@@ -371,12 +364,10 @@ def test_a_process_plans_a_load_of_what_thousands_of_ranks_saved(tmp_path: Path)
         index.write(tmp_path, Index("data", tensors, {}))
         reader = Reader(tmp_path, index.read(tmp_path))
         assert reader.index.tensors == tensors
-        boxes_read = []
-        for name in names:
-            pieces = Pieces((ranks, 3), torch.float32)
-            pieces.add(0, ranks * 3, flat_of(torch.zeros(ranks * 3)), 0)
-            boxes_read += [reader.box_at(item.storage_index) for item in pieces.reads(name, reader.stored(name))]
-        return boxes_read
+        pieces = {name: Pieces((ranks, 3), torch.float32) for name in names}
+        for piece in pieces.values():
+            piece.add(0, ranks * 3, flat_of(torch.zeros(ranks * 3)), 0)
+        return [(read.name, read.chunk) for read in reader.reads(pieces)]
 
     boxes_read, lines = lines_run(plan)
     assert lines < 1000 * ranks * len(names)

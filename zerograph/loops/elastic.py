@@ -35,6 +35,8 @@ from zerograph.loops.loaders import SplitLoader, distributed_sampler, same_gener
 from zerograph.loops.loop import Loop
 from zerograph.loops.loop_graph import LoopGraph
 from zerograph.loops.prepare import loop_of
+from zerograph.runtime.checkpoint import index
+from zerograph.runtime.checkpoint.remote import folder_of
 from zerograph.runtime.checkpoint.storage import Reader
 from zerograph.runtime.job import elastic as generations
 from zerograph.runtime.job.channel import hang_up
@@ -42,6 +44,11 @@ from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import Job, abandon, agree, end_exchanges, new_group
 from zerograph.runtime.state import store_of
+from zerograph.state.checkpoint import state_of
+from zerograph.state.checkpoint.document import decode
+from zerograph.state.checkpoint.folder import holds_checkpoints
+from zerograph.state.checkpoint.load import open_checkpoint
+from zerograph.state.checkpoint.snapshot import packed, snapshot_reader
 
 # The tag of a copy that is sent to its buddy.
 _TAG = 47
@@ -297,8 +304,6 @@ class _Loop:
             self.loader = self.loop.loader(self.whole_batches)
         worker = self.worker
         if snapshot is not None:
-            from zerograph.state.checkpoint.snapshot import snapshot_reader
-
             label, holders = snapshot
             reader: Reader | None = snapshot_reader(job, self.held.get(label, {}), holders)
             source = "the snapshot in memory"
@@ -344,11 +349,6 @@ class _Loop:
         Raises:
             CheckpointError: a checkpoint is damaged.
         """
-        from zerograph.runtime.checkpoint import index
-        from zerograph.runtime.checkpoint.remote import folder_of
-        from zerograph.state.checkpoint.folder import holds_checkpoints
-        from zerograph.state.checkpoint.load import open_checkpoint
-
         if self.checkpoints is None:
             return None
         folder = folder_of(self.checkpoints)
@@ -357,8 +357,6 @@ class _Loop:
         return open_checkpoint(self.checkpoints)
 
     def _load(self, job: Job, reader: Reader) -> None:
-        from zerograph.state.checkpoint.document import decode
-
         if "elastic" not in reader.index.document:
             raise generations.JobLostError(f"zg.elastic() has not saved the checkpoint in {self.checkpoints}")
         self.step.load(reader)
@@ -449,9 +447,6 @@ class _Loop:
         worker = self.worker
         if worker is None:
             return
-        from zerograph.state.checkpoint import state_of
-        from zerograph.state.checkpoint.snapshot import packed
-
         self._wait()
         start, problem = time.monotonic(), None
         part = torch.empty(0, dtype=torch.uint8)

@@ -32,7 +32,6 @@ from zerograph.state.stateful import interruptible
 from zerograph.state.threads import one_thread
 
 if TYPE_CHECKING:
-    # Importing torch.distributed.checkpoint takes long.
     from zerograph.state.checkpoint.written import Call
 
 

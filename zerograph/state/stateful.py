@@ -31,7 +31,7 @@ from zerograph.state.threads import one_thread
 from zerograph.state.whole_values import WholeValues, check_modifier, loaded_facts
 
 if TYPE_CHECKING:
-    # Importing torch.distributed.checkpoint takes long, so methods that save or load do it.
+    # Only methods that save or load need these modules, whose import takes a while.
     from zerograph.runtime.checkpoint.storage import Reader
     from zerograph.state.checkpoint import Parts
     from zerograph.state.checkpoint.save import Saver

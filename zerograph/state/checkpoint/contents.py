@@ -17,7 +17,8 @@ from zerograph.ir.coded_state import saved_name
 from zerograph.ir.mesh import Mesh, local_part
 from zerograph.ir.sbp import Split, is_dtensor
 from zerograph.ir.slots import Slot
-from zerograph.runtime.checkpoint.pieces import Pieces, Within, flat_of
+from zerograph.runtime.checkpoint.boxes import Box
+from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
 from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
@@ -197,11 +198,11 @@ def _add_slots(
                 piece.add(low - slot.offset, high - slot.offset, flat, start, within)
 
 
-def _rows(slot: Slot, local: Sequence[slice]) -> list[Within | None]:
+def _rows(slot: Slot, local: Sequence[slice]) -> list[Box | None]:
     """Return the box of the parameter that each row of this rank's part holds; [None] for a flat bucket."""
     if not slot.split:
         return [None]
-    return [Within(slot.start(row), slot.piece) for row in range(local[0].start, local[0].stop)]
+    return [(slot.start(row), slot.piece) for row in range(local[0].start, local[0].stop)]
 
 
 def _replicas(layout: Bucket, mesh: Mesh) -> tuple[int, int]:

@@ -5,16 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as load_pieces
 
 from zerograph import _torch
 from zerograph.compiler.layout import stays_whole
@@ -25,9 +21,9 @@ from zerograph.ir.coded_state import decode_saved, plain_name, saved_codec, save
 from zerograph.ir.update_program import StateSpec
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.index import Index
-from zerograph.runtime.checkpoint.pieces import PieceLoadPlanner, Pieces
+from zerograph.runtime.checkpoint.pieces import Pieces
 from zerograph.runtime.checkpoint.remote import folder_of
-from zerograph.runtime.checkpoint.storage import Box, Reader
+from zerograph.runtime.checkpoint.storage import NamedChunk, Reader
 from zerograph.runtime.job.differences import SHOWN_WITH
 from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
 from zerograph.runtime.parameters import SplitParameter
@@ -35,7 +31,7 @@ from zerograph.runtime.state import Store, fill_in, load_states, own_state, plan
 from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, names_of, pieces_to_fill, plain_members
 from zerograph.state.checkpoint.folder import holds_checkpoints, latest
-from zerograph.state.checkpoint.save import raise_interrupt
+from zerograph.state.checkpoint.save import reason_of
 from zerograph.state.checks import convert_state
 
 
@@ -291,13 +287,14 @@ def _fits(
     return True
 
 
-def _boxes(reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]) -> dict[Box, None]:
+def _boxes(
+    reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]
+) -> dict[NamedChunk, None]:
     """Return every box that this rank will read."""
-    boxes: dict[Box, None] = {}
+    boxes: dict[NamedChunk, None] = {}
     for store, states in plan.stores:
         pieces, _ = pieces_to_fill(store, named, states=states and _has_state(reader, store, named), read=False)
-        for name, piece in pieces.items():
-            boxes.update((reader.box_at(item.storage_index), None) for item in piece.reads(name, reader.stored(name)))
+        boxes.update(((read.name, read.chunk), None) for read in reader.reads(pieces))
     states_read = tuple(f"optimizers.{number}.state." for number in plan.optimizers)
     whole = [name for name in reader.index.tensors if name.startswith(states_read)]
     in_new = {id(parameter) for store in plan.new for parameter in store.parameters}
@@ -337,25 +334,25 @@ def _fill(job: Job, reader: Reader, stores: Sequence[tuple[Store, bool]], named:
                 scalar.fill_(reader.whole(named.states[id(store.parameters[0])] + name).item())
 
 
-def read_pieces(job: Job, reader: Reader, pieces: dict[str, Pieces]) -> None:
-    """Read the pieces from the checkpoint's files into memory. Every rank calls it."""
-    alone = job.size == 1
-    with explaining_failures(job, "loading a checkpoint"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        group: dist.ProcessGroup | None = None if alone else job.channel.group
+def read_pieces(job: Job, reader: Reader, pieces: Mapping[str, Pieces]) -> None:
+    """Read the pieces from the checkpoint's files into memory. Every rank calls it.
+
+    Raises:
+        CheckpointError: a rank could not read; the same error on all ranks.
+        BaseException: the interrupt of this rank, unchanged.
+    """
+    problem: BaseException | None = None
+    with explaining_failures(job, "loading a checkpoint"):
         try:
-            load_pieces(
-                pieces,
-                storage_reader=reader,
-                planner=PieceLoadPlanner(reader.stored),
-                process_group=group,
-                no_dist=alone,
-            )
-        # CheckpointException is not an Exception but a BaseException.
-        except CheckpointException as error:
-            raise_interrupt(error, job.rank)
-            rank, (cause, *_) = min(error.failures.items())
-            raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {cause}") from error
+            reader.fill(pieces)
+        except BaseException as error:
+            problem = error
+        reasons = job.channel.share(reason_of(problem))
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise CheckpointError(f"{reader.folder} could not be read, rank {rank}: {reason}") from problem
 
 
 def plain_shapes(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, torch.Size]:

@@ -6,32 +6,32 @@ The files get new names, so an earlier checkpoint in the folder is valid until t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
 import traceback
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as save_pieces
 
 from zerograph.errors import CheckpointError, ConfigError, ZeroGraphError
 from zerograph.runtime.checkpoint import index
 from zerograph.runtime.checkpoint.lock import FolderLock, ObjectLock, lock
-from zerograph.runtime.checkpoint.pieces import Pieces, PieceSavePlanner, flat_of
+from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
 from zerograph.runtime.checkpoint.remote import Folder, folder_of
-from zerograph.runtime.checkpoint.storage import Writer
+from zerograph.runtime.checkpoint.storage import NamedChunk, Writer
 from zerograph.runtime.job.liveness import mark_reported, on_interrupt
 from zerograph.runtime.job.process_group import Job, agreeing, explaining_failures, new_group, reporting_failures
 from zerograph.state.checkpoint.folder import check_kind, next_number, numbered, point, prune, remove_tree, tidy
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -294,33 +294,49 @@ def _write(job: Job, pieces: Mapping[str, Pieces], writer: Writer, group: dist.P
         CheckpointError: a rank could not write; the same error on all ranks.
         BaseException: the interrupt of this rank, unchanged (Ctrl-C, ``sys.exit``).
     """
+    problem: BaseException | None = None
     own = explaining_failures(job, "saving a checkpoint", breaks_off=False)
-    with own, on_interrupt(mark_reported), warnings.catch_warnings():
-        # Without a group torch warns that there is only one process, which is intended.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    with own, on_interrupt(mark_reported):
         try:
-            save_pieces(
-                dict(pieces),
-                storage_writer=writer,
-                planner=PieceSavePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-        # CheckpointException is not an Exception but a BaseException.
-        except (CheckpointException, RuntimeError) as error:
-            if writer.interrupted is not None:
-                raise writer.interrupted from None
-            if isinstance(error, RuntimeError):
-                raise
-            raise_interrupt(error, job.rank)
-            raise CheckpointError(_failure_message(error, writer)) from error
+            written: list[NamedChunk] = []
+            try:
+                written = writer.write(pieces)
+            except BaseException as error:
+                problem = error
+            everybody = _gathered((written, reason_of(problem)), group)
+            reasons = [reason for _, reason in everybody]
+            if everybody and not any(reasons):
+                try:
+                    writer.finish(pieces, itertools.chain.from_iterable(chunks for chunks, _ in everybody))
+                except BaseException as error:
+                    problem = error
+                    reasons[0] = reason_of(error)
+            # The first rank that failed, and its reason.
+            failure = [next(((rank, reason) for rank, reason in enumerate(reasons) if reason), None)]
+            if group is not None:
+                dist.broadcast_object_list(failure, group=group, group_src=0)
+        finally:
+            if problem is not None and not isinstance(problem, Exception):
+                # Also where the other ranks cannot be told of it.
+                raise problem
+        if failure[0] is not None:
+            raise CheckpointError(_failure_message(*failure[0], writer)) from problem
 
 
-def raise_interrupt(error: CheckpointException, rank: int) -> None:
-    """Reraise the interrupt that ended this rank's part, if any: torch reports errors and interrupts alike."""
-    own = error.failures.get(rank)
-    if own is not None and not isinstance(own[0], Exception):
-        raise own[0] from None
+def _gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks on the first one, and none on the others."""
+    if group is None:
+        return [value]
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def reason_of(error: BaseException | None) -> str | None:
+    """Return the error of a rank as the others tell it; None for none."""
+    if error is None:
+        return None
+    return str(error) if isinstance(error, ZeroGraphError) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _installed(folder: Folder, data: str) -> bool:
@@ -340,10 +356,8 @@ def drop(folder: Folder, data: str) -> None:
         (folder / f".{index.NAME}.{data}").unlink()
 
 
-def _failure_message(error: CheckpointException, writer: Writer) -> str:
+def _failure_message(rank: int, reason: str, writer: Writer) -> str:
     """Describe the error of the first rank that failed."""
-    rank, (cause, *_) = min(error.failures.items())
-    reason = str(cause) if isinstance(cause, ZeroGraphError) else f"{type(cause).__name__}: {cause}".removesuffix(": ")
     if _installed(writer.folder, writer.data):
         return f"the checkpoint in {writer.folder} is whole, but what comes after it failed, rank {rank}: {reason}"
     return (

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
 
 from zerograph.runtime.checkpoint.index import Chunk, Entry, Index
 from zerograph.runtime.checkpoint.pieces import Pieces
-from zerograph.runtime.checkpoint.storage import Box, Reader
+from zerograph.runtime.checkpoint.storage import NamedChunk, Reader
 from zerograph.runtime.job.process_group import Job, explaining_failures
 
 # Boxes begin at multiples of this many bytes: of the size of every dtype.
@@ -93,29 +91,25 @@ class SnapshotReader(Reader):
     parts: Mapping[int, Tensor]
     holders: Sequence[Sequence[int]]
 
-    def verify(self, boxes: Iterable[Box]) -> None:
+    def verify(self, boxes: Iterable[NamedChunk]) -> None:
         """Do nothing: what is in memory is as it was copied."""
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def fill(self, pieces: Mapping[str, Pieces]) -> None:
         """Read what lies in this rank's pieces, and no more of a box. A collective."""
+        reads = list(self.reads(pieces))
         ranges: list[_Range] = []
-        for item in plan.items:
-            name, chunk = self.box_at(item.storage_index)
-            strides, itemsize = _strides(chunk.sizes), self._dtype(name).itemsize
-            first = sum(map(operator.mul, item.storage_offsets, strides))
-            last = first + sum((size - 1) * stride for size, stride in zip(item.lengths, strides, strict=True))
+        for read in reads:
+            chunk, (offsets, sizes), itemsize = read.chunk, read.part, self._dtype(read.name).itemsize
+            strides = _strides(chunk.sizes)
+            first = sum(map(operator.mul, map(operator.sub, offsets, chunk.offsets), strides))
+            last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
             start = int(chunk.key)
-            end = start + (last + 1) * itemsize if math.prod(item.lengths) else start
-            ranges.append((int(chunk.file), start + first * itemsize, end))
-        for item, content in zip(plan.items, self._exchange(ranges), strict=True):
-            name, chunk = self.box_at(item.storage_index)
-            flat = content.view(self._dtype(name))
-            planner.resolve_tensor(item).copy_(flat.as_strided(item.lengths, _strides(chunk.sizes)))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            ranges.append((int(chunk.file), start + first * itemsize, start + (last + 1) * itemsize))
+        for read, content in zip(reads, self._exchange(ranges), strict=True):
+            flat = content.view(self._dtype(read.name))
+            read.target().copy_(flat.as_strided(read.part[1], _strides(read.chunk.sizes)))
 
-    def read(self, boxes: Iterable[Box]) -> Iterator[tuple[Box, Tensor]]:
+    def read(self, boxes: Iterable[NamedChunk]) -> Iterator[tuple[NamedChunk, Tensor]]:
         """Yield each box with its elements. A collective, in which ranks may read different boxes of one tensor."""
         boxes = list(boxes)
         ranges = []
