@@ -12,12 +12,11 @@ from zerograph import _torch
 from zerograph.compiler.layout import plain_state
 from zerograph.compiler.members import Members, Optimizers, parameters_of
 from zerograph.errors import ConfigError
-from zerograph.ir.buckets import Bucket
+from zerograph.ir.buckets import Bucket, spans
 from zerograph.ir.coded_state import saved_name
 from zerograph.ir.mesh import Mesh, local_part
 from zerograph.ir.sbp import Split, is_dtensor
 from zerograph.ir.slots import Slot
-from zerograph.runtime.checkpoint.boxes import Box
 from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
@@ -180,29 +179,23 @@ def _add_slots(
     every: bool = False,
 ) -> None:
     """Add this rank's part of each named slot; with ``every`` also of slots that another rank writes."""
-    *rows, own = local_part(layout.shape, layout.sbp, mesh)
+    own = local_part(layout.shape, layout.sbp, mesh)[-1]
     replicas, replica = _replicas(layout, mesh)
+    to_fill: dict[Slot, Pieces] = {}
     for number, (name, slot) in enumerate(zip(names, layout.slots, strict=True)):
         if name is None:
             continue
         pieces[name] = piece = Pieces(slot.shape, dtype)
         if not every and number % replicas != replica:
             continue
-        low, high = max(slot.offset, own.start), min(slot.offset + slot.numel, own.stop)
+        to_fill[slot] = piece
         if not slot.numel and own.start == 0:
             piece.parts[(0,) * len(slot.shape)] = (slot.shape, flat, 0)
-        elif low < high:
-            length = own.stop - own.start
-            for row, within in enumerate(_rows(slot, rows)):
-                start = row * length + low - own.start
-                piece.add(low - slot.offset, high - slot.offset, flat, start, within)
-
-
-def _rows(slot: Slot, local: Sequence[slice]) -> list[Box | None]:
-    """Return the box of the parameter that each row of this rank's part holds; [None] for a flat bucket."""
-    if not slot.split:
-        return [None]
-    return [(slot.start(row), slot.piece) for row in range(local[0].start, local[0].stop)]
+    for span in spans(layout, mesh):
+        if span.slot in to_fill:
+            slot, at = span.slot, (span.row or 0) * (own.stop - own.start) + span.start
+            end = span.low + span.stop - span.start
+            to_fill[slot].add(span.low, end, flat, at, (slot.start(span.piece), slot.piece))
 
 
 def _replicas(layout: Bucket, mesh: Mesh) -> tuple[int, int]:
