@@ -31,19 +31,14 @@ def share(tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
     folder = Path(cache_folder()) / "zerograph"
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, T] = {}
-    remaining = _rotate(list(tasks))
-    while remaining:
-        busy = []
-        for key in remaining:
+    for limit in (0.0, _LOCK_TIMEOUT):
+        for key in _rotate([key for key in tasks if key not in results]):
             try:
-                with _lock(folder, key).acquire(timeout=0):
+                with FileLock(folder / f"{key}.lock").acquire(timeout=limit):
                     results[key] = tasks[key]()
             except Timeout:
-                busy.append(key)
-        if len(busy) == len(remaining):
-            results[busy[0]] = _wait_and_run(folder, busy[0], tasks[busy[0]])
-            busy = busy[1:]
-        remaining = busy
+                if limit:
+                    results[key] = tasks[key]()
     return results
 
 
@@ -52,15 +47,3 @@ def _rotate(keys: list[str]) -> list[str]:
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     start = len(keys) * rank // ranks
     return keys[start:] + keys[:start]
-
-
-def _lock(folder: Path, key: str) -> FileLock:
-    return FileLock(folder / f"{key}.lock")
-
-
-def _wait_and_run(folder: Path, key: str, task: Callable[[], T]) -> T:
-    try:
-        with _lock(folder, key).acquire(timeout=_LOCK_TIMEOUT):
-            return task()
-    except Timeout:
-        return task()
