@@ -7,7 +7,6 @@ accelerator's current stream waits; for a copy to the CPU, the CPU waits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,35 +20,13 @@ from zerograph.runtime.offload.transfers import note_transfer
 _streams: dict[tuple[torch.device, bool], torch.Stream] = {}
 
 
-@dataclass(frozen=True, eq=False)
-class _Copy:
-    """A copy in flight. torch's allocators keep the memory that its stream uses until it is complete.
-
-    Attributes:
-        event: recorded after the copy; None if the copy is complete.
-        waiting_device: the device whose stream waits for it; None if the CPU waits.
-    """
-
-    event: torch.Event | None
-    waiting_device: torch.device | None
-
-    def wait(self) -> None:
-        """Let the device, or the CPU, wait for the copy."""
-        if self.event is None:
-            return
-        if self.waiting_device is None:
-            self.event.synchronize()
-        else:
-            torch.accelerator.current_stream(self.waiting_device).wait_event(self.event)
-
-
 def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Start copying ``value`` to another device. A copy within the CPU's memory is complete on return."""
     to_accelerator = value.device.type == "cpu"
     accelerator = device if to_accelerator else value.device
     if accelerator.type == "cpu":
         copy = value.to(dtype, copy=True)
-        note_transfer(copy, _Copy(None, None))
+        note_transfer(copy, lambda: None)
         return copy
     # Cast before the copy, as the CPU would be busy after it. Only pinned memory is copied without the CPU; torch keeps
     # what is freed of it, so later steps pin none.
@@ -65,7 +42,11 @@ def _transfer(value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor
         if tensor.device.type != "cpu":
             # Else the allocator would reuse the memory before the copy is complete. ``copy_`` records pinned memory.
             tensor.record_stream(stream)
-    note_transfer(copy, _Copy(stream.record_event(), accelerator if to_accelerator else None))
+    event = stream.record_event()
+    if to_accelerator:
+        note_transfer(copy, lambda: torch.accelerator.current_stream(accelerator).wait_event(event))
+    else:
+        note_transfer(copy, event.synchronize)
     return copy
 
 

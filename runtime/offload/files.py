@@ -232,13 +232,17 @@ def reserve(file: StateFile, shape: Sequence[int], dtype: torch.dtype) -> Extent
         OffloadError: the disk is full.
     """
     number = next(_numbers)
-    size = whole_blocks(torch.Size(shape).numel() * dtype.itemsize)
-    offset, zero = file.take(size)
-    extent = Extent(file, offset, tuple(shape), dtype, zero, torch.tensor(number))
-    _extents[number] = extent
-    # At exit the whole file is removed.
-    weakref.finalize(extent, file.free, offset, size).atexit = False
+    extent = _extents[number] = Extent(file, 0, tuple(shape), dtype, False, torch.tensor(number))
+    _allocate(extent, file)
     return extent
+
+
+def _allocate(extent: Extent, file: StateFile) -> None:
+    size = whole_blocks(extent.nbytes)
+    extent.offset, extent.zero = file.take(size)
+    extent.file = file
+    # At exit the whole file is removed.
+    weakref.finalize(extent, file.free, extent.offset, size).atexit = False
 
 
 def renew(extent: Extent) -> None:
@@ -249,11 +253,7 @@ def renew(extent: Extent) -> None:
     """
     if not extent.file.is_lost():
         return
-    file = open_file(str(extent.file.path.parent), extent.file.rank, keep=extent.file.keep)
-    size = whole_blocks(extent.nbytes)
-    extent.offset, extent.zero = file.take(size)
-    extent.file = file
-    weakref.finalize(extent, file.free, extent.offset, size).atexit = False
+    _allocate(extent, open_file(str(extent.file.path.parent), extent.file.rank, keep=extent.file.keep))
 
 
 def extent_of(handle: Tensor) -> Extent:

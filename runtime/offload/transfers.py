@@ -12,10 +12,8 @@ import contextlib
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -31,6 +29,9 @@ _REQUEST = 2**22
 # Requests in flight.
 _THREADS = 4
 
+# Waits until a transfer is complete.
+Wait = Callable[[], object]
+
 buffers = Buffers()
 _threads: dict[int, ThreadPoolExecutor] = {}
 
@@ -42,32 +43,25 @@ def _workers() -> ThreadPoolExecutor:
     return _threads[os.getpid()]
 
 
-@dataclass(frozen=True, eq=False)
-class _Transfer:
-    """Requests in flight between a tensor's memory, which they keep alive, and its extent."""
+def _start(extent: Extent, memory: Tensor, *, write: bool, offset: int = 0) -> Wait:
+    """Start to move all of ``memory``, a uint8 tensor of whole blocks, to or from the extent at ``offset`` bytes.
 
-    requests: Sequence[Future[None]]
+    Returns:
+        A function that waits for the requests in flight, which keep the memory alive. It raises an OffloadError if one
+        has failed; none is in flight then either.
+    """
+    begin = extent.offset + offset
+    requests = [
+        _workers().submit(_move, extent.file, memory[start : start + _REQUEST], begin + start, write)
+        for start in range(0, len(memory), _REQUEST)
+    ]
 
-    def wait(self) -> None:
-        """Wait until all are complete.
-
-        Raises:
-            OffloadError: a request failed; none is in flight then either.
-        """
-        wait(self.requests)
-        for request in self.requests:
+    def wait_for_all() -> None:
+        wait(requests)
+        for request in requests:
             request.result()
 
-
-def _start(extent: Extent, memory: Tensor, *, write: bool, offset: int = 0) -> _Transfer:
-    """Start to move all of ``memory``, a uint8 tensor of whole blocks, to or from the extent at ``offset`` bytes."""
-    begin = extent.offset + offset
-    return _Transfer(
-        [
-            _workers().submit(_move, extent.file, memory[start : start + _REQUEST], begin + start, write)
-            for start in range(0, len(memory), _REQUEST)
-        ]
-    )
+    return wait_for_all
 
 
 def _move(file: StateFile, memory: Tensor, offset: int, write: bool) -> None:
@@ -99,7 +93,7 @@ def read(extent: Extent) -> Tensor:
     """
     check([extent.file])
     memory = buffers.take(extent.nbytes)
-    _start(extent, memory, write=False).wait()
+    _start(extent, memory, write=False)()
     return _as_tensor(memory, extent.shape, extent.dtype).clone()
 
 
@@ -127,7 +121,7 @@ def write(extent: Extent, value: Tensor) -> None:
     renew(extent)
     memory = buffers.take(extent.nbytes)
     _as_tensor(memory, extent.shape, extent.dtype).copy_(value)
-    _start(extent, memory, write=True).wait()
+    _start(extent, memory, write=True)()
 
 
 def fill(extent: Extent, value: float, *, fast: bool = False) -> None:
@@ -149,7 +143,7 @@ def fill(extent: Extent, value: float, *, fast: bool = False) -> None:
     memory = buffers.take(min(count, _REQUEST))
     memory.view(extent.dtype).fill_(value)
     for start in range(0, count, _REQUEST):
-        _start(extent, memory[: count - start], write=True, offset=start).wait()
+        _start(extent, memory[: count - start], write=True, offset=start)()
 
 
 def check(files: Iterable[StateFile]) -> None:
@@ -161,23 +155,16 @@ def check(files: Iterable[StateFile]) -> None:
     # A step that raised may have left transfers. If one failed, its file is marked as broken.
     for key in list(_in_flight):
         with contextlib.suppress(OffloadError):
-            _in_flight.pop(key).wait()
+            _in_flight.pop(key)()
     for file in files:
         file.check()
 
 
-class Transfer(Protocol):
-    """A transfer in flight, which ``wait_transfer`` waits for."""
-
-    def wait(self) -> None:
-        """Wait until it is complete."""
+# Waits for a transfer in flight, by the address of a running step's tensor.
+_in_flight: dict[int, Wait] = {}
 
 
-# By the address of a running step's tensor.
-_in_flight: dict[int, Transfer] = {}
-
-
-def note_transfer(value: Tensor, transfer: Transfer) -> None:
+def note_transfer(value: Tensor, transfer: Wait) -> None:
     """Let ``wait_transfer(value)`` wait for the transfer."""
     if value.numel():
         _in_flight[value.data_ptr()] = transfer
@@ -185,7 +172,7 @@ def note_transfer(value: Tensor, transfer: Transfer) -> None:
 
 def _wait_transfer(value: Tensor) -> None:
     if value.numel():
-        _in_flight.pop(value.data_ptr()).wait()
+        _in_flight.pop(value.data_ptr())()
 
 
 def _as_tensor(memory: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
