@@ -24,7 +24,7 @@ from zerograph.errors import CommunicationError, PlacementError, RankMismatchErr
 from zerograph.ir.mesh import Mesh
 from zerograph.runtime.job import fork
 from zerograph.runtime.job.channel import Channel, hang_up
-from zerograph.runtime.job.differences import BROKE_OFF, DOING, first_difference
+from zerograph.runtime.job.differences import BROKE_OFF, DOING, SHOWN_WITH, first_difference
 from zerograph.runtime.job.environment import did_not_meet, init_from_environment, versions
 from zerograph.runtime.job.launchers import find_launch, unused_allocation
 from zerograph.runtime.job.liveness import Liveness, mark_reported, on_interrupt, sockets, start_liveness
@@ -418,6 +418,8 @@ def digest(value: object) -> int:
 def agreeing(job: Job, doing: str) -> Iterator[dict[str, str]]:
     """Yield a dict for facts; at the end check that all ranks have the same ones, and that no rank has failed inside.
 
+    Those whose key ends with ``SHOWN_WITH`` are for messages only.
+
     Args:
         job, doing: as for :func:`agree`, whose errors are raised.
     """
@@ -428,7 +430,8 @@ def agreeing(job: Job, doing: str) -> Iterator[dict[str, str]]:
     except BaseException as error:
         problem = error
     # A state may list its tensors in another order on each rank.
-    agree(job, doing, digest(sorted(facts.items())), lambda: facts, problem)
+    compared = sorted((key, fact) for key, fact in facts.items() if not key.endswith(SHOWN_WITH))
+    agree(job, doing, digest(compared), lambda: facts, problem)
 
 
 def agree(

@@ -21,11 +21,12 @@ from zerograph.errors import ConfigError, InputError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.step_graph import nbytes
 from zerograph.runtime.feedback import set_residuals
-from zerograph.runtime.job.process_group import Job, agree, agreeing, digest, join
+from zerograph.runtime.job.liveness import on_interrupt
+from zerograph.runtime.job.process_group import Job, agree, agreeing, join
 from zerograph.runtime.state import Store, reshard, store_of, stored_bytes, stores_of, unshard
 from zerograph.state import state_dict
 from zerograph.state.checks import check_form, check_state
-from zerograph.state.generate import Generation, check_call, facts_of, generate
+from zerograph.state.generate import check_call, facts_of, generate
 from zerograph.state.stream import Stream, chosen_module
 from zerograph.state.threads import one_thread
 from zerograph.state.whole_values import WholeValues, check_modifier, loaded_facts
@@ -55,15 +56,13 @@ def interruptible(doing: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrapped(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return method(*args, **kwargs)
-            except Exception:
-                raise
-            except BaseException as error:
+            def report(interrupt: BaseException) -> None:
                 job: Job | None = vars(args[0]).get("_job")
                 if job is not None:
-                    job.liveness.report_interrupt(error, doing)
-                raise
+                    job.liveness.report_interrupt(interrupt, doing)
+
+            with on_interrupt(report):
+                return method(*args, **kwargs)
 
         return run
 
@@ -403,19 +402,11 @@ class Stateful:
         """
         self._check_resharded()
         job, members = self._join(), self._adopted()
-        problem: BaseException | None = None
-        call: Generation | None = None
-        facts: dict[str, str] = {}
-        needed = 0
-        try:
+        with agreeing(job, "generate()") as facts:
             call = check_call(members.root, model, ids, options, compiled=self._latest is not None)
             name = next(name for name, module in members.root.named_modules() if module is model)
-            facts = facts_of(name, options)
-            needed = self.state_bytes() + call.whole_bytes
-        except BaseException as error:
-            problem = error
-        sizes = agree(job, "generate()", digest(facts), lambda: facts, problem, [needed])
-        assert call is not None
+            facts |= facts_of(name, options)
+        sizes = agree(job, "generate()", 0, dict, sizes=[self.state_bytes() + call.whole_bytes])
         budget = self.config.memory_bytes
         whole = budget is None or max(size for (size,) in sizes) <= budget
         return generate(job, call, whole=whole)

@@ -13,7 +13,7 @@ from zerograph.errors import CommunicationError, ConfigError, RankMismatchError
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor
 from zerograph.runtime.job.exchange import broadcast_from
-from zerograph.runtime.job.process_group import Job, agree, digest
+from zerograph.runtime.job.process_group import Job, agree, agreeing, digest
 from zerograph.runtime.state import Store, StoredState, guarded_state, in_memory, reshard, store_of, text_of, unshard
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state import state_dict
@@ -102,11 +102,7 @@ class WholeValues:
         for name, buffer in self._buffers.items():
             changed = int(hash_bits(buffer)) != int(hash_bits(before[id(buffer)]))
             facts[name] = text_of(buffer) if changed else "as before"
-        for state in self._states:
-            facts |= {
-                f"{type(state.optimizer).__name__}'s {key}": text for key, text in (state.written() or {}).items()
-            }
-        return facts
+        return facts | _written(self._states)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [*(one for store in self._stores for one in store.parameters), *self._plain.values()]
@@ -140,14 +136,19 @@ def keep_states(job: Job, states: Sequence[StoredState]) -> None:
         ConfigError: a state is none of such an optimizer.
     """
     try:
-        facts = {f"{type(one.optimizer).__name__}'s {k}": v for one in states for k, v in (one.written() or {}).items()}
-        agree(job, "the end of a change of optimizer.state", digest(facts), lambda: facts)
+        with agreeing(job, "the end of a change of optimizer.state") as facts:
+            facts |= _written(states)
         changes = _changes(states)
     finally:
         for state in states:
             state.close()
     for optimizer, changed in changes:
         state_dict.load_optimizer(optimizer, changed)
+
+
+def _written(states: Sequence[StoredState]) -> dict[str, str]:
+    """Return texts of the states that were read, by name."""
+    return {f"{type(one.optimizer).__name__}'s {k}": v for one in states for k, v in (one.written() or {}).items()}
 
 
 def _changes(states: Sequence[StoredState]) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:

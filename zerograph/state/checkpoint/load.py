@@ -25,7 +25,7 @@ from zerograph.runtime.checkpoint.pieces import Pieces
 from zerograph.runtime.checkpoint.remote import folder_of
 from zerograph.runtime.checkpoint.storage import NamedChunk, Reader
 from zerograph.runtime.job.differences import SHOWN_WITH
-from zerograph.runtime.job.process_group import Job, agree, digest, explaining_failures
+from zerograph.runtime.job.process_group import Job, agreeing, explaining_failures
 from zerograph.runtime.parameters import SplitParameter
 from zerograph.runtime.state import Store, fill_in, load_states, own_state, plan_provisional_store, store_of, stores_of
 from zerograph.state import state_dict
@@ -86,17 +86,12 @@ def load(
     Raises:
         CheckpointError: a file is missing or damaged. No rank has changed anything then.
     """
-    problem: BaseException | None = None
     named = names_of(members, optimizers)
-    plan = _LoadPlan([], [], [])
-    try:
+    with agreeing(job, "loading a checkpoint") as facts:
+        facts |= {"the checkpoint": reader.index.data, f"the checkpoint{SHOWN_WITH}": f" in {reader.folder}"}
         plan = _plan(job, reader, members, optimizers, groups, named, config)
+        facts["how it is loaded"] = f"{len(plan.stores)} {plan.optimizers}"
         reader.verify(_boxes(reader, plan, members, named, others))
-    except BaseException as error:
-        problem = error
-    choices = {"the checkpoint": reader.index.data, "how it is loaded": f"{len(plan.stores)} {plan.optimizers}"}
-    shown = {f"the checkpoint{SHOWN_WITH}": f" in {reader.folder}"}
-    agree(job, "loading a checkpoint", digest(choices), lambda: choices | shown, problem)
     for store in plan.new:
         fill_in(store)
     for store, _ in plan.stores:
