@@ -41,16 +41,6 @@ _VERSIONS = ("ETag", "etag", "generation", "content_md5")
 
 
 @dataclass(frozen=True)
-class Stat:
-    """The attributes of ``os.stat_result`` that checkpoints use. ``st_ino`` differs whenever the object is replaced."""
-
-    st_mode: int
-    st_ino: int
-    st_mtime_ns: int
-    st_size: int
-
-
-@dataclass(frozen=True)
 class RemotePath:
     """A file or folder at a URL. Every error of the file system is an ``OSError`` with ``strerror``.
 
@@ -94,14 +84,14 @@ class RemotePath:
     def rmdir(self) -> None:
         """Do nothing: an empty folder does not exist."""
 
-    def stat(self) -> Stat:
-        """Return kind, version and size; of a folder the kind."""
+    def stat(self) -> os.stat_result:
+        """Return kind, size, and as ``st_ino`` a number that differs whenever the file is replaced."""
         with _as_os_errors(self):
             info = self.system.info(self.path)
-        if info["type"] == "directory":
-            return Stat(stat.S_IFDIR, 0, 0, 0)
-        version = next((info[key] for key in _VERSIONS if info.get(key)), uuid.uuid4().hex)
-        return Stat(stat.S_IFREG, hash(version), 0, int(info["size"]))
+        is_file = info["type"] != "directory"
+        version = next((info[key] for key in _VERSIONS if info.get(key)), uuid.uuid4().hex) if is_file else ""
+        mode, size = (stat.S_IFREG, int(info["size"])) if is_file else (stat.S_IFDIR, 0)
+        return os.stat_result((mode, hash(version), 0, 1, 0, 0, size, 0, 0, 0))
 
     def exists(self) -> bool:
         """Return whether there is a file or folder."""
