@@ -360,16 +360,12 @@ def load_states(store: Store, states: Sequence[Mapping[str, Any]]) -> None:
             if spec.codec is not None:
                 values = [None if value is None else encode_entry(_whole(value), spec.codec) for value in values]
             load_part(store.job, layout, entry, values)
-            continue
-        if layout is not None and spec.codec is not None:
-            initial = initial_entry(store, name)
-            write(entry, initial) if isinstance(entry, Extent) else entry.copy_(initial)
-            continue
-        value = states[0][name] if layout is None and states[0] else initial_value(spec)
-        if isinstance(entry, Extent):
-            fill(entry, value)
+        elif isinstance(entry, Extent):
+            _write_initial(store, name, entry)
+        elif layout is not None and spec.codec is not None:
+            entry.copy_(initial_entry(store, name))
         else:
-            entry.fill_(value)
+            entry.fill_(states[0][name] if layout is None and states[0] else initial_value(spec))
 
 
 def initial_entry(store: Store, name: str) -> Tensor:
@@ -382,6 +378,14 @@ def initial_entry(store: Store, name: str) -> Tensor:
     numel = shape[-1] // spec.codec.block_bytes * spec.codec.block
     coded: Tensor = blocks.encode(torch.full((*shape[:-1], numel), value, device=device), *spec.codec.arguments)
     return coded
+
+
+def _write_initial(store: Store, name: str, extent: Extent, *, fast: bool = False) -> None:
+    """Write this rank's part of a state entry before the first update to its file; ``fast`` as for ``fill``."""
+    if store.specs[name].codec is None:
+        fill(extent, initial_value(store.specs[name]), fast=fast)
+    else:
+        write(extent, initial_entry(store, name))
 
 
 def plain_entry(store: Store, name: str, value: Tensor, slot: Slot) -> Tensor:
@@ -401,7 +405,10 @@ def coded_entry(store: Store, name: str, value: Tensor) -> Tensor:
 
 
 def _whole(value: Any) -> Tensor:
-    return value.whole() if isinstance(value, FileTensor) else torch.as_tensor(value)
+    if isinstance(value, FileTensor):
+        return value.whole()
+    # An optimizer's state of a global tensor is a global tensor too.
+    return value.full_tensor() if is_dtensor(value) else torch.as_tensor(value)
 
 
 def load_part(job: Job, layout: Bucket, target: TensorOrExtent, values: Sequence[Any]) -> None:
@@ -581,8 +588,6 @@ def _copy_parts(
 
 
 def _write_slot(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
-    # An optimizer's state of a global tensor is a global tensor too.
-    part = part.full_tensor() if is_dtensor(part) else part
     whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot)
 
 
@@ -600,13 +605,11 @@ def _create_entry(
         value = in_memory(value.state[name]) if isinstance(value, Store) else value
         return torch.as_tensor(value).to(device="cpu", dtype=spec.dtype).clone()
     if not any(name in state for state in states):
-        if extent is not None and spec.codec is not None:
-            return _stored(initial_entry(store, name), extent)
-        if extent is not None:
-            folder = store.layout.storage.state
-            fill(extent, initial_value(spec), fast=folder is not None and folder.fast)
-            return extent
-        return initial_entry(store, name)
+        if extent is None:
+            return initial_entry(store, name)
+        folder = store.layout.storage.state
+        _write_initial(store, name, extent, fast=folder is not None and folder.fast)
+        return extent
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
     values = [state[name] for state in states]
     for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
@@ -614,9 +617,7 @@ def _create_entry(
         _copy_parts(whole, layout, store.parameters, source, name, convert)
     for slot, value in zip(layout.slots, values, strict=True):
         if not isinstance(value, Store):
-            plain = torch.as_tensor(value)
-            plain = plain.full_tensor() if is_dtensor(plain) else plain
-            _write_slot(whole, layout, slot, coded_entry(store, name, plain))
+            _write_slot(whole, layout, slot, coded_entry(store, name, _whole(value)))
     if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
         broadcast_from(store.job, [whole])
     return _stored(_own_part(store.job, layout, whole), extent)
