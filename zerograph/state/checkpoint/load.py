@@ -71,7 +71,6 @@ def load(
     members: Members,
     optimizers: Optimizers,
     groups: Sequence[Sequence[Mapping[str, Any]]],
-    others: Iterable[str],
     config: Config,
 ) -> None:
     """Load parameters, buffers and optimizer state from a checkpoint that fits the graph. Every rank calls it.
@@ -81,7 +80,6 @@ def load(
 
     Args:
         groups: saved parameter groups of each optimizer, with parameter numbers.
-        others: names of tensors that the caller reads afterwards; they are checked here too.
 
     Raises:
         CheckpointError: a file is missing or damaged. No rank has changed anything then.
@@ -91,7 +89,7 @@ def load(
         facts |= {"the checkpoint": reader.index.data, f"the checkpoint{SHOWN_WITH}": f" in {reader.folder}"}
         plan = _plan(job, reader, members, optimizers, groups, named, config)
         facts["how it is loaded"] = f"{len(plan.stores)} {plan.optimizers}"
-        reader.verify(_boxes(reader, plan, members, named, others))
+        reader.verify(_boxes(reader, plan, members, named))
     for store in plan.new:
         fill_in(store)
     for store, _ in plan.stores:
@@ -282,9 +280,7 @@ def _fits(
     return True
 
 
-def _boxes(
-    reader: Reader, plan: _LoadPlan, members: Members, named: Named, others: Iterable[str]
-) -> dict[NamedChunk, None]:
+def _boxes(reader: Reader, plan: _LoadPlan, members: Members, named: Named) -> dict[NamedChunk, None]:
     """Return every box that this rank will read."""
     boxes: dict[NamedChunk, None] = {}
     for store, states in plan.stores:
@@ -294,7 +290,7 @@ def _boxes(
     whole = [name for name in reader.index.tensors if name.startswith(states_read)]
     in_new = {id(parameter) for store in plan.new for parameter in store.parameters}
     plain = [name for name, tensor in plain_members(members).items() if id(tensor) not in in_new]
-    for name in (*plain, *others, *whole):
+    for name in (*plain, *whole):
         boxes.update(((name, chunk), None) for chunk in reader.index.tensors[name].chunks)
     return boxes
 

@@ -132,10 +132,8 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
         saved = written(reader)
         _check_fits(reader, saved, parts)
         # Those of a loop are equal on all ranks.
-        start = _generator_of(job.rank if parts.calls is None else 0)
         has_own = saved.ranks == job.size or parts.calls is not None
-        generators = [name for name in reader.index.tensors if has_own and name.startswith(start)]
-        _check_generators(reader, generators)
+        generators = _read_generators(reader, job.rank if parts.calls is None else 0) if has_own else {}
     groups = saved.groups
     residuals = read_residuals(job, reader, parts.members)
     # The user's code, which may fail, comes before what cannot be undone.
@@ -144,10 +142,11 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
             if name in saved.extra_state:
                 module.set_extra_state(saved.extra_state[name])
         load_schedulers(parts.schedulers, parts.scaler, saved.state)
-    load(job, reader, parts.members, parts.optimizers, groups, generators, parts.config)
+    load(job, reader, parts.members, parts.optimizers, groups, parts.config)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
-    _set_generators(reader, generators)
+    for kind, state in generators.items():
+        (torch if kind == "cpu" else torch.cuda).set_rng_state(state)
     set_residuals(parts.members.parameters.values(), residuals)
     if parts.calls is not None:
         parts.calls[:] = saved.calls
@@ -190,53 +189,40 @@ def _check_extra_state(document: Written, members: Members) -> None:
         )
 
 
-def _check_generators(reader: Reader, names: Sequence[str]) -> None:
-    """Check that a generator accepts each saved random state.
-
-    Raises:
-        CheckpointError: a generator refuses a state.
-    """
-    for name in names:
-        if not name.endswith(".cpu") and not torch.cuda.is_available():
-            continue
-        try:
-            torch.Generator("cpu" if name.endswith(".cpu") else "cuda").set_state(reader.whole(name))
-        except (RuntimeError, TypeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{reader.folder} is damaged: {name} is not a state of a generator: {error}"
-            ) from error
+def _kinds_of_generators() -> list[str]:
+    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def _generators(job: Job) -> dict[str, Pieces]:
     """Return the pieces of each rank's state of torch's default generators, which data samplers draw from."""
     pieces = {}
-    for rank in range(job.size):
-        for kind, state in _states().items():
-            pieces[_generator_of(rank) + kind] = piece = Pieces(tuple(state.shape), state.dtype)
+    for kind in _kinds_of_generators():
+        state = (torch if kind == "cpu" else torch.cuda).get_rng_state()
+        for rank in range(job.size):
+            pieces[f"generators.{rank}.{kind}"] = piece = Pieces(tuple(state.shape), state.dtype)
             if rank == job.rank:
                 piece.add(0, state.numel(), flat_of(state), 0)
     return pieces
 
 
-def _states() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
+def _read_generators(reader: Reader, rank: int) -> dict[str, Tensor]:
+    """Return a rank's saved states of those generators that this process has, by kind.
+
+    Raises:
+        CheckpointError: a generator refuses a state.
+    """
+    states = {}
+    for kind in _kinds_of_generators():
+        name = f"generators.{rank}.{kind}"
+        if name in reader.index.tensors:
+            states[kind] = reader.whole(name)
+            try:
+                torch.Generator(kind).set_state(states[kind])
+            except (RuntimeError, TypeError) as error:
+                raise CheckpointError(
+                    f"{reader.folder} is damaged: {name} is not a state of a generator: {error}"
+                ) from error
     return states
-
-
-def _set_generators(reader: Reader, names: Sequence[str]) -> None:
-    for name in names:
-        if name.endswith(".cpu"):
-            torch.set_rng_state(reader.whole(name))
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(reader.whole(name))
-
-
-def _generator_of(rank: int) -> str:
-    return f"generators.{rank}."
 
 
 _PREFIX, _RECEIVED_PREFIX = "residuals", "received"
