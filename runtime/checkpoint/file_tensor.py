@@ -325,7 +325,7 @@ class OpenFile:
         """Return the names of the file's tensors."""
         return list(self._file.keys())
 
-    def tensor(self, name: str) -> FileTensor:
+    def get_tensor(self, name: str) -> FileTensor:
         """Return a tensor of the file, without reading it.
 
         Raises:
@@ -366,7 +366,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     for file in map(OpenFile, files):
         # Of a tensor that stands in several files the index says which one counts.
         names = [name for name in file.names() if by_name.get(name, file.path) == file.path]
-        tensors |= {name: file.tensor(name) for name in names}
+        tensors |= {name: file.get_tensor(name) for name in names}
     return tensors
 
 

@@ -117,23 +117,19 @@ class _LazyFile(OpenFile):
     def __init__(self, filename: str, framework: str = "pt", **options: Any) -> None:
         super().__init__(filename)
 
+    keys = OpenFile.names
+
     def __enter__(self) -> _LazyFile:
         return self
 
     def __exit__(self, *error: object) -> None:
         """Keep the file open: its tensors are read later."""
 
-    def keys(self) -> list[str]:
-        return self.names()
-
     def metadata(self) -> Any:
         return self._file.metadata()
 
     def get_slice(self, name: str) -> _LazySlice:
-        return _LazySlice(self._file.get_slice(name), lambda: self.tensor(name))
-
-    def get_tensor(self, name: str) -> FileTensor:
-        return self.tensor(name)
+        return _LazySlice(self._file.get_slice(name), lambda: self.get_tensor(name))
 
 
 class _LazySlice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,11 +66,12 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
     State is left out if there is none yet or if it belongs to another graph's optimizer. If several ranks hold the same
     tensor, one of them writes it; ranks alternate.
     """
-    reader = _CachedReader()
+    # Of tensors in files the last one is kept: its boxes are asked for in sequence.
+    elements = functools.lru_cache(maxsize=1)(lambda data: in_memory(data).detach().reshape(-1))
     pieces: dict[str, Pieces] = {}
     mesh = store.job.mesh
     parameters = [named.parameters.get(id(parameter)) for parameter in store.parameters]
-    _add_slots(pieces, store.layout, parameters, store.layout.dtype, reader.flat(store.flat), mesh)
+    _add_slots(pieces, store.layout, parameters, store.layout.dtype, functools.partial(elements, store.flat), mesh)
     if store.fresh or store.optimizer not in named.optimizers:
         return pieces
     for name, spec in store.specs.items():
@@ -78,7 +80,7 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
         layout = store.layouts.get(name)
         if layout is not None:
             dtype = spec.plain_dtype if spec.codec is None else layout.dtype
-            _add_slots(pieces, layout, entries, dtype, reader.flat(state), mesh)
+            _add_slots(pieces, layout, entries, dtype, functools.partial(elements, state), mesh)
             continue
         assert isinstance(state, Tensor)
         # Wider where the optimizer's own dtype would round, such as NAdam's product: training goes on bit by bit.
@@ -87,7 +89,7 @@ def pieces_of_store(store: Store, named: Named) -> dict[str, Pieces]:
             if entry is not None:
                 pieces[entry] = Pieces((), dtype)
                 if number % mesh.size == store.job.rank:
-                    pieces[entry].add(0, 1, reader.flat(state), 0)
+                    pieces[entry].add(0, 1, functools.partial(elements, state), 0)
     return pieces
 
 
@@ -206,23 +208,3 @@ def _replicas(layout: Bucket, mesh: Mesh) -> tuple[int, int]:
             replica = replica * ranks + position
             replicas *= ranks
     return replicas, replica
-
-
-class _CachedReader:
-    """Read tensors that are offloaded to files; keep the last one, since its boxes are requested in sequence."""
-
-    def __init__(self) -> None:
-        self._extent: Extent | None = None
-        self._tensor: Tensor | None = None
-
-    def flat(self, data: TensorOrExtent) -> Flat:
-        """Return a function that returns the data as a 1-D tensor, read from its file if it is in one."""
-
-        def read() -> Tensor:
-            if isinstance(data, Tensor):
-                return data.detach().reshape(-1)
-            if self._extent is not data or self._tensor is None:
-                self._extent, self._tensor = data, in_memory(data).reshape(-1)
-            return self._tensor
-
-        return read
