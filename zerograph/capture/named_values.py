@@ -11,13 +11,13 @@ import functools
 import gc
 import itertools
 import operator
-import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -186,10 +186,7 @@ def _order(value: Any) -> Hashable:
 
 
 def _changes_in_place(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return isinstance(
-        value, (set, bytearray, itertools.count, ContextVar, CACHES, *(() if numpy is None else (numpy.ndarray,)))
-    )
+    return isinstance(value, (set, bytearray, itertools.count, ContextVar, CACHES, numpy.ndarray))
 
 
 def _is_equal(read: Callable[[], Any]) -> Callable[[], bool]:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -211,12 +212,11 @@ def token(value: Any) -> Hashable:
         return "ContextVar", token(value.get(None))
     if isinstance(value, CACHES):
         return "cache", value.cache_info().misses
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
         if value.nbytes > LARGE or value.dtype.hasobject:
             return "object", type(value).__qualname__
         content = numpy.ascontiguousarray(value)
-        told = content.tobytes() if value.size <= MAX_LENGTH else zlib.crc32(content.view("u1"))
+        told = content.tobytes() if value.size <= MAX_LENGTH else zlib.crc32(content.view("u1").data)
         return "array", str(value.dtype), value.shape, told
     return "object", "FakeTensor" if isinstance(value, FakeTensor) else type(value).__qualname__
 

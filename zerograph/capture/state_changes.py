@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 
@@ -60,6 +61,11 @@ from zerograph.capture.places import (
 from zerograph.errors import CaptureError
 
 GeneratorFunctions = tuple[Callable[[], Any], Callable[[Any], None]]
+# The generators of Python and numpy that a process has, by their names in messages.
+OF_PROCESS: dict[str, GeneratorFunctions] = {
+    "random": (random.getstate, random.setstate),
+    "numpy.random": (functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state),
+}
 
 
 @dataclass(frozen=True)
@@ -79,23 +85,33 @@ class StateChanges:
 
 
 class Generator:
-    """A random generator of Python or numpy, and its state when this was created.
+    """A random generator, or another value that can be read and set, and its state when this was created.
 
     Args:
         functions: those that read and set its state.
 
     Attributes:
-        state: the state; compares by ``==``.
+        state: the state.
         set_state: sets the state.
     """
 
     def __init__(self, functions: GeneratorFunctions) -> None:
         self._read, self.set_state = functions
-        self.state = self.get_state()
+        self.state = self._read()
 
     def get_state(self) -> Any:
-        """Return the present state."""
-        return _comparable(self._read())
+        """Return the present state in a form that can be compared."""
+        return comparable(self._read())
+
+    def has_moved(self) -> bool:
+        """Return whether the generator is in another state now."""
+        return bool(self.get_state() != comparable(self.state))
+
+
+def restore_generators(generators: Iterable[Generator]) -> None:
+    """Restore the states of generators."""
+    for generator in generators:
+        generator.set_state(generator.state)
 
 
 class Snapshot:
@@ -149,22 +165,14 @@ class Snapshot:
             if id(one) not in self.restores:
                 is_set = isinstance(one, set)
                 self.restores[id(one)] = functools.partial(_put_back, one, one.copy()) if is_set else _restorer(one)
-        self.random["random"] = Generator((random.getstate, random.setstate))
-        if (numpy := sys.modules.get("numpy")) is not None:
-            read = functools.partial(numpy.random.get_state, legacy=False)
-            self.random["numpy.random"] = Generator((read, numpy.random.set_state))
+        self.random |= {name: Generator(functions) for name, functions in OF_PROCESS.items()}
 
     def restore(self, *, random: bool = True) -> None:
         """Restore everything that has changed since; generators only with ``random``."""
         for restore in self.restores.values():
             restore()
         if random:
-            self.restore_random()
-
-    def restore_random(self) -> None:
-        """Restore the generators."""
-        for generator in self.random.values():
-            generator.set_state(generator.state)
+            restore_generators(self.random.values())
 
     def changed(self, later: Snapshot) -> list[Place]:
         """Return the places whose values differ in a later snapshot; of a container that grew only its length."""
@@ -180,8 +188,8 @@ class Snapshot:
 
     def drawn(self, later: Snapshot) -> list[str]:
         """Return the names of the generators that have drawn before a later snapshot."""
-        both = self.random.keys() & later.random.keys()
-        return sorted(name for name in both if self.random[name].state != later.random[name].state)
+        pairs = {name: (self.random[name], later.random[name]) for name in self.random.keys() & later.random.keys()}
+        return sorted(name for name, (one, other) in pairs.items() if comparable(one.state) != comparable(other.state))
 
 
 def _is_advanced(value: Any) -> bool:
@@ -317,7 +325,7 @@ class StateComparison:
     def _is_valid_after_trace(self, traced: fx.GraphModule, retrace: Callable[[], fx.GraphModule]) -> bool:
         """Return whether a second trace yields the same graph and leaves the guards of the first one unchanged."""
         after, guards_after = Snapshot(self._state), self._read_guards()
-        self._before.restore_random()
+        restore_generators(self._before.random.values())
         try:
             return same_graph(traced, retrace()) and self._read_guards() == guards_after
         finally:
@@ -373,7 +381,7 @@ class StateComparison:
         """Trace again from the state after the first trace, and return what the differences mean."""
         after.restore(random=False)
         # Both traces draw the same random numbers, so that only the state makes the graphs differ.
-        self._before.restore_random()
+        restore_generators(self._before.random.values())
         with lines_that_change(lambda: [place.read() for place in new]) as lines:
             second = retrace()
         refuse_fakes(second, {}, [place.name for place in new if place.is_length or place.read() == _TENSOR])
@@ -522,36 +530,39 @@ def _extreme(state: Any, *, low: bool) -> Any:
 
 
 def _restorer(value: Any) -> Callable[..., None]:
-    """Return a function that restores the present entries of a container, or the attributes of an object.
+    """Return a function that restores the present entries of a container, or the attributes of an object."""
+    return functools.partial(restore_entries, value, entries_of(value))
 
-    With ``is_lost`` it restores those whose value now is lost; of a list, all.
+
+def restore_entries(value: Any, before: dict[Any, Any], is_lost: Callable[[Any], bool] = lambda _: True) -> None:
+    """Restore the entries of a container, or the attributes of an object.
+
+    Args:
+        value: the container or object.
+        before: its entries, from :func:`entries_of`.
+        is_lost: tells of the value of an entry now whether to restore it; of a list all are restored.
     """
-    is_list = isinstance(value, (list, deque))
-    before = _entries(value)
-    keys, objects = [*before], [*before.values()]
-
-    def restore(is_lost: Callable[[Any], bool] = lambda _: True) -> None:
-        now = _entries(value)
-        if [*now] == keys and all(map(operator.is_, now.values(), objects)):
-            return
-        changed = [key for key in {**now, **before} if now.get(key, MISSING) is not before.get(key, MISSING)]
-        changed = [key for key in changed if is_lost(now.get(key))]
-        if is_list and changed:
+    now = entries_of(value)
+    if [*now] == [*before] and all(map(operator.is_, now.values(), before.values())):
+        return
+    changed = [key for key in {**now, **before} if now.get(key, MISSING) is not before.get(key, MISSING)]
+    changed = [key for key in changed if is_lost(now.get(key))]
+    if isinstance(value, (list, deque)):
+        if changed:
             value.clear()
-            value.extend(objects)
-        for key in () if is_list else changed:
-            entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-            is_slot = entries is not value and isinstance(getattr(type(value), key, None), types.MemberDescriptorType)
-            if is_slot and key in before:
-                object.__setattr__(value, key, before[key])
-            elif is_slot:
-                object.__delattr__(value, key)
-            elif key in before:
-                entries[key] = before[key]
-            else:
-                del entries[key]
-
-    return restore
+            value.extend(before.values())
+        return
+    for key in changed:
+        entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        is_slot = entries is not value and isinstance(getattr(type(value), key, None), types.MemberDescriptorType)
+        if is_slot and key in before:
+            object.__setattr__(value, key, before[key])
+        elif is_slot:
+            object.__delattr__(value, key)
+        elif key in before:
+            entries[key] = before[key]
+        else:
+            del entries[key]
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -576,11 +587,11 @@ def _put_back(value: Any, before: Any, _: object = None) -> None:
 
 def _is_array(value: Any) -> bool:
     """Return whether a value is an array that is not too large to be copied."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes <= LARGE
+    return isinstance(value, numpy.ndarray) and value.nbytes <= LARGE
 
 
-def _entries(value: Any) -> dict[Any, Any]:
+def entries_of(value: Any) -> dict[Any, Any]:
+    """Return the entries of a container by key or number, or the attributes of an object."""
     if isinstance(value, dict):
         # Not the dict itself: its class may have another get().
         return dict(value)
@@ -591,9 +602,6 @@ def generator_functions(value: Any) -> GeneratorFunctions | None:
     """Return the functions that read and set the state of a generator of Python or numpy; None for other values."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate, value.setstate
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
     if isinstance(value, numpy.random.RandomState):
         return functools.partial(value.get_state, legacy=False), value.set_state
     if isinstance(value, numpy.random.Generator):
@@ -602,8 +610,10 @@ def generator_functions(value: Any) -> GeneratorFunctions | None:
     return None
 
 
-def _comparable(state: Any) -> Any:
-    """Return the state with lists for arrays, whose ``==`` is no bool."""
+def comparable(state: Any) -> Any:
+    """Return the state of a generator without tensors and arrays, whose ``==`` is no bool."""
     if isinstance(state, dict):
-        return {key: _comparable(entry) for key, entry in state.items()}
-    return state.tolist() if hasattr(state, "tolist") else state
+        return {key: comparable(entry) for key, entry in state.items()}
+    if isinstance(state, Tensor):
+        state = state.numpy()
+    return state.tobytes() if isinstance(state, numpy.ndarray) else state

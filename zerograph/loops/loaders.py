@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 from zerograph import data
+from zerograph.capture.state_changes import Generator, GeneratorFunctions, comparable, restore_generators
 from zerograph.compiler.input_layout import ranks_of_row, rows_on
 from zerograph.config import Config
 from zerograph.eager.world import world
@@ -425,9 +426,9 @@ class Reader(Dataset[Any]):
         # Their samples draw nothing, but a collator may.
         is_plain = type(loader.dataset) is torch.utils.data.TensorDataset or noise.is_plain(loader.dataset)
         self._is_watching = share.parts > 1 and not (is_plain and self._only_stacks)
-        self._generators: noise.Generators | None = None
-        # The states before the first batch.
-        self._at_start: list[Any] = []
+        self._generators: list[GeneratorFunctions] | None = None
+        # Their states before the first batch.
+        self._at_start: list[Generator] = []
         # The batches that a worker has not read, or in part only.
         self._missed: list[list[Any]] = []
         # The ranks know that one of them could not read the last batch.
@@ -463,55 +464,53 @@ class Reader(Dataset[Any]):
         return Part(self._read_with_others(samples), samples, is_agreed=True)
 
     def _read_with_others(self, samples: _Indices) -> Any:
-        self._has_failed, reads_all, before = False, self._reads_all, list[Any]()
+        self._has_failed, reads_all, before = False, self._reads_all, list[Generator]()
         rows, has_moved, problem = None, False, None
         try:
             if self._is_watching and not reads_all:
-                reads_all, generators = self._watched()
-                before = generators.states()
+                reads_all, before = self._watched()
             rows = self._read(samples, reads_all)
-            has_moved = bool(before) and not self._reads_all and generators.have_moved(before)
+            has_moved = not self._reads_all and any(one.has_moved() for one in before)
         except BaseException as error:
             problem = error
         try:
             if _agree_on_samples(self._job, samples, has_moved, problem):
                 self._reads_all = True
                 if not reads_all:
-                    generators.restore(before)
+                    restore_generators(before)
                     rows = self._read(samples, True)
         except BaseException:
             self._has_failed = True
             if before and not self._reads_all:
-                generators.restore(before)
+                restore_generators(before)
             raise
         return rows
 
     def _read_in_worker(self, samples: _Indices) -> Part:
         if not self._is_watching:
             return Part(self._read(samples, self._reads_all), samples)
-        reads_all, generators = self._watched()
-        was_known, before = self._reads_all, generators.states()
-        rows = self._read(samples, reads_all)
-        if not generators.have_moved(before):
+        reads_all, before = self._watched()
+        was_known, rows = self._reads_all, self._read(samples, reads_all)
+        if not any(one.has_moved() for one in before):
             self._missed += [] if reads_all else [samples]
             return Part(rows, samples)
         self._is_watching, self._reads_all = False, True
         if self._missed or not reads_all:
-            generators.restore(self._at_start)
+            restore_generators(self._at_start)
             for missed in self._missed:
                 self._read(missed, True)
             rows = self._read(samples, True)
             self._missed.clear()
         return Part(rows, samples, draws=not was_known)
 
-    def _watched(self) -> tuple[bool, noise.Generators]:
-        """Return whether to read all samples of the next batch, and the generators."""
+    def _watched(self) -> tuple[bool, list[Generator]]:
+        """Return whether to read all samples of the next batch, and the generators before it."""
         if self._generators is not None:
-            return self._reads_all, self._generators
-        self._generators = noise.Generators(self._dataset)
-        self._at_start = self._generators.states()
-        self._reads_all |= self._generators.has_iterators
-        return True, self._generators
+            return self._reads_all, list(map(Generator, self._generators))
+        self._generators, has_iterators = noise.generators_of(self._dataset)
+        self._at_start = list(map(Generator, self._generators))
+        self._reads_all |= has_iterators
+        return True, self._at_start
 
     def _read(self, samples: list[Any], reads_all: bool) -> Any:
         if not self._only_stacks:
@@ -566,7 +565,7 @@ def same_generators(loader: Any, job: Job) -> None:
     # A script may have seeded one of them.
     seeds: tuple[Callable[[int], None], ...] = (random.seed, numpy.random.seed)
     for state, seed in zip(noise.states()[1:], seeds, strict=True):
-        own = digest(noise.comparable(state)) % 2**32
+        own = digest(comparable(state)) % 2**32
         if _differ(job, own):
             seed(broadcast_number(job, own))
 

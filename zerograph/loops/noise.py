@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,60 +15,48 @@ from torch import nn
 
 from zerograph import _torch
 from zerograph.capture.places import PythonState
-from zerograph.capture.state_changes import GeneratorFunctions, generator_functions
+from zerograph.capture.state_changes import (
+    OF_PROCESS,
+    GeneratorFunctions,
+    entries_of,
+    generator_functions,
+    restore_entries,
+)
 from zerograph.loops.containers import PLAIN
 
-_OF_PROCESS: tuple[GeneratorFunctions, ...] = (
-    (torch.get_rng_state, torch.set_rng_state),
-    (random.getstate, random.setstate),
-    (functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state),
-)
+_OF_PROCESS: tuple[GeneratorFunctions, ...] = ((torch.get_rng_state, torch.set_rng_state), *OF_PROCESS.values())
 
 
-def states(generators: Iterable[GeneratorFunctions] = _OF_PROCESS) -> list[Any]:
-    """Return the states of generators: those of torch, Python and NumPy."""
-    return [get() for get, _ in generators]
+def states() -> list[Any]:
+    """Return the states of the process's generators: those of torch, Python and NumPy."""
+    return [get() for get, _ in _OF_PROCESS]
 
 
-def restore(before: Sequence[Any], generators: Iterable[GeneratorFunctions] = _OF_PROCESS) -> None:
-    """Restore states of generators."""
-    for (_, set_state), state in zip(generators, before, strict=True):
+def restore(before: Sequence[Any]) -> None:
+    """Restore states of the process's generators."""
+    for (_, set_state), state in zip(_OF_PROCESS, before, strict=True):
         set_state(state)
 
 
-class Generators:
-    """The generators of this process, and those that a dataset holds, or its code names.
+def generators_of(dataset: Any) -> tuple[list[GeneratorFunctions], bool]:
+    """Return the generators of this process, and those that a dataset holds, or its code names.
 
     Numbers count as generators, lengths of lists, and tensors and arrays up to 1 MiB in all.
 
     Attributes are searched through containers and objects, transforms for instance. Code names globals and closures.
 
-    Attributes:
-        has_iterators: an iterator or an open file is among the values, whose state cannot be restored.
+    Returns:
+        The functions that read and set the states, and whether an iterator or an open file is among the values, whose
+        state cannot be restored.
     """
-
-    def __init__(self, dataset: Any) -> None:
-        datasets = [dataset]
-        while len(datasets) < 10 and (inner := getattr(datasets[-1], "dataset", None)) is not None:
-            datasets.append(inner)
-        # Of a list, for instance, there is no code.
-        reads = [one.__getitem__ for one in datasets if hasattr(one, "__getitem__") and hasattr(one, "__dict__")]
-        named = [value for read in reads for _, value in PythonState(read, nn.Module(), ()).places()]
-        own = list(_found([datasets, named]))
-        self.has_iterators = None in own
-        self._functions = [*_OF_PROCESS, *(one for one in own if one is not None)]
-
-    def states(self) -> list[Any]:
-        """Return the states of all."""
-        return states(self._functions)
-
-    def have_moved(self, before: list[Any]) -> bool:
-        """Return whether a generator is in another state than before."""
-        return any(comparable(one) != comparable(old) for one, old in zip(self.states(), before, strict=True))
-
-    def restore(self, before: list[Any]) -> None:
-        """Restore the states of all."""
-        restore(before, self._functions)
+    datasets = [dataset]
+    while len(datasets) < 10 and (inner := getattr(datasets[-1], "dataset", None)) is not None:
+        datasets.append(inner)
+    # Of a list, for instance, there is no code.
+    reads = [one.__getitem__ for one in datasets if hasattr(one, "__getitem__") and hasattr(one, "__dict__")]
+    named = [value for read in reads for _, value in PythonState(read, nn.Module(), ()).places()]
+    own = list(_found([datasets, named]))
+    return [*_OF_PROCESS, *(one for one in own if one is not None)], None in own
 
 
 def is_plain(value: Any) -> bool:
@@ -78,15 +65,6 @@ def is_plain(value: Any) -> bool:
         inside = value.values() if isinstance(value, dict) else value
         return len(value) <= _MOST_ENTRIES and all(map(is_plain, inside))
     return type(value) in (*_ARRAYS, *PLAIN) or isinstance(value, numpy.generic)
-
-
-def comparable(state: Any) -> Any:
-    """Return the state of a generator without arrays; equal states are equal."""
-    if isinstance(state, dict):
-        return {name: comparable(entry) for name, entry in state.items()}
-    if isinstance(state, torch.Tensor):
-        state = state.numpy()
-    return state.tobytes() if isinstance(state, numpy.ndarray) else state
 
 
 _MOST_VALUES, _MOST_ENTRIES, _MOST_BYTES = 10_000, 1000, 2**20
@@ -108,7 +86,7 @@ def _found(value: Any) -> Iterator[GeneratorFunctions | None]:
             if not isinstance(one, dict):
                 yield functools.partial(len, one), functools.partial(_shorten, one)
             if len(one) <= _MOST_ENTRIES:
-                yield functools.partial(_Entries, one), functools.partial(_put_back, one)
+                yield functools.partial(_Entries, one), _Entries.restore
 
 
 def _reached_from(value: Any) -> Iterator[Any]:
@@ -138,8 +116,11 @@ def _shorten(one: Any, length: int) -> None:
 class _Entries:
     """The entries of a container. They differ by numbers, new generators, and tensors and arrays in place of others."""
 
-    def __init__(self, entries: Any) -> None:
-        self.values = dict(entries) if isinstance(entries, dict) else dict(enumerate(entries))
+    def __init__(self, container: Any) -> None:
+        self.container, self.values = container, entries_of(container)
+
+    def restore(self) -> None:
+        restore_entries(self.container, self.values)
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, _Entries)
@@ -153,14 +134,6 @@ def _is_same(value: Any, old: Any) -> bool:
         return value is old or old is None
     # A sample may make the generator that others draw from.
     return all(_functions_of(one) is None and not hasattr(type(one), "__next__") for one in _reached_from(value))
-
-
-def _put_back(one: Any, before: _Entries) -> None:
-    one.clear()
-    if isinstance(one, dict):
-        one.update(before.values)
-    else:
-        one.extend(before.values.values())
 
 
 def _can_change(one: Any) -> bool:
