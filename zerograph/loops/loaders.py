@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -65,22 +66,29 @@ class RowsLoader:
         """
         return _Pass(self)
 
-    def _begun(self, first: int) -> Iterator[Any]:
-        """Begin a pass; return its batches from the one of this number on."""
+    def _begun(self, job: Job, first: int) -> tuple[Iterator[Any], Callable[[int, Any], Any] | None, Reader | None]:
+        """Begin a pass from the batch of this number on.
+
+        Returns:
+            The batches, those before too unless a reader leaves them out; what returns this rank's part of the batch of
+            a number, None if the batches are parts; and the reader, of whose failures the ranks know.
+        """
         loader: Any = self._loader
-        job = self._job()
         if self._reads_samples(job):
-            batches, before = self._of_samples(loader, first), 0
-        elif job.size == 1:
-            batches, before = iter(loader), first
-        elif self._is_of_rank():
+            batches, reader = self._of_samples(loader, first)
+            return batches, lambda _, part: part.agreed(job), reader
+        if job.size == 1:
+            return iter(loader), None, None
+        if self._is_of_rank():
             self._check_sampler(distributed_sampler(loader), job)  # type: ignore[arg-type]
-            batches, before = iter(data.batches(loader, timeout=self._config.checks.timeout)), first
-        else:
-            batches, before = self._of_batches(loader), first
-        for _ in range(before):
-            next(batches, None)
-        return batches
+            return iter(data.batches(loader, timeout=self._config.checks.timeout)), None, None
+        share = self._share(job)
+
+        def part_of(number: int, batch: Any) -> Any:
+            agree_on_batch(job, number, "shapes and values", [_facts(one) for one in tensors_of(batch)])
+            return rows_of(batch, share)
+
+        return iter(loader), part_of, None
 
     def _reads_samples(self, job: Job) -> bool:
         """Return whether this rank reads its samples of each batch only."""
@@ -151,9 +159,8 @@ class RowsLoader:
             in_order=True,
         )
 
-    def _of_samples(self, loader: DataLoader[Any], first: int) -> Iterator[Any]:
+    def _of_samples(self, loader: DataLoader[Any], first: int) -> tuple[Iterator[Any], Reader]:
         """Read this rank's samples of each batch from a first one on, in the order of rank 0's random numbers."""
-        job = self._job()
         if self._reading is None or not loader.persistent_workers:
             self._reading = self.reading(Part._make)
         local: Any = self._reading
@@ -162,17 +169,7 @@ class RowsLoader:
         for _ in range(first):
             # Samplers draw their order, and workers note what they have not read.
             next(batches)
-        return _Batches(job, batches, lambda _, part: part.agreed(job), local.dataset, first)
-
-    def _of_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        job = self._job()
-        share = self._share(job)
-
-        def part_of(number: int, batch: Any) -> Any:
-            agree_on_batch(job, number, "shapes and values", [_facts(one) for one in tensors_of(batch)])
-            return rows_of(batch, share)
-
-        return _Batches(job, iter(loader), part_of)
+        return batches, local.dataset
 
 
 class SplitLoader(RowsLoader):
@@ -220,16 +217,20 @@ class _Pass:
     """One pass over a loader, which counts what it yields. After an error it goes on, if the loader's does."""
 
     def __init__(self, owner: RowsLoader) -> None:
-        self._owner, resumed = owner, owner._resumed
-        if owner._job().size > 1 and not owner._is_of_rank():
-            same_generators(owner._loader, owner._job())
+        self._owner, self._job, resumed = owner, owner._job(), owner._resumed
+        if self._job.size > 1 and not owner._is_of_rank():
+            same_generators(owner._loader, self._job)
         here = noise.states()
         if resumed:
             data.restore_generators(owner._loader, owner._at_start or ())
         else:
             owner._taken, owner._at_start = 0, [one.get_state() for one in data.generators_of(owner._loader)]
         owner._resumed, owner._passes = False, owner._passes + 1
-        self._batches = owner._begun(owner._taken)
+        self._batches, self._part_of, self._reader = owner._begun(self._job, owner._taken)
+        self._number = owner._taken if self._reader is not None else 0
+        with contextlib.suppress(StopIteration):
+            while self._number < owner._taken:
+                self._read()
         if resumed:
             # It continues where it is: the checkpoint has its state.
             noise.restore(here)
@@ -238,48 +239,25 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        if self._owner._thread != threading.get_ident() and self._owner._job().size > 1:
+        if self._owner._thread != threading.get_ident() and self._job.size > 1:
             raise InputError(
                 "a thread reads a prepared loader that was prepared in another one: what ranks exchange for each batch "
                 "would mix with what the loop exchanges\nRead it in the loop's thread. DataLoader(num_workers=1) reads "
                 "ahead in a process."
             )
         try:
-            batch = next(self._batches)
+            batch = self._read()
         except StopIteration:
             self._owner._taken, self._owner._at_start = 0, None
             raise
         self._owner._taken += 1
         return batch
 
-
-class _Batches:
-    """Iterate over this rank's part of each batch. After an error of the loader the pass goes on, if the loader's does.
-
-    Args:
-        job: the ranks.
-        batches: the loader's batches.
-        part_of: returns this rank's part of the batch of a number.
-        reader: reads the batches. The ranks know of its failures.
-        first: number of the first batch.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        batches: Iterator[Any],
-        part_of: Callable[[int, Any], Any],
-        reader: Reader | None = None,
-        first: int = 0,
-    ) -> None:
-        self._job, self._batches, self._part_of, self._reader = job, batches, part_of, reader
-        self._number = first - 1
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._number += 1
+    def _read(self) -> Any:
+        """Return this rank's part of the next batch. A collective if the loader's batches are those of all ranks."""
+        number, self._number = self._number, self._number + 1
+        if self._part_of is None:
+            return next(self._batches)
         try:
             batch = next(self._batches)
         except BaseException as error:
@@ -287,12 +265,12 @@ class _Batches:
                 raise
             if isinstance(error, StopIteration):
                 # Another rank may have a batch, and wait.
-                agree_on_batch(self._job, self._number, "none:", "the loader has ended")
+                agree_on_batch(self._job, number, "none:", "the loader has ended")
             else:
                 # The other ranks have read theirs, and wait.
-                agree_on_batch(self._job, self._number, "", None, error)
+                agree_on_batch(self._job, number, "", None, error)
             raise
-        return self._part_of(self._number, batch)
+        return self._part_of(number, batch)
 
 
 def whole_batches(loader: DataLoader[Any], ranks: int) -> DataLoader[Any]:
