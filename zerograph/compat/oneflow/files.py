@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +96,18 @@ def _on_rank(number: int, call: str, act: Callable[[], Any]) -> Any:
         return act() if rank() == number else None
 
 
-@dataclass(frozen=True)
-class _Description:
-    """The shape and dtype of a tensor on another rank."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def shared(values: Any, source: int) -> Any:
     """Return one rank's values on all ranks, with empty tensors of the same shapes and dtypes. A collective."""
     own = None
     if rank() == source:
         # A 0-d tensor is sent itself: torch has no 0-d global tensors on some of the ranks.
-        own = pytree.tree_map_only(
-            Tensor, lambda value: _Description(value.shape, value.dtype) if value.dim() else value, values
-        )
+        own = pytree.tree_map_only(Tensor, lambda one: _empty(one, "meta") if one.dim() else one, values)
     sent = join(_TIMEOUT).channel.broadcast(own, source)
-    return pytree.tree_map_only(_Description, lambda one: torch.empty(one.shape, dtype=one.dtype), sent)
+    return pytree.tree_map_only(Tensor, lambda one: _empty(one, "cpu") if one.is_meta else one, sent)
+
+
+def _empty(like: Tensor, device: str) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def _mapped(values: Any, location: Any) -> Any:

@@ -233,16 +233,11 @@ class SequentialLR(LRScheduler):
             step -= self.milestones[place - 1]
         return rates_at(self._schedulers[place], base_lrs, step)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, including that of the inner schedulers."""
-        state = {key: value for key, value in super().state_dict().items() if key != "_schedulers"}
-        return {**state, "_schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "_schedulers"})
-        for scheduler, state in zip(self._schedulers, state_dict["_schedulers"], strict=True):
-            scheduler.load_state_dict(state)
+    # They have the states of the inner schedulers.
+    state_dict, load_state_dict = (
+        torch.optim.lr_scheduler.SequentialLR.state_dict,
+        torch.optim.lr_scheduler.SequentialLR.load_state_dict,
+    )
 
 
 class ChainedScheduler(SequentialLR):
