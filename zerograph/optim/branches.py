@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from zerograph.errors import CaptureError
 from zerograph.ir.functionalize import without_mutation
 from zerograph.ir.rewrite import replace_node
-from zerograph.ir.step_graph import placeholders
+from zerograph.ir.step_graph import output_nodes, placeholders
 
 aten = torch.ops.aten
 
@@ -113,9 +113,7 @@ class _Merged:
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
                 copies[node] = self._call(node.target, args, kwargs, node.meta)
-        returned = leaf.graph.output_node().args[0]
-        assert isinstance(returned, (list, tuple))
-        return writes, [copies[one] for one in returned if isinstance(one, fx.Node)]
+        return writes, [copies[one] for one in output_nodes(leaf.graph)]
 
     def select(self, condition: fx.Node, yes: fx.Node, no: fx.Node) -> fx.Node:
         """Return the node that is ``yes`` if the condition holds, else ``no``."""

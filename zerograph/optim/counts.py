@@ -70,7 +70,7 @@ def advance(optimizer: torch.optim.Optimizer, of_groups: Mapping[int, Sequence[P
     for group, counts, twin in found:
         for path in counts:
             mapping, (name,) = place(optimizer, group, path)
-            mapping[name] = place(twin, twin.param_groups[0], path)[0][name]  # type: ignore[index]
+            mapping[name] = place(twin, twin.param_groups[0], path)[0][name]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any:

@@ -89,7 +89,7 @@ def name(path: Path) -> str:
     return str(path[0]) if len(path) == 1 else f"{path[0]}[{path[1]}]"
 
 
-def place(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], path: Path) -> tuple[Mapping[str, Any], Path]:
+def place(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], path: Path) -> tuple[Any, Path]:
     """Return where a number is read: in the group, or among the optimizer's attributes."""
     return (vars(optimizer), path[:1]) if path[1:] == OF_OPTIMIZER else (group, path)
 

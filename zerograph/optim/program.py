@@ -29,7 +29,7 @@ from zerograph.ir.alias import viewed
 from zerograph.ir.gradient_edits import is_elementwise
 from zerograph.ir.metadata import meta
 from zerograph.ir.rewrite import replace_node
-from zerograph.ir.step_graph import placeholders
+from zerograph.ir.step_graph import output_nodes, placeholders
 from zerograph.ir.update_program import Path, StateSpec, UpdateProgram
 from zerograph.optim import hyperparameters
 from zerograph.optim.branches import functional
@@ -222,8 +222,7 @@ def key_of(graph: fx.GraphModule, returned_state: Sequence[str]) -> str:
     State that the graph itself creates counts as an input, so a first update may equal a later one.
     """
     names: dict[fx.Node, str] = {}
-    output = graph.graph.output_node().args[0]
-    for state, node in zip(returned_state, output if isinstance(output, (list, tuple)) else (), strict=False):
+    for state, node in zip(returned_state, output_nodes(graph.graph), strict=False):
         names[_made_at(node)] = state
     lines: list[str] = []
     for node in graph.graph.nodes:
@@ -247,11 +246,7 @@ def _made_at(node: fx.Node) -> fx.Node:
 
 def initial_value(first: fx.GraphModule, index: int) -> float | None:
     """Return the constant value of a result of the first update, or None if it is computed."""
-    returned = first.graph.output_node().args[0]
-    assert isinstance(returned, (list, tuple))
-    result = returned[index]
-    assert isinstance(result, fx.Node)
-    root = root_of(result)
+    root = root_of(output_nodes(first.graph)[index])
     if root.op == "get_attr":
         constant = getattr(first, str(root.target))
         return float(constant) if isinstance(constant, Tensor) and constant.numel() == 1 else None

@@ -182,8 +182,9 @@ class Sample:
             leaves, twin = self._twin(each, lr, {} if state is None else self._kept)
             for path, count in zip(self.counts, counts, strict=True):
                 # A group may get its count in the first step. In-place changes are those of a copy.
-                if state is not None or self._has(path):
-                    _set(twin, path, number(count.clone()))
+                before, (name, *_) = hyperparameters.place(self._optimizer, self._group, path)
+                if state is not None or name in before:
+                    hyperparameters.place(twin, twin.param_groups[0], path)[0][name] = number(count.clone())
             numbers = numbers_of(twin)
             # The class's own step, without the wrappers of torch's profiler and of schedulers.
             function = _torch.unhooked_step(type(twin))
@@ -321,10 +322,6 @@ class Sample:
             _torch.unhooked_step(type(twin))(twin)
         return twin
 
-    def _has(self, path: Path) -> bool:
-        mapping, path = hyperparameters.place(self._optimizer, self._group, path)
-        return path[0] in mapping
-
     def _fake(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
@@ -372,13 +369,6 @@ def _write_back(optimizer: str, before: Mapping[str, Tensor], entries: Mapping[s
 
 def _forms(entries: Mapping[str, Any]) -> dict[str, object]:
     return {name: (value.shape, width(value)) for name, value in entries.items() if isinstance(value, Tensor)}
-
-
-def _set(twin: Any, path: Path, value: Any) -> None:
-    if path[1:] == hyperparameters.OF_OPTIMIZER:
-        setattr(twin, path[0], value)
-    else:
-        twin.param_groups[0][path[0]] = value
 
 
 def location(path: Path) -> str:
