@@ -88,7 +88,4 @@ def _check_state(graph: fx.Graph, after: str) -> None:
 
 
 def _fail(after: str, node: fx.Node, problem: str) -> None:
-    node_origin = origin(node)
-    raise VerificationError(
-        f"after {after}: {node.format_node()} {problem}\n  {node_origin.source}   {node_origin.code}"
-    )
+    raise VerificationError(f"after {after}: {node.format_node()} {problem}\n{origin(node).line}")

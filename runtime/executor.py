@@ -443,8 +443,7 @@ def _operator_error(node: fx.Node | None, where: str, error: Exception, state: s
     assert node is not None
     operator = f"{node.target} in the {origin.phase} of {origin.module or 'build()'}"
     return OperatorError(
-        f"{operator} failed in {where}: {reason}\n  {origin.source}   {origin.code}".rstrip()
-        + f"\n{_advice(node, reason)}\n{state}"
+        f"{operator} failed in {where}: {reason}\n{origin.line}".rstrip() + f"\n{_advice(node, reason)}\n{state}"
     )
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.errors import PlacementError
-from zerograph.ir.metadata import boxing_of, meta, origin, role
+from zerograph.ir.metadata import boxing_of, has_role, meta, origin
 from zerograph.ir.rewrite import ancestors, drop_unused
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast, partial_sum
 from zerograph.passes import rules
@@ -30,12 +30,12 @@ def hoist_batch_statistics(module: fx.GraphModule, context: Context) -> fx.Graph
         return module
     graph = module.graph
     in_loop, batch_only = _loop_nodes(graph, context), batch_only_nodes(graph)
-    whole_batch = _WholeBatch(context)
+    copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node in in_loop and (change := time_boxing(node, context)) and change.target[-1] == broadcast:
             if node not in batch_only:
                 _refuse(node, in_loop, context)
-            node.replace_all_uses_with(whole_batch.copy(node))
+            node.replace_all_uses_with(_on_whole_batch(node, context, copies))
     drop_unused(graph)
     _check_gradients(graph, context)
     return module
@@ -53,13 +53,9 @@ def _check_gradients(graph: fx.Graph, context: Context) -> None:
         entries = [
             node for node in graph.nodes if node in model_nodes and not batch_only.isdisjoint(node.all_input_nodes)
         ]
-        if entries and not sums and any(_is_batch_input(node) for node in sources):
+        reads_batch = any(has_role(node, "input") and node.meta["val"].dim() for node in sources)
+        if entries and not sums and reads_batch:
             _refuse(entries[0], model_nodes, context)
-
-
-def _is_batch_input(node: fx.Node) -> bool:
-    node_role = role(node)
-    return node_role is not None and node_role.kind == "input" and bool(node.meta["val"].dim())
 
 
 def _loop_nodes(graph: fx.Graph, context: Context) -> set[fx.Node]:
@@ -78,37 +74,30 @@ def _varies(node: fx.Node, context: Context) -> bool:
     return any(sbp[-1] != broadcast for source in (node, *node.all_input_nodes) for sbp in sbps(source))
 
 
-class _WholeBatch:
-    """Copies of nodes that are B along time. They are computed once, from the whole batch."""
+def _on_whole_batch(node: fx.Node, context: Context, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return the node's counterpart that is computed once, from the whole batch: itself if it is B along time."""
+    if time_boxing(node, context) is not None:
+        return _on_whole_batch(node.all_input_nodes[0], context, copies)
+    if not _varies(node, context):
+        return node
+    if node not in copies:
+        inputs = {source: _on_whole_batch(source, context, copies) for source in node.all_input_nodes}
+        with node.graph.inserting_before(node):
+            copies[node] = node.graph.node_copy(node, inputs.__getitem__)
+        _make_broadcast(copies[node])
+    return copies[node]
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.copies: dict[fx.Node, fx.Node] = {}
 
-    def copy(self, node: fx.Node) -> fx.Node:
-        """Return the node's counterpart on the whole batch: the node itself if it is B along time."""
-        if time_boxing(node, self.context) is not None:
-            return self.copy(node.all_input_nodes[0])
-        if not _varies(node, self.context):
-            return node
-        if node not in self.copies:
-            inputs = {source: self.copy(source) for source in node.all_input_nodes}
-            with node.graph.inserting_before(node):
-                copy = node.graph.node_copy(node, inputs.__getitem__)
-            self._make_broadcast(copy)
-            self.copies[node] = copy
-        return self.copies[node]
-
-    def _make_broadcast(self, node: fx.Node) -> None:
-        change_sbps(node, _whole_in_time)
-        if "signature" in node.meta:
-            *others, last = meta(node)["signature"]
-            whole = Signature((broadcast,) * len(last.inputs), (broadcast,) * len(last.outputs))
-            meta(node)["signature"] = (*others, whole)
-        change = boxing_of(node)
-        if change is not None:
-            source, target = _whole_in_time(change.source), _whole_in_time(change.target)
-            meta(node)["boxing"] = replace(change, source=source, target=target)
+def _make_broadcast(node: fx.Node) -> None:
+    change_sbps(node, _whole_in_time)
+    if "signature" in node.meta:
+        *others, last = meta(node)["signature"]
+        whole = Signature((broadcast,) * len(last.inputs), (broadcast,) * len(last.outputs))
+        meta(node)["signature"] = (*others, whole)
+    change = boxing_of(node)
+    if change is not None:
+        source, target = _whole_in_time(change.source), _whole_in_time(change.target)
+        meta(node)["boxing"] = replace(change, source=source, target=target)
 
 
 def _whole_in_time(sbp: NdSbp) -> NdSbp:
@@ -117,7 +106,6 @@ def _whole_in_time(sbp: NdSbp) -> NdSbp:
 
 def _refuse(node: fx.Node, in_loop: set[fx.Node], context: Context) -> None:
     reader = _reader(node, in_loop)
-    node_origin = origin(reader)
     if isinstance(reader.target, OpOverload) and rules.rule_of(reader.target) is None:
         advice = "No rule says how it may be split: give it one with zg.register_rule."
     elif any(isinstance(one, Split) and one.dim for sbp in context.batch.inputs for one in sbp):
@@ -133,7 +121,7 @@ def _refuse(node: fx.Node, in_loop: set[fx.Node], context: Context) -> None:
     raise PlacementError(
         f"{reader.target} needs the whole batch at once, but config.gradient_accumulation_steps cuts it into "
         f"{context.batch.micro_batches} micro-batches, computed one after another\n"
-        f"  {node_origin.source}   {node_origin.code}\n"
+        f"{origin(reader).line}\n"
         f"{advice}\nOr set gradient_accumulation_steps to 1."
     )
 

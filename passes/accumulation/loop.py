@@ -21,10 +21,10 @@ from torch import Tensor, fx
 from zerograph import _torch
 from zerograph.ir.alias import is_view, viewed
 from zerograph.ir.loop import Loop, Result, accumulate, collect, loop_of
-from zerograph.ir.metadata import Origin, Role, boxing_of, meta, origin, role
+from zerograph.ir.metadata import Origin, Role, boxing_of, has_role, meta, origin, role
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.rank_numbers import along
-from zerograph.ir.rewrite import ancestors, closure, copy_placement, emit, emit_like, fake, replace_node
+from zerograph.ir.rewrite import ancestors, closure, copy_placement, emit, emit_like, fake, operand, replace_node
 from zerograph.ir.sbp import NdSbp, Signature, Split, broadcast
 from zerograph.ops.random import uniform
 from zerograph.ops.tree_sum import accumulate_in_tree, levels, nodes_per_rank
@@ -253,10 +253,9 @@ class _Body:
                 continue
             self._visited[source] = None
             if source.target is enter:
-                whole, along, _, *bounds = source.args
-                assert isinstance(whole, fx.Node)
+                _, along, _, *bounds = source.args
                 assert isinstance(along, int)
-                self.operands.append(whole)
+                self.operands.append(operand(source))
                 # The body itself takes a part whose size is a symbol.
                 self.cuts.append(None if bounds else along)
                 self._copies[source] = source
@@ -330,10 +329,9 @@ class _Body:
 
     def add_result(self, node: fx.Node, buffer: fx.Node) -> Result:
         """Write what a node of ``leaving`` reads into ``buffer``; return the result's description."""
-        source, dim, _, *bounds = node.args
-        assert isinstance(source, fx.Node)
+        _, dim, _, *bounds = node.args
         assert dim is None or isinstance(dim, int)
-        part = self._copies[source]
+        part = self._copies[operand(node)]
         if (partial := self.partial.get(buffer)) is not None:
             rank, slices = along(0, 1), self.context.batch.slices
             position = self._ranks, rank.at(self.context.mesh.position)
@@ -382,8 +380,7 @@ class _Body:
                 # A loop reads the sums of an earlier one.
                 self._from_buckets[node] = False
             elif node.op == "placeholder":
-                node_role = role(node)
-                self._from_buckets[node] = node_role is not None and node_role.kind == "bucket"
+                self._from_buckets[node] = has_role(node, "bucket")
             else:
                 self._from_buckets[node] = any(map(self._comes_from_bucket, node.all_input_nodes))
         return self._from_buckets[node]

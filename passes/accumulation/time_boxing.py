@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from zerograph.errors import PlacementError
 from zerograph.ir.dims import Size
 from zerograph.ir.mesh import Mesh
-from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
+from zerograph.ir.metadata import Boxing, boxing_of, has_role, meta, origin
 from zerograph.ir.rewrite import emit, fake
 from zerograph.ir.sbp import NdSbp, PartialSum, Sbp, Split, broadcast, show
 from zerograph.ir.sizes import sizes_of
@@ -143,8 +143,7 @@ def batch_only_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
     nodes: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            node_role = role(node)
-            from_batch = node_role is not None and node_role.kind in ("input", "buffer", "seed", "scaler")
+            from_batch = has_role(node, "input", "buffer", "seed", "scaler")
         else:
             from_batch = node.op in ("call_function", "get_attr") and nodes.issuperset(node.all_input_nodes)
         if from_batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,15 +15,16 @@ from zerograph.errors import PlacementError
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.gradient_edits import Edited, edited_gradients
-from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin, role
+from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin
 from zerograph.ir.precision import is_cast, looks_up_rows
 from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions, replace_node
 from zerograph.ir.sbp import Sbp, Signature, broadcast
 from zerograph.ir.slots import Slot, row_views
-from zerograph.ir.step_graph import output_nodes, placeholders
+from zerograph.ir.step_graph import inputs_by_name, output_nodes, placeholders
 from zerograph.passes.buckets.flat_gradients import FlatGradient, compute_total_norms, drop_unread_edits
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import BucketUpdate, Context
+from zerograph.passes.edits import add_input, on_device
 from zerograph.passes.placement.boxing import emit_boxing
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         emit_update(graph, bucket, gradient.flat, final, update)
         _add_unused_state(graph, bucket, update)
     drop_unread_edits(graph)
-    named = {node_role.name: node for node in placeholders(graph, "parameter") if (node_role := role(node))}
+    named = inputs_by_name(graph, "parameter")
     for bucket in context.buckets:
         _view_parameters(graph, bucket, flat[bucket.name], named)
     for node in placeholders(graph, "gradient"):
@@ -96,17 +96,8 @@ def _return_gradient(graph: fx.Graph, bucket: Bucket, gradient: fx.Node) -> None
     meta(output)["roles"] = [*meta(output)["roles"], _sum_role(bucket)]
 
 
-def _input(
-    graph: fx.Graph, input_role: Role, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> fx.Node:
-    with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(re.sub(r"\W", "_", input_role.name.replace("]", "")))
-    meta(node).update({"role": input_role, "val": fake(graph, shape, dtype, device)})
-    return node
-
-
 def _input_like(graph: fx.Graph, input_role: Role, layout: Bucket) -> fx.Node:
-    return _input(graph, input_role, layout.shape, layout.dtype, layout.storage_device)
+    return add_input(graph, input_role, layout.shape, layout.dtype, layout.storage_device)
 
 
 def _add_unused_state(graph: fx.Graph, bucket: Bucket, update: BucketUpdate) -> None:
@@ -115,7 +106,7 @@ def _add_unused_state(graph: fx.Graph, bucket: Bucket, update: BucketUpdate) -> 
         for name, layout in update.unused.items():
             _input_like(graph, Role("state", f"{bucket.name}.{name}"), layout)
     for name, dtype in update.unused_counts.items():
-        _input(graph, Role("state", f"{bucket.name}.{name}"), (), dtype, torch.device("cpu"))
+        add_input(graph, Role("state", f"{bucket.name}.{name}"), (), dtype, torch.device("cpu"))
 
 
 def _view_parameters(graph: fx.Graph, bucket: Bucket, flat: fx.Node, named: Mapping[str, fx.Node]) -> None:
@@ -225,10 +216,9 @@ def _accumulated_gradient(
         PlacementError: the gradient of a parameter is edited as a whole, which the sum of a bucket does not allow.
     """
     edits = [edited[slot.name] for slot in bucket.slots]
-    if bucket.storage_device != bucket.device:
-        with graph.inserting_before(first_computed(graph)):
-            total = emit(graph, aten._to_copy.default, (total,), _UPDATE, device=bucket.device)
-    inputs = {node_role.name: node for node in placeholders(graph, "gradient") if (node_role := role(node))}
+    with graph.inserting_before(first_computed(graph)):
+        total = on_device(total, bucket.device, _UPDATE)
+    inputs = inputs_by_name(graph, "gradient")
     if all(edit.raw is inputs[slot.name] for slot, edit in zip(bucket.slots, edits, strict=True)):
         return FlatGradient(bucket, flat, total, edits)
     raise PlacementError(
@@ -308,7 +298,7 @@ def _emit_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.No
     for name, spec in update.program.state.items():
         shape = () if spec.scalar else bucket.shape
         device = torch.device("cpu") if spec.scalar else bucket.storage_device
-        inputs[name] = _input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
+        inputs[name] = add_input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
     copies: dict[fx.Node, fx.Node] = {}
     values = _update_values(graph, bucket)
     with graph.inserting_before(graph.output_node()):
@@ -363,7 +353,7 @@ def _state_input(graph: fx.Graph, bucket: Bucket, name: str, update: BucketUpdat
     layout, spec = update.layouts.get(name), update.program.state[name]
     entry = Role("state", f"{bucket.name}.{name}")
     if layout is None:
-        return _input(graph, entry, (), spec.dtype, torch.device("cpu"))
+        return add_input(graph, entry, (), spec.dtype, torch.device("cpu"))
     return _input_like(graph, entry, layout)
 
 
@@ -376,19 +366,16 @@ def _write_new_state(
     graph: fx.Graph, update: BucketUpdate, output: fx.Node, copies: dict[fx.Node, fx.Node], inputs: dict[str, fx.Node]
 ) -> None:
     """Write the state that the first update returns, in the order of the names."""
-    returned = output.args[0]
-    assert isinstance(returned, (list, tuple))
-    for name, node in zip(update.program.state, returned, strict=False):
-        new = copies[node] if isinstance(node, fx.Node) else node
-        emit(graph, aten.copy_.default, (inputs[name], new), _UPDATE)
+    for name, node in zip(update.program.state, output_nodes(output.graph), strict=False):
+        emit(graph, aten.copy_.default, (inputs[name], copies[node]), _UPDATE)
 
 
 def _numbers(graph: fx.Graph, update: BucketUpdate) -> dict[str, fx.Node]:
     """Return the inputs of hyperparameters, 0-d and shared by the buckets of a group."""
-    existing = {node_role.name: node for node in placeholders(graph, "hyperparameter") if (node_role := role(node))}
+    existing = inputs_by_name(graph, "hyperparameter")
     return {
         short: existing[name]
         if name in existing
-        else _input(graph, Role("hyperparameter", name), (), torch.float64, torch.device("cpu"))
+        else add_input(graph, Role("hyperparameter", name), (), torch.float64, torch.device("cpu"))
         for short, name in update.numbers.items()
     }

@@ -10,10 +10,11 @@ import torch
 from torch import fx
 
 from zerograph._torch import overloads
-from zerograph.ir.metadata import Origin, meta, role
+from zerograph.ir.metadata import Origin, meta
 from zerograph.ir.rewrite import drop_unused, emit
-from zerograph.ir.step_graph import found_infs, placeholders, writes
+from zerograph.ir.step_graph import found_infs, inputs_by_name, writes
 from zerograph.passes.context import Context
+from zerograph.passes.edits import on_device
 
 aten = torch.ops.aten
 
@@ -21,12 +22,7 @@ aten = torch.ops.aten
 def fuse(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Update buckets of optimizers with ``fused=True`` in place by the fused operators."""
     graph = module.graph
-    # The sum of earlier gradients has the name of its bucket too.
-    inputs = {
-        node_role.name: node
-        for node in placeholders(graph)
-        if (node_role := role(node)) is not None and node_role.kind != "accumulated"
-    }
+    inputs = inputs_by_name(graph, "bucket", "state", "hyperparameter")
     overflows = found_infs(graph)
     written = {state: write for write, state, _ in writes(graph)}
     increments: dict[fx.Node, fx.Node] = {}
@@ -58,12 +54,9 @@ def _emit_fused(
     increments: dict[fx.Node, fx.Node],
 ) -> None:
     """Emit the fused operators before ``before``; they write to ``operands`` unless ``found_inf`` is set."""
-    if found_inf is not None and found_inf.meta["val"].device != operands["param"].meta["val"].device:
+    if found_inf is not None:
         with graph.inserting_before(before):
-            device = operands["param"].meta["val"].device
-            found_inf = emit(
-                graph, aten._to_copy.default, (found_inf,), Origin("update"), like=found_inf, device=device
-            )
+            found_inf = on_device(found_inf, operands["param"].meta["val"].device, Origin("update"))
     copies: dict[fx.Node, fx.Node] = {}
     for node in fused.graph.nodes:
         if node.op == "placeholder":

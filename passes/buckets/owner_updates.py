@@ -5,7 +5,7 @@ The graph of global tensors has one node for the whole bucket. ``localize`` repl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.metadata import meta
+from zerograph.ir.rewrite import closure
 from zerograph.ir.slots import Slot
 from zerograph.ir.update_program import UpdateProgram
 from zerograph.passes.context import BucketUpdate
@@ -114,25 +115,16 @@ def _in_place(
 ) -> nn.Module:
     """Return a module for the update where conditions are known: by condition, the position of the selected value."""
     ends = [node for node in source.graph.nodes if node.op == "output" or node.target is aten.copy_.default]
-    needed = _needed(ends, chosen)
+    needed = closure(ends, lambda node: _read(node, chosen))
     selections = [node for node in needed if node.target is aten.where.self and node.args[0] not in chosen]
     conditions = {node.args[0] for node in selections if _is_known(node.args[0])}
     condition = next((node for node in source.graph.nodes if node in conditions), None)
     if condition is None:
         return _module(source, program, guarded, needed, chosen, None)
-    asked = _module(source, program, guarded, _needed([condition], chosen), chosen, condition)
+    asking = closure([condition], lambda node: _read(node, chosen))
+    asked = _module(source, program, guarded, asking, chosen, condition)
     yes, no = (_in_place(source, program, guarded, {**chosen, condition: position}) for position in (1, 2))
     return Branch(asked, yes, no)
-
-
-def _needed(ends: Iterable[fx.Node], chosen: Mapping[fx.Node, int]) -> set[fx.Node]:
-    nodes, needed = list(ends), set[fx.Node]()
-    while nodes:
-        node = nodes.pop()
-        if node not in needed:
-            needed.add(node)
-            nodes += _read(node, chosen)
-    return needed
 
 
 def _read(node: fx.Node, chosen: Mapping[fx.Node, int]) -> list[Any]:

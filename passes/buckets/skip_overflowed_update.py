@@ -19,11 +19,19 @@ from torch import fx
 from zerograph.ir.finite_check import NOT_FINITE, SCALED_GRADIENTS
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.metadata import Origin, Role, meta
-from zerograph.ir.rewrite import emit, fake, first_computed
+from zerograph.ir.rewrite import emit
 from zerograph.ir.sbp import Signature, broadcast
-from zerograph.ir.step_graph import found_inf_role, found_infs, output_nodes, output_with_role, placeholders, writes
+from zerograph.ir.step_graph import (
+    found_inf_role,
+    found_infs,
+    inputs_by_name,
+    output_nodes,
+    output_with_role,
+    writes,
+)
 from zerograph.passes.buckets.owner_updates import owner_update
 from zerograph.passes.context import Context
+from zerograph.passes.edits import add_input, on_device
 
 aten = torch.ops.aten
 _UPDATE = Origin("update")
@@ -117,7 +125,7 @@ def _unscalable_residue(graph: fx.Graph, scaled: fx.Node, scaler: GradScaler) ->
     if not scaler.dynamic:
         return scaled
     op = functools.partial(_emit_update, graph)
-    scale = _scale(graph)
+    scale = inputs_by_name(graph, "scaler")["scale"]
     lowest = op(aten.ge.Tensor, _lowered(graph, scale, scaler), scale)
     zero = op(aten.full.default, [], 0.0, dtype=torch.float32, device=scaled.meta["val"].device)
     return op(aten.where.self, lowest, scaled, zero)
@@ -125,11 +133,11 @@ def _unscalable_residue(graph: fx.Graph, scaled: fx.Node, scaler: GradScaler) ->
 
 def _condition_for(target: fx.Node, conditions: dict[torch.device, fx.Node]) -> fx.Node:
     """Return the condition on the device of ``target`` (step counts are on the CPU); one copy per device."""
-    device, value = target.meta["val"].device, target.meta["val"]
+    device = target.meta["val"].device
     if device not in conditions:
         first = next(iter(conditions.values()))
         with first.graph.inserting_before(first.next):
-            conditions[device] = emit(first.graph, aten._to_copy.default, (first,), _UPDATE, device=value.device)
+            conditions[device] = on_device(first, device, _UPDATE)
     return conditions[device]
 
 
@@ -147,10 +155,6 @@ def _guard_owner_update(update: fx.Node, number: fx.Node) -> None:
     )
 
 
-def _scale(graph: fx.Graph) -> fx.Node:
-    return next(node for node in placeholders(graph, "scaler") if meta(node)["role"].name == "scale")
-
-
 def _lowered(graph: fx.Graph, scale: fx.Node, scaler: GradScaler) -> fx.Node:
     scaled = _emit_update(graph, aten.mul.Tensor, scale, scaler.backoff_factor)
     return _emit_update(graph, aten.clamp_min.default, scaled, scaler.min_scale)
@@ -165,9 +169,10 @@ def _update_scale(graph: fx.Graph, overflow: fx.Node, scaler: GradScaler, not_fi
         scaler: factors and limits.
         not_finite: whether the scale stays in any case; None: never.
     """
-    scale = _scale(graph)
+    scale = inputs_by_name(graph, "scaler")["scale"]
     device = scale.meta["val"].device
-    steps, hysteresis = (_tracker(graph, name, device) for name in ("growth_tracker", "hysteresis_tracker"))
+    roles = Role("scaler", "growth_tracker"), Role("scaler", "hysteresis_tracker")
+    steps, hysteresis = (add_input(graph, role, (), torch.int32, device) for role in roles)
     with graph.inserting_before(graph.output_node()):
         op = functools.partial(_emit_update, graph)
         zero, one = (op(aten.full.default, [], value, dtype=torch.int32, device=device) for value in (0, 1))
@@ -194,13 +199,6 @@ def _update_scale(graph: fx.Graph, overflow: fx.Node, scaler: GradScaler, not_fi
         ):
             new = value if not_finite is None else op(aten.where.self, not_finite, target, value)
             op(aten.copy_.default, target, new)
-
-
-def _tracker(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
-    with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(name)
-    meta(node).update({"role": Role("scaler", name), "val": fake(graph, (), torch.int32, device)})
-    return node
 
 
 def _emit_update(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

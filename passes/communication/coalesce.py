@@ -6,7 +6,7 @@ themselves each costs a message, and a synchronization of the ranks in the middl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
@@ -16,11 +16,12 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.ir.alias import is_view
 from zerograph.ir.loop import loop_of
-from zerograph.ir.metadata import TensorRef, meta, origin
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit, positions, replace_node
 from zerograph.ir.sbp import Broadcast
 from zerograph.ir.step_graph import nbytes, placeholders, writes
 from zerograph.passes.context import Context
+from zerograph.passes.edits import joined_boxing
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -113,7 +114,6 @@ def _is_pointwise(node: fx.Node) -> bool:
 def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node, order: dict[fx.Node, int]) -> None:
     """Emit one all-reduce after the last source; cut its result into the parts at the end of the step."""
     first = sums[0]
-    boxing = meta(first.start)["boxing"]
     sizes = [member.source.meta["val"].numel() for member in sums]
 
     def new(target: OpOverload, *args: object, like: fx.Node) -> fx.Node:
@@ -124,11 +124,7 @@ def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node, order: dict[fx.Node,
         flat = [new(aten.reshape.default, member.source, [-1], like=member.source) for member in sums]
         joined = new(aten.cat.default, flat, like=first.source)
         start = new(c10d.all_reduce.default, joined, *first.start.args[1:], like=first.start)
-        meta(start)["boxing"] = replace(
-            boxing,
-            bytes=sum(meta(member.start)["boxing"].bytes for member in sums),
-            tensor=TensorRef("value", f"{boxing.tensor} and {len(sums) - 1} more"),
-        )
+        meta(start)["boxing"] = joined_boxing([meta(member.start)["boxing"] for member in sums])
         wait = new(c10d.wait_tensor.default, start, like=first.wait)
     offset = 0
     with graph.inserting_before(end):

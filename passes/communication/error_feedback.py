@@ -21,16 +21,17 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from zerograph.errors import PlacementError
-from zerograph.ir.metadata import Boxing, Origin, Role, TensorRef, meta, origin, role
-from zerograph.ir.rewrite import emit, emit_like, fake, first_computed
+from zerograph.ir.metadata import Boxing, Origin, Role, TensorRef, meta, origin
+from zerograph.ir.rewrite import emit, emit_like, operand
 from zerograph.ir.sbp import NdSbp, PartialSum, broadcast, show
-from zerograph.ir.step_graph import found_infs, nbytes, placeholders
+from zerograph.ir.step_graph import found_infs, inputs_by_name, nbytes, placeholders
 from zerograph.ops import blocks
 from zerograph.ops.blocks import Codec
 from zerograph.passes.context import Context
+from zerograph.passes.edits import add_input, on_device
 from zerograph.passes.placement.boxing import boxing
 
 aten = torch.ops.aten
@@ -54,9 +55,9 @@ def feed_back(node: fx.Node, change: Boxing, codec: Codec, context: Context) -> 
     value, bucket = gradient.meta["val"], change.tensor.name
     # This rank's residual is whole in time.
     sbp: NdSbp = (*change.source[:-1], broadcast) if context.has_time else change.source
-    name = f"{bucket}_residual{change.dim}"
-    residual = _add_input(graph, name, Role("residual", f"{bucket}.{change.dim}"), value, DTYPE, sbp)
-    scale = next((one for one in placeholders(graph, "scaler") if meta(one)["role"].name == "scale"), None)
+    entry, name = Role("residual", f"{bucket}.{change.dim}"), f"{bucket}_residual{change.dim}"
+    residual = add_input(graph, entry, tuple(value.shape), DTYPE, value.device, name, sbp)
+    scale = inputs_by_name(graph, "scaler").get("scale")
 
     def put(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return emit_like(gradient, target, *args, **kwargs)
@@ -87,9 +88,7 @@ def feed_back(node: fx.Node, change: Boxing, codec: Codec, context: Context) -> 
             new = emit(graph, aten._to_copy.default, (error,), _UPDATE, like=residual, dtype=DTYPE)
         if skipped is not None:
             device = residual.meta["val"].device
-            flag = emit(graph, aten.ne.Scalar, (skipped, 0), _UPDATE, like=skipped)
-            if flag.meta["val"].device != device:
-                flag = emit(graph, aten._to_copy.default, (flag,), _UPDATE, like=flag, device=device)
+            flag = on_device(emit(graph, aten.ne.Scalar, (skipped, 0), _UPDATE, like=skipped), device, _UPDATE)
             new = emit(graph, aten.where.self, (flag, residual, new), _UPDATE, like=residual)
         emit(graph, aten.copy_.default, (residual, new), _UPDATE, like=residual)
 
@@ -129,13 +128,13 @@ def receive(node: fx.Node, change: Boxing, context: Context) -> None:
             "Name one mesh dimension there, or choose a format without feedback for 'gather'."
         )
     graph, received = node.graph, Role("received", f"{change.tensor.name}.received")
-    if any(role(other) == received for other in placeholders(graph, "received")):
+    if received.name in inputs_by_name(graph, "received"):
         raise PlacementError(
             f"config.precision.wire: {change.tensor} is gathered twice in a step, which a format with feedback=True "
             "does not allow\nChoose a format without feedback for 'gather'."
         )
     value = node.meta["val"]
-    _add_input(graph, f"{change.tensor.name}_received", received, value, value.dtype, change.target)
+    add_input(graph, received, tuple(value.shape), value.dtype, value.device, sbp=change.target)
 
 
 def received_input(graph: fx.Graph, change: Boxing) -> fx.Node:
@@ -143,21 +142,11 @@ def received_input(graph: fx.Graph, change: Boxing) -> fx.Node:
     return next(node for node in placeholders(graph, "received") if meta(node)["role"].bucket == change.tensor.name)
 
 
-def _add_input(graph: fx.Graph, name: str, node_role: Role, like: Tensor, dtype: torch.dtype, sbp: NdSbp) -> fx.Node:
-    """Add an input of the shape of ``like``, which the runtime keeps between steps."""
-    with graph.inserting_before(first_computed(graph)):
-        node = graph.placeholder(name)
-    meta(node).update({"role": node_role, "val": fake(graph, tuple(like.shape), dtype, like.device), "sbp": sbp})
-    return node
-
-
 def fuse_feedback(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Replace a sum that only a code and its error read by one operator that returns both."""
     graph = module.graph
     for error in graph.find_nodes(op="call_function", target=blocks.coding_error):
-        total, code, *codec, dtype = error.args
-        assert isinstance(total, fx.Node)
-        assert isinstance(code, fx.Node)
+        total, code, (*codec, dtype) = operand(error), operand(error, 1), error.args[2:]
         if set(total.users) == {code, error} and code.args == (total, *codec) and _is_plain_sum(total):
             with graph.inserting_before(code):
                 both = emit(graph, blocks.encode_sum, (*total.args, *codec, dtype), origin(code))

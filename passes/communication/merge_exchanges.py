@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from zerograph.ir.alias import WAIT
-from zerograph.ir.metadata import TensorRef, meta, origin
-from zerograph.ir.rewrite import closure, emit_like, move_after, positions
+from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import closure, emit_like, positions
 from zerograph.ir.step_graph import nbytes
 from zerograph.passes.context import Context
+from zerograph.passes.edits import joined_boxing, move_after
 
 aten = torch.ops.aten
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -145,18 +146,14 @@ def _merge(graph: fx.Graph, group: list[_Exchange]) -> None:
     first, last = group[0], group[-1]
     early = _between(first, last)
     rows = sum(member.rows for member in group)
-    sizes, boxing = [rows] * len(first.parts), meta(first.start)["boxing"]
+    sizes = [rows] * len(first.parts)
     with graph.inserting_before(last.start):
         ordered = [part for parts in zip(*(member.parts for member in group), strict=True) for part in parts]
         joined = emit_like(first.start, aten.cat.default, ordered)
         if not joined.meta["val"].is_contiguous():
             joined = emit_like(first.start, aten.clone.default, joined, memory_format=torch.contiguous_format)
         start = emit_like(first.start, EXCHANGE, joined, sizes, sizes, first.start.args[-1])
-        meta(start)["boxing"] = replace(
-            boxing,
-            bytes=sum(meta(member.start)["boxing"].bytes for member in group),
-            tensor=TensorRef("value", f"{boxing.tensor} and {len(group) - 1} more"),
-        )
+        meta(start)["boxing"] = joined_boxing([meta(member.start)["boxing"] for member in group])
         wait = emit_like(first.wait, WAIT, start)
         for node in early:
             last.start.prepend(node)

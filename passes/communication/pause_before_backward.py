@@ -16,9 +16,10 @@ from torch import fx
 from zerograph.ir.alias import WAIT, readers, viewed
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.pause import GRADIENT_OF, PAUSE, pause_of
-from zerograph.ir.rewrite import ancestors, emit, emit_like, first_computed, move_after, positions, replace_node
+from zerograph.ir.rewrite import ancestors, emit, emit_like, first_computed, positions, replace_node
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.context import Context
+from zerograph.passes.edits import move_after
 
 
 def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphModule:

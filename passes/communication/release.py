@@ -12,11 +12,12 @@ from torch import fx
 
 from zerograph.ir.alias import WAIT, is_view
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import closure, move_after
+from zerograph.ir.rewrite import closure
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket, source_bucket
 from zerograph.ops import blocks
 from zerograph.passes.context import Context
+from zerograph.passes.edits import move_after
 
 aten = torch.ops.aten
 

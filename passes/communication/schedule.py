@@ -9,14 +9,15 @@ from torch import fx
 
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
-from zerograph.ir.metadata import meta, role
-from zerograph.ir.rewrite import ancestors, move_after, move_before, positions
+from zerograph.ir.metadata import has_role, meta
+from zerograph.ir.rewrite import ancestors, closure, positions
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket, placeholders, sent_forms, source_bucket
 from zerograph.ops import blocks
 from zerograph.ops.tree_sum import accumulate_in_tree
 from zerograph.passes.communication.pause_before_backward import start_after_pause
 from zerograph.passes.context import Context
+from zerograph.passes.edits import move_after, move_before
 
 c10d = torch.ops._c10d_functional
 
@@ -88,16 +89,14 @@ def _advance_batch_collectives(graph: fx.Graph) -> fx.Node:
 
 def _depends_on_batch(node: fx.Node) -> bool:
     if node.op == "placeholder":
-        node_role = role(node)
-        return node_role is not None and node_role.kind == "input"
+        return has_role(node, "input")
     return node.op == "call_function" and "boxing" not in node.meta and node.target is not WAIT
 
 
 def _leads_to_rows(node: fx.Node) -> bool:
     """Return whether a lookup at the beginning may depend on the node: indices, gathered, and this rank's rows."""
     if node.op == "placeholder":
-        node_role = role(node)
-        return node_role is not None and node_role.kind in ("input", "bucket")
+        return has_role(node, "input", "bucket")
     return node.op == "call_function" and not ("boxing" in node.meta and _reads_bucket(node))
 
 
@@ -183,15 +182,8 @@ def _bound_gradient_buckets(graph: fx.Graph) -> None:
 
 def _partial_sources(joined: fx.Node) -> list[fx.Node]:
     """Return the first partial sums that lead to a bucket's gradient; several for a tied weight."""
-    first, seen, stack = [], {joined}, [joined]
-    while stack:
-        node = stack.pop()
-        partial = [n for n in node.all_input_nodes if _is_partial(n)]
-        if not partial:
-            first.append(node)
-        stack += [n for n in partial if n not in seen]
-        seen.update(partial)
-    return first
+    sums = closure([joined], lambda node: filter(_is_partial, node.all_input_nodes))
+    return [node for node in sums if not any(map(_is_partial, node.all_input_nodes))]
 
 
 def _is_partial(node: fx.Node) -> bool:

@@ -65,10 +65,10 @@ def _gather(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
 
 def _reduce(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
     """Sum over the ranks; return this rank's piece along ``dim``."""
-    parts = lower.contiguous(lower.rearranged(source, cut=dim, join=0))
     reduced = lower.change.reduced
     if reduced is None:
-        return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
+        return lower.reduce_scattered(source, dim)
+    parts = lower.contiguous(lower.rearranged(source, cut=dim, join=0))
     # Error feedback has coded it already.
     codes = (user for user in parts.users if user.target is blocks.encode and user.args[1:] == reduced.codec.arguments)
     code = next(codes, None)

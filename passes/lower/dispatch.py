@@ -127,6 +127,6 @@ def _change(
     node: fx.Node, what: str, before: NdSbp, after: NdSbp, dim: int, together: int, context: Context, more: str = ""
 ) -> Boxing:
     """Describe what ranks send of ``together`` bytes, which those along ``dim`` hold."""
-    place = origin(node)
-    tensor = TensorRef("value", f"{what} of {place.module or place.source or 'the step'}{more}")
-    return Boxing(before, after, dim, context.mesh.shape[dim], tensor, together, place.phase)
+    where = origin(node)
+    tensor = TensorRef("value", f"{what} of {where.place}{more}")
+    return Boxing(before, after, dim, context.mesh.shape[dim], tensor, together, where.phase)

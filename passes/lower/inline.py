@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 
 import torch
 from torch import Tensor, fx
@@ -13,8 +12,10 @@ from zerograph.ir.mesh import start_of_slices
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rank_numbers import RankNumber, along
 from zerograph.ir.region import region_of
-from zerograph.ir.rewrite import copy_placement, emit, replace_node
+from zerograph.ir.rewrite import copy_placement, emit, operand, replace_node
+from zerograph.ir.step_graph import output_nodes, placeholders
 from zerograph.ops.random import uniform
+from zerograph.passes import rules
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -29,28 +30,20 @@ def inline_region(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         context: the mesh.
     """
     region = region_of(node)
-    inputs = node.args[0]
-    assert isinstance(inputs, (list, tuple))
     copies: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(node):
-        for placeholder, argument in zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True):
-            assert isinstance(argument, fx.Node)
+        for placeholder, argument in zip(placeholders(region.graph), rules.tensor_arguments(node), strict=True):
             copies[placeholder] = _contiguous(graph, argument, node)
         for inner in region.graph.nodes:
             if inner.op == "call_function":
                 copies[inner] = _copy_node(graph, inner, copies, context)
-        results = region.graph.output_node().args[0]
-        assert isinstance(results, (list, tuple))
         # The alias keeps outputs apart where the region returns one of its inputs.
         outputs = [
             emit(graph, aten.alias.default, (_contiguous(graph, copies[result], node),), origin(node), local=True)
-            for result in results
-            if isinstance(result, fx.Node)
+            for result in output_nodes(region.graph)
         ]
     for reader in list(node.users):
-        assert reader.target is operator.getitem
-        index = reader.args[1]
-        assert isinstance(index, int)
+        _, index = rules.output_of(reader)
         copy_placement(outputs[index], reader)
         replace_node(reader, outputs[index])
     graph.erase_node(node)
@@ -67,8 +60,7 @@ def _copy_node(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], 
 
 def _draw_per_rank(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Node], context: Context) -> fx.Node:
     """Emit a draw that differs between ranks: this rank's row of a tensor with one row per rank."""
-    seed, number, size, _, _, dtype, device = inner.args
-    assert isinstance(seed, fx.Node)
+    _, number, size, _, _, dtype, device = inner.args
     assert isinstance(size, (list, tuple))
     # Rows are ordered by rank, then by micro-batch.
     mesh, slices = context.mesh_of_rows, context.batch.slices
@@ -79,7 +71,7 @@ def _draw_per_rank(graph: fx.Graph, inner: fx.Node, copies: dict[fx.Node, fx.Nod
     row = emit(
         graph,
         uniform,
-        (copies[seed], number, [1, *size], start, [slices or mesh.size, *size], dtype, device),
+        (copies[operand(inner)], number, [1, *size], start, [slices or mesh.size, *size], dtype, device),
         origin(inner),
         local=True,
     )

@@ -11,7 +11,7 @@ from torch import fx
 
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, along
-from zerograph.ir.rewrite import emit_like, replace_node
+from zerograph.ir.rewrite import emit_like, operand, replace_node
 from zerograph.ops import blocks
 from zerograph.passes.context import Context
 
@@ -68,8 +68,7 @@ def _sum_pieces(graph: fx.Graph, start: fx.Node, context: Context) -> None:
     """Replace a reduce-scatter by an exchange of pieces and a local sum."""
     change: Boxing = meta(start)["boxing"]
     (wait,) = start.users
-    whole, _, _, group = start.args
-    assert isinstance(whole, fx.Node)
+    whole, group = operand(start), start.args[-1]
     with graph.inserting_before(start):
         pieces = emit_like(start, context.backend.exchanges["reduce-scatter"], whole, change.ranks, group)
     meta(pieces)["boxing"] = change

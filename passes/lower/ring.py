@@ -134,8 +134,8 @@ class _Ring:
     def shift(self, pair: fx.Node, placed: Placed, what: str) -> fx.Node:
         """Start to send a pair to the next rank and to receive one from the rank before."""
         start = self.emit(shift_rows, (pair, self.ranks, self.group), placed)
-        place, sbp = origin(self.node), placed[0]
-        tensor = TensorRef("value", f"{what} of {place.module or place.source or 'the step'}")
+        where, sbp = origin(self.node), placed[0]
+        tensor = TensorRef("value", f"{what} of {where.place}")
         together = nbytes(pair.meta["val"]) * self.ranks
-        meta(start)["boxing"] = Boxing(sbp, sbp, self.dim, self.ranks, tensor, together, place.phase, shifted=True)
+        meta(start)["boxing"] = Boxing(sbp, sbp, self.dim, self.ranks, tensor, together, where.phase, shifted=True)
         return start

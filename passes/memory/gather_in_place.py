@@ -19,10 +19,10 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.memory import Profile, profile
 from zerograph.ir.metadata import Role, meta
-from zerograph.ir.rewrite import fake
 from zerograph.ir.sbp import Split
-from zerograph.ir.step_graph import placeholders
+from zerograph.ir.step_graph import inputs_by_name
 from zerograph.passes.context import Context
+from zerograph.passes.edits import add_input
 
 c10d = torch.ops._c10d_functional
 
@@ -35,7 +35,7 @@ def gather_in_place(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     graph = module.graph
     allowed = context.backend.inputs_may_overlap and context.memory.budget is None
     allocates = allowed and context.policy.split and not context.policy.reshard_after_forward
-    shards = {meta(node)["role"].name: node for node in placeholders(graph, "bucket")}
+    shards = inputs_by_name(graph, "bucket")
     buckets = [bucket for bucket in context.buckets if bucket.name in shards]
     gathers = {
         bucket.name: start
@@ -102,16 +102,9 @@ def _out_form(start: fx.Node, context: Context) -> OpOverload | None:
 
 
 def _gather_buffer(graph: fx.Graph, shard: fx.Node, bucket: Bucket) -> fx.Node:
-    with graph.inserting_after(placeholders(graph)[-1]):
-        buffer = graph.placeholder(f"{shard.name}_room")
-    meta(buffer).update(
-        {
-            "role": Role("gather_buffer", f"{bucket.name}.gather_buffer"),
-            "val": fake(graph, bucket.shape, bucket.dtype, bucket.device),
-            "sbp": bucket.gathered,
-            "global": bucket.shape,
-        }
-    )
+    role, like = Role("gather_buffer", f"{bucket.name}.gather_buffer"), (bucket.shape, bucket.dtype, bucket.device)
+    buffer = add_input(graph, role, *like, name=f"{shard.name}_room", sbp=bucket.gathered)
+    meta(buffer)["global"] = bucket.shape
     return buffer
 
 

@@ -24,10 +24,10 @@ from zerograph.ir.alias import WAIT, shared_arguments
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.memory import profile
-from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import emit, fake, positions
 from zerograph.ir.sbp import all_broadcast
-from zerograph.ir.step_graph import nbytes, placeholders
+from zerograph.ir.step_graph import inputs_by_name, nbytes, placeholders
 from zerograph.ops.offload import FETCH, WAIT_TRANSFER, WRITE_BACK
 from zerograph.passes.context import Context
 
@@ -77,7 +77,7 @@ class _Turn:
 
 
 def _turns(graph: fx.Graph, context: Context) -> Iterator[_Turn]:
-    inputs = {node_role.name: node for node in placeholders(graph, "bucket", "state") if (node_role := role(node))}
+    inputs = inputs_by_name(graph, "bucket", "state")
     for bucket in context.buckets:
         changed = {entry: list(entry.users) for entry in _state(bucket, inputs, context)}
         if bucket.storage.parameters is not None and bucket.name in inputs:

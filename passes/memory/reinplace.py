@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload
-from zerograph.ir.alias import base_of, is_view, viewed
+from zerograph.ir.alias import base_of, is_view, readers, viewed
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import closure, drop_unused, emit, emit_like, in_place_of, keywords, occurrences
+from zerograph.ir.rewrite import closure, drop_unused, emit, emit_like, in_place_of, keywords, occurrences, operand
 from zerograph.ir.step_graph import writes
 from zerograph.passes.context import Context
 
@@ -103,12 +103,11 @@ def _out_operator(gradient: fx.Node) -> fx.Node | None:
 
 def _reduce_in_place(start: fx.Node, in_place: OpOverload) -> None:
     """All-reduce a bucket of gradients in place if nobody reads it later."""
-    source = start.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(start)
     if "gradient" not in source.meta and "accumulated" not in source.meta:
         return
     source = base_of(source)
-    if source.op != "placeholder" and all(reader <= start for reader in _readers(source)):
+    if source.op != "placeholder" and all(reader <= start for reader in readers(source)):
         start.target = in_place
 
 
@@ -116,13 +115,8 @@ def _gaps(part: fx.Node) -> tuple[fx.Node, int, int]:
     """Return a flat gradient, and the numbers of unused elements of the bucket before and after it."""
     if part.target is not aten.constant_pad_nd.default:
         return part, 0, 0
-    flat, gaps = part.args[:2]
-    assert isinstance(flat, fx.Node)
-    assert isinstance(gaps, (list, tuple))
-    before, after = gaps
-    assert isinstance(before, int)
-    assert isinstance(after, int)
-    return flat, before, after
+    gaps: Any = part.args[1]
+    return operand(part), *gaps
 
 
 def _zero(graph: fx.Graph, bucket: fx.Node, joined: fx.Node, start: int, end: int) -> int:
@@ -141,7 +135,7 @@ def _place_after(node: fx.Node, bucket: fx.Node) -> fx.Node:
 
 def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.Node) -> None:
     """Make the operators from the state to its new value in-place ones, if no other reader sees the change."""
-    if graph.output_node() in _readers(new):
+    if graph.output_node() in readers(new):
         return  # the user's output must not change in the next step
     chain: list[fx.Node] = []
     node = new
@@ -152,23 +146,15 @@ def _update_in_place(graph: fx.Graph, write: fx.Node, state: fx.Node, new: fx.No
         chain.append(node)
         node = source
     for node in chain:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if any(reader >= node for reader in _readers(source) if reader not in (node, write)):
+        source = operand(node)
+        if any(reader >= node for reader in readers(source) if reader not in (node, write)):
             return
         # Another operand that shares the memory would change while it is read.
         if occurrences(node, source) > 1 or not _views(source).isdisjoint(node.all_input_nodes):
             return
     for node in chain:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        node.target = in_place_of(node, source)  # type: ignore[assignment]
+        node.target = in_place_of(node, operand(node))  # type: ignore[assignment]
     graph.erase_node(write)
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that read the node's memory: its users, and those of its views."""
-    return {user for alias in (node, *_views(node)) for user in alias.users}
 
 
 def _views(node: fx.Node) -> set[fx.Node]:

@@ -11,8 +11,8 @@ from torch import fx
 from zerograph.errors import PlacementError
 from zerograph.ir.dims import Size
 from zerograph.ir.mesh import piece_count
-from zerograph.ir.metadata import meta, origin, role
-from zerograph.ir.rewrite import emit
+from zerograph.ir.metadata import has_role, meta, origin
+from zerograph.ir.rewrite import emit, operand
 from zerograph.ir.sbp import NdSbp, Split, broadcast
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.rows import shift_offsets
@@ -42,9 +42,7 @@ def offsets(module: fx.GraphModule, context: Context) -> fx.GraphModule:
         positions = BAGS.get(node.target)
         if positions is None or not counts_from_whole(node, context.batch.inputs):
             continue
-        indices, starts = (node.args[position] for position in positions)
-        assert isinstance(indices, fx.Node)
-        assert isinstance(starts, fx.Node)
+        indices, starts = (operand(node, position) for position in positions)
         sbp = _input_sbp(starts, context.batch.inputs)
         assert sbp is not None
         if piece_count(sbp, context.mesh) > 1:
@@ -77,8 +75,7 @@ def _input_sbp(node: fx.Node, inputs: Sequence[NdSbp]) -> NdSbp | None:
     """Return the SBP of the input that the node is a copy or view of; None for any other node."""
     while node.target in _UNCHANGED:
         node = node.all_input_nodes[0]
-    node_role = role(node)
-    return inputs[int(node_role.name)] if node_role is not None and node_role.kind == "input" else None
+    return inputs[int(meta(node)["role"].name)] if has_role(node, "input") else None
 
 
 _UNCHANGED: set[Any] = {
@@ -102,9 +99,8 @@ def _parts(node: fx.Node, tensor: fx.Node, sbp: NdSbp, context: Context) -> list
         return [size // ranks] * ranks
     split = [dim for dim, one in enumerate(sbp) if isinstance(one, Split) and context.mesh.shape[dim] > 1]
     if len(split) > 1:
-        where = origin(node)
         raise PlacementError(
             f"{node.target} has offsets into a batch whose size differs, which several mesh dimensions split\n"
-            f"  {where.source}   {where.code}\nPass bags of equal size (2-D indices), padded with padding_idx."
+            f"{origin(node).line}\nPass bags of equal size (2-D indices), padded with padding_idx."
         )
     return sizes_of(size).parts(size, ranks, split[0])

@@ -11,7 +11,7 @@ from torch import fx
 from zerograph._torch import size_key
 from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import origin
-from zerograph.ir.rewrite import drop_unused, emit, replace_node
+from zerograph.ir.rewrite import drop_unused, emit, operand, replace_node
 from zerograph.passes.context import Context
 
 aten = torch.ops.aten
@@ -57,17 +57,14 @@ def _whole(node: fx.Node, part: int) -> fx.Node | None:
 
     Torch leaves such slices out where it knows all sizes.
     """
-    source = node.args[part]
-    assert isinstance(source, fx.Node)
+    source = operand(node, part)
     values = source.meta["val"], node.meta["val"]
     before, after = ([tuple(map(size_key, sizes)) for sizes in (value.shape, value.stride())] for value in values)
     return source if before == after and values[0].dtype == values[1].dtype else None
 
 
 def _copy_source(node: fx.Node) -> fx.Node | None:
-    target, source = node.args[:2]
-    assert isinstance(target, fx.Node)
-    assert isinstance(source, fx.Node)
+    target, source = operand(node), operand(node, 1)
     over, value = target.meta["val"], source.meta["val"]
     same = over.shape == value.shape and over.dtype == value.dtype and over.device == value.device
     return source if same and not _may_change(source) else None
@@ -97,8 +94,7 @@ def _as_view(node: fx.Node) -> fx.Node | None:
 
     The batch dimension of a view can stay split.
     """
-    source, indices = node.args
-    assert isinstance(source, fx.Node)
+    source, indices = operand(node), node.args[1]
     assert isinstance(indices, (list, tuple))
     value, result = source.meta["val"], node.meta["val"]
     if len(indices) != value.dim() or not all(isinstance(index, fx.Node) for index in indices):

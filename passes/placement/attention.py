@@ -123,7 +123,6 @@ def _cost(node: fx.Node, signature: Signature, problem: PlacementProblem) -> flo
 
 
 def _not_possible(node: fx.Node, query: fx.Node, form: str, ranks: int) -> str:
-    where = origin(node)
     _, heads, positions, _ = query.meta["val"].shape
     _, key_heads, keys, _ = rules.arguments(node)["key"].meta["val"].shape
     shown = f"{heads} heads" if heads == key_heads else f"{heads} heads of queries and {key_heads} of keys"
@@ -141,6 +140,6 @@ def _not_possible(node: fx.Node, query: fx.Node, form: str, ranks: int) -> str:
     else:
         problem = f"the attention has {positions} queries, which {ranks} ranks do not divide"
     return (
-        f"config.mesh.context_parallel_method = {form!r}: {problem}\n  {where.source}   {where.code}\n"
+        f"config.mesh.context_parallel_method = {form!r}: {problem}\n{origin(node).line}\n"
         "Set it to 'auto', which uses another form here, or split the sequence over fewer ranks."
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin, role
-from zerograph.ir.rewrite import emit, replace_node
+from zerograph.ir.rewrite import emit, operand, replace_node
 from zerograph.ir.sbp import NdSbp, Split, broadcast, show
 from zerograph.ir.sizes import hints, largest
 from zerograph.passes.accumulation.time_boxing import pack_output, packed_sbp, route_with_time
@@ -66,8 +66,7 @@ def _boxed(
 
 def _split_steps(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     """Replace a boxing node of an earlier pass by one node for each step of its route."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(node)
     current = source
     target: NdSbp = meta(node)["sbp"]
     # With reduce_early, the part of a split gradient that a micro-batch adds is reduce-scattered at once.
@@ -108,8 +107,7 @@ def _replace_tensors(node: fx.Node, inputs: Sequence[fx.Node]) -> None:
 
 def _describe(node: fx.Node, tensor: TensorRef, context: Context) -> None:
     """Record the change of SBP that a boxing node makes."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(node)
     before: NdSbp = meta(source)["sbp"]
     after: NdSbp = meta(node)["sbp"]
     value: Tensor = node.meta["val"]
@@ -121,8 +119,7 @@ def _describe(node: fx.Node, tensor: TensorRef, context: Context) -> None:
 def _tensor_ref(node: fx.Node) -> TensorRef:
     node_role = role(node)
     if node_role is None:
-        node_origin = origin(node)
-        return TensorRef("value", f"{node.name} of {node_origin.module or node_origin.source or 'the step'}")
+        return TensorRef("value", f"{node.name} of {origin(node).place}")
     if node_role.kind == "bucket":
         return TensorRef("bucket", node_role.name)
     return TensorRef("value", node_role.name if node_role.kind in ("state", "buffer") else str(node_role))

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload
 from zerograph.errors import CaptureError
 from zerograph.ir.buckets import Bucket
-from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.metadata import meta, origin
 from zerograph.ir.sbp import NdSbp, Sbp, Signature, Split, all_broadcast, broadcast, wire_bytes
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes import rules
@@ -202,8 +202,7 @@ def _choose_greedily(
 
 def _input_sbp(node: fx.Node, context: Context) -> NdSbp:
     """Return the SBP in which an input of the graph is stored."""
-    node_role = role(node)
-    assert node_role is not None
+    node_role = meta(node)["role"]
     if node_role.kind == "input":
         sbp = context.batch.inputs[int(node_role.name)]
         # An input is whole along time; ``split_micro_batches`` cuts it.
@@ -319,7 +318,7 @@ def _report_gathered_sequences(
         )
         message = (
             f"no rule says how {operators} may be split along the sequence: inputs are gathered, {sent:,.0f} bytes "
-            f"per step\n  {origin(nodes[0]).source}   {origin(nodes[0]).code}\n"
+            f"per step\n{origin(nodes[0]).line}\n"
             "Each rank computes it for whole sequences. Pass a batch whose rows the ranks divide, which are then split "
             "there, or split the sequence over fewer ranks."
         )
@@ -333,8 +332,7 @@ def _report_missing_rule(node: fx.Node, problem: PlacementProblem, context: Cont
         wire_bytes(problem.sbp_of((source, index)), broadcast, problem.nbytes((source, index)), problem.ranks)
         for source, index in problem.inputs(node)
     )
-    node_origin = origin(node)
-    where = f"  {node_origin.source}   {node_origin.code}"
+    where = origin(node).line
     if context.missing_rules.action == "error":
         raise CaptureError(
             f"no rule says how {node.target} may be split: to gather its inputs is {sent:,.0f} bytes per step\n"

@@ -18,12 +18,12 @@ from torch import fx
 
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.dims import Size
-from zerograph.ir.metadata import meta, role
+from zerograph.ir.metadata import meta
 from zerograph.ir.rank_numbers import along
-from zerograph.ir.rewrite import emit_like, replace_node
+from zerograph.ir.rewrite import emit_like, operand, replace_node
 from zerograph.ir.sbp import Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.ir.sizes import sizes_of
-from zerograph.ir.step_graph import nbytes, placeholders, source_bucket
+from zerograph.ir.step_graph import inputs_by_name, nbytes, source_bucket
 from zerograph.passes import rules
 from zerograph.passes.context import Context
 from zerograph.passes.placement.boxing import boxing
@@ -41,9 +41,8 @@ def shard_embeddings(module: fx.GraphModule, context: Context) -> fx.GraphModule
     if context.mesh.dims > 1 or context.ranks == 1:
         return module
     tables = {bucket.name for bucket in context.buckets if _is_table(bucket, context.ranks)}
-    for node in placeholders(graph, "bucket"):
-        node_role = role(node)
-        if node_role is not None and node_role.name in tables and meta(node)["sbp"] == (_ROWS,):
+    for name, node in inputs_by_name(graph, "bucket").items():
+        if name in tables and meta(node)["sbp"] == (_ROWS,):
             for table in (node, *(user for user in node.users if source_bucket(user) is not None)):
                 _look_up_in_shards(table, context)
     for node in graph.find_nodes(op="call_function", target=GRADIENT):
@@ -79,8 +78,7 @@ def _look_up_in_shards(table: fx.Node, context: Context) -> None:
 
 def _cost_of_lookup(node: fx.Node, context: Context) -> float:
     """Return the cost of gathering the indices and of summing the rows."""
-    indices = node.args[1]
-    assert isinstance(indices, fx.Node)
+    indices = operand(node, 1)
     summing = boxing_cost(partial_sum, meta(node)["sbp"], nbytes(node.meta["val"]), context.ranks)
     return _cost(indices, broadcast, context) + summing
 
@@ -93,9 +91,7 @@ def _sum_in_shards(node: fx.Node, tables: set[str], context: Context) -> None:
     reduced = joined and _single_reader(_readers([joined]), boxing)
     if flat is None or joined is None or reduced is None or meta(joined).get("gradient") not in tables:
         return
-    gradient, indices = node.args[:2]
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(indices, fx.Node)
+    gradient, indices = operand(node), operand(node, 1)
     (target,) = meta(reduced)["target_sbp"]
     (signature,) = meta(node)["signature"]
     reducing = _cost(cast or node, target, context)
@@ -155,9 +151,7 @@ def own_rows(node: fx.Node, context: Context) -> fx.Node:
 
 
 def _look_up(node: fx.Node, context: Context) -> fx.Node:
-    table, indices = node.args[:2]
-    assert isinstance(table, fx.Node)
-    assert isinstance(indices, fx.Node)
+    table, indices = operand(node), operand(node, 1)
     with node.graph.inserting_before(node):
         op = functools.partial(emit_like, node)
         place, elsewhere = _places(node, indices, table.meta["val"].shape[0], context)
@@ -169,9 +163,7 @@ def _look_up(node: fx.Node, context: Context) -> fx.Node:
 
 def _sum_rows(node: fx.Node, context: Context) -> fx.Node:
     options = rules.arguments(node)
-    gradient, indices = node.args[:2]
-    assert isinstance(gradient, fx.Node)
-    assert isinstance(indices, fx.Node)
+    gradient, indices = operand(node), operand(node, 1)
     rows = options["num_weights"] // context.ranks
     padding = along(0, -rows, options["padding_idx"], limit=rows)
     dim = meta(node)["indices_split_dim"]

@@ -18,6 +18,7 @@ from torch import fx
 
 from zerograph.ir.mesh import Mesh
 from zerograph.ir.metadata import origin
+from zerograph.ir.rewrite import closure
 from zerograph.passes.recompute.cost import local_bytes, operator_work
 from zerograph.passes.recompute.segments import Segment, is_weight, producer, storage_node
 
@@ -84,15 +85,12 @@ def pose(segment: Segment, read: Mapping[fx.Node, bool], mesh: Mesh) -> tuple[Pr
         read: every value of forward, and whether backward reads it.
         mesh: the ranks.
     """
-    stack = [value for value in segment.values if read[value] and value in segment.recomputable]
-    needed = set(stack)
-    while stack:
-        for source in _read_by(producer(stack.pop())):
-            if source in read and source not in needed and not is_weight(source):
-                needed.add(source)
-                if source in segment.recomputable:
-                    stack.append(source)
-    nodes = sorted(needed)
+
+    def sources(value: fx.Node) -> list[fx.Node]:
+        again = value in segment.recomputable
+        return [one for one in _read_by(producer(value)) if one in read and not is_weight(one)] if again else []
+
+    nodes = sorted(closure((one for one in segment.values if read[one] and one in segment.recomputable), sources))
     numbers = {node: number for number, node in enumerate(nodes)}
     makers = {node: producer(node) for node in nodes if node in segment.recomputable}
     operators = {maker: number for number, maker in enumerate(dict.fromkeys(makers.values()))}

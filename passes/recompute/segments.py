@@ -20,9 +20,10 @@ from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable
 from zerograph.ir.alias import is_view_or_copy, shared_arguments
-from zerograph.ir.metadata import meta, origin, role
+from zerograph.ir.metadata import has_role, meta, origin
 from zerograph.ir.pause import GRADIENT_OF
 from zerograph.ir.region import local
+from zerograph.ir.rewrite import operand
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.experts import exchanged_along
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding
@@ -137,9 +138,7 @@ def _viewed_node(view: fx.Node) -> fx.Node | None:
 
 def producer(value: fx.Node) -> fx.Node:
     """Return the node that runs the operator of which ``value`` is a result."""
-    node = value.args[0] if value.target is operator.getitem else value
-    assert isinstance(node, fx.Node)
-    return node
+    return operand(value) if value.target is operator.getitem else value
 
 
 def is_weight(value: fx.Node) -> bool:
@@ -149,8 +148,7 @@ def is_weight(value: fx.Node) -> bool:
         node.target is boxing or is_view_or_copy(node) or _viewed_node(node) is not None
     ):
         node = node.all_input_nodes[0]
-    node_role = role(node)
-    return node_role is not None and node_role.kind in ("bucket", "parameter")
+    return has_role(node, "bucket", "parameter")
 
 
 def _labels(forward: Sequence[fx.Node], blocks: frozenset[str], *, by_stretch: bool = True) -> dict[fx.Node, Label]:

@@ -21,7 +21,7 @@ from zerograph.ir.alias import WAIT, is_view, viewed
 from zerograph.ir.metadata import meta, origin, role
 from zerograph.ir.operator_parts import LOOPS_OF_SEVERAL, PARTS, SCATTERS, is_number
 from zerograph.ir.sizes import elements
-from zerograph.ir.step_graph import placeholders
+from zerograph.ir.step_graph import inputs_by_name, placeholders
 
 aten = torch.ops.aten
 
@@ -199,7 +199,7 @@ class Cutter:
 
 def symbol_inputs(graph: fx.Graph) -> WithSymbols:
     """Return a function that puts the symbols of the sizes of a piece's inputs before the inputs."""
-    symbols = {meta(node)["role"].name: node for node in placeholders(graph, "size")}
+    symbols = inputs_by_name(graph, "size")
 
     def with_symbols(inputs: Iterable[fx.Node]) -> list[fx.Node]:
         names = {name for node in inputs for size in _sizes(node.meta["val"]) for name in _torch.symbols_of(size)}

@@ -13,7 +13,7 @@ from zerograph.errors import CaptureError
 from zerograph.ir.alias import base_of
 from zerograph.ir.gradient_edits import has_shape, is_edit, join_mixed_overflows, mark_edits
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import replace_node
+from zerograph.ir.rewrite import operand, replace_node
 from zerograph.ir.step_graph import placeholders, writes
 
 aten = torch.ops.aten
@@ -106,9 +106,7 @@ def _strip_detaches(graph: fx.Graph) -> None:
 def _strip_copies(graph: fx.Graph) -> None:
     """Replace a tensor that is allocated empty and then filled by the tensor that it is filled with."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        empty, source = node.args[:2]
-        assert isinstance(empty, fx.Node)
-        assert isinstance(source, fx.Node)
+        empty, source = operand(node), operand(node, 1)
         if empty.target not in _EMPTY:
             continue
         new, old = node.meta["val"], source.meta["val"]

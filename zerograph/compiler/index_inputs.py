@@ -26,6 +26,7 @@ from zerograph.errors import InputError
 from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.region import local
+from zerograph.ir.rewrite import operand
 from zerograph.ir.sizes import sizes_of
 from zerograph.ir.step_graph import placeholders
 from zerograph.passes import rules
@@ -115,8 +116,7 @@ def _number_of_input(node: fx.Node, split: Mapping[fx.Node, int]) -> int | None:
 
 
 def _source_line(node: fx.Node) -> str:
-    node_origin = origin(node)
-    return f"  {node_origin.source}   {node_origin.code}\n" if node_origin.source else ""
+    return f"{origin(node).line}\n" if origin(node).source else ""
 
 
 _LOCAL = "Compute with positions in each rank's own part in a local region: zg.local(module) or zg.local(f)."
@@ -215,8 +215,7 @@ def _reads(graph: fx.Graph) -> Iterator[_Read]:
             if dims:
                 yield _Read(node, source, arguments["dim"] % dims, index)
         elif packet in _ADVANCED:
-            source, indices = node.args[:2]
-            assert isinstance(source, fx.Node)
+            source, indices = operand(node), node.args[1]
             assert isinstance(indices, Sequence)
             for dim, index in enumerate(indices):
                 if isinstance(index, fx.Node) and meta(index)["val"].dtype is not torch.bool:
@@ -225,9 +224,7 @@ def _reads(graph: fx.Graph) -> Iterator[_Read]:
                     # A mask covers several dimensions, so the later ones have other numbers.
                     break
         elif node.target is aten.embedding.default:
-            source, index = node.args[:2]
-            assert isinstance(source, fx.Node)
-            assert isinstance(index, fx.Node)
+            source, index = operand(node), operand(node, 1)
             yield _Read(node, source, 0, index)
 
 

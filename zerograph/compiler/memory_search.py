@@ -176,7 +176,7 @@ def budget_error(emitted: fx.Graph, context: Context) -> MemoryBudgetError | Non
         f"the step needs {show_bytes(memory.peak)} on this rank, and config.memory.memory_budget is "
         f"{show_bytes(budget)}: {missing:,} bytes are missing\n"
         f"  most is held at {place}: {shown}\n"
-        f"  {origin.source}   {origin.code}\n"
+        f"{origin.line}\n"
         f"{f'  for {memory.validity}{chr(10)}' if memory.sizes else ''}"
         f"What would help: {'; '.join(remedies(memory, context))}.",
         missing,

@@ -92,9 +92,7 @@ def _may_view(node: fx.Node) -> bool:
 
 def _strides_allow(node: fx.Node) -> bool:
     """Return True if the strides of its argument make this reshape a view."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    value: Tensor = source.meta["val"]
+    value: Tensor = node.all_input_nodes[0].meta["val"]
     if value.is_contiguous():
         return True
     try:

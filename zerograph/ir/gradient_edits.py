@@ -19,7 +19,7 @@ from zerograph._torch import OpOverload
 from zerograph.base import source
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.rewrite import closure
-from zerograph.ir.step_graph import found_infs, output_nodes, placeholders
+from zerograph.ir.step_graph import found_infs, inputs_by_name, output_nodes, placeholders
 
 aten = torch.ops.aten
 
@@ -71,7 +71,7 @@ class Edited:
 
 def edited_gradients(graph: fx.Graph) -> dict[str, Edited]:
     """Return the gradients of the captured graph with their edits, by the parameter's name."""
-    parameters = {meta(node)["role"].name: node for node in placeholders(graph, "parameter")}
+    parameters = inputs_by_name(graph, "parameter")
     finals = _final_gradients(graph)
     edits = _Edits()
     raws, keys = {}, {}

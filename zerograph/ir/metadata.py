@@ -89,6 +89,16 @@ class Origin:
     source: str = ""
     code: str = ""
 
+    @property
+    def line(self) -> str:
+        """The user's line with its text, for messages."""
+        return f"  {self.source}   {self.code}"
+
+    @property
+    def place(self) -> str:
+        """The module, else the user's line, of what a description names."""
+        return self.module or self.source or "the step"
+
 
 @dataclass(frozen=True)
 class TensorRef:
@@ -308,6 +318,12 @@ def role(node: fx.Node) -> Role | None:
     """Return the role of a placeholder, or None."""
     node_role = node.meta.get("role")
     return node_role if isinstance(node_role, Role) else None
+
+
+def has_role(node: fx.Node, *kinds: RoleKind) -> bool:
+    """Return whether the node is a placeholder with a role of one of these kinds."""
+    node_role = role(node)
+    return node_role is not None and node_role.kind in kinds
 
 
 def boxing_of(node: fx.Node) -> Boxing | None:

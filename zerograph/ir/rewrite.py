@@ -1,4 +1,4 @@
-"""Rewrite a graph: emit nodes with their metadata, walk it, move and erase nodes.
+"""Rewrite a graph: emit nodes with their metadata, walk it, replace and erase nodes.
 
 From ``place`` on every tensor of a graph has an SBP, so :func:`emit` requires the SBP of each node that it adds to a
 placed graph.
@@ -6,8 +6,8 @@ placed graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,8 @@ from zerograph.errors import VerificationError
 from zerograph.ir.evaluate import evaluate, mode_of
 from zerograph.ir.metadata import Origin, meta, origin
 from zerograph.ir.sbp import NdSbp, Split
+
+T = TypeVar("T")
 
 # ---- emitting ----
 
@@ -108,8 +110,15 @@ def fake(graph: fx.Graph, shape: tuple[int, ...], dtype: torch.dtype, device: to
 # ---- walking ----
 
 
-def closure(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """Return the nodes of ``start`` and every node that is reached from them through ``following``."""
+def operand(node: fx.Node, index: int = 0) -> fx.Node:
+    """Return the node that is a positional argument of a node."""
+    argument = node.args[index]
+    assert isinstance(argument, fx.Node)
+    return argument
+
+
+def closure(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> set[T]:
+    """Return what is in ``start``, nodes for instance, and all that is reached from there through ``following``."""
     reached = set(start)
     stack = list(reached)
     while stack:
@@ -156,22 +165,7 @@ def in_place_of(node: fx.Node, source: fx.Node) -> OpOverload | None:
     return in_place_overload(target)
 
 
-# ---- moving and erasing ----
-
-
-def move_before(node: fx.Node, place: fx.Node) -> None:
-    """Move a node directly before ``place``."""
-    if node.next is not place:
-        place.prepend(node)
-
-
-def move_after(nodes: Sequence[fx.Node], place: fx.Node) -> fx.Node:
-    """Move nodes directly after ``place``, in their order; return the last of them, or ``place``."""
-    for node in nodes:
-        if place.next is not node:
-            place.append(node)
-        place = node
-    return place
+# ---- replacing and erasing ----
 
 
 def replace_node(node: fx.Node, value: fx.Node) -> None:

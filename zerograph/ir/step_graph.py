@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from zerograph.ir.loop import loop_of
-from zerograph.ir.metadata import Role, RoleKind, boxing_of, meta, origin, role
+from zerograph.ir.metadata import Role, RoleKind, boxing_of, has_role, meta, origin, role
 from zerograph.ir.sizes import elements
 from zerograph.ops import blocks
 
@@ -54,11 +54,12 @@ def sent_forms(start: fx.Node) -> list[fx.Node]:
 
 def placeholders(graph: fx.Graph, *kinds: RoleKind) -> list[fx.Node]:
     """Return the placeholders of some kinds in order; without ``kinds`` all placeholders."""
-    return [
-        node
-        for node in graph.find_nodes(op="placeholder")
-        if not kinds or ((node_role := role(node)) is not None and node_role.kind in kinds)
-    ]
+    return [node for node in graph.find_nodes(op="placeholder") if not kinds or has_role(node, *kinds)]
+
+
+def inputs_by_name(graph: fx.Graph, *kinds: RoleKind) -> dict[str, fx.Node]:
+    """Return the placeholders of some kinds by the names of their roles."""
+    return {meta(node)["role"].name: node for node in placeholders(graph, *kinds)}
 
 
 def used_once(graph: fx.Graph) -> set[str]:

@@ -18,6 +18,7 @@ from zerograph._torch import pytree
 from zerograph.capture.trace import original_of
 from zerograph.eager.program import Slot
 from zerograph.errors import CaptureError
+from zerograph.ir.rewrite import closure
 
 # Values of a batch that are the same on all ranks.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, numpy.generic)
@@ -169,14 +170,9 @@ class Template:
 
 def _edges_below(tensors: Sequence[Tensor]) -> set[tuple[Any, int]]:
     """Return the edges of autograd's graph below tensors: each a node, and the number of one of its outputs."""
-    nodes, seen, edges = [one.grad_fn for one in tensors], set[Any](), set[tuple[Any, int]]()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            edges.update(node.next_functions)
-            nodes += [below for below, _ in node.next_functions]
-    return edges
+    starts = [one.grad_fn for one in tensors if one.grad_fn is not None]
+    nodes = closure(starts, lambda node: (below for below, _ in node.next_functions if below is not None))
+    return {edge for node in nodes for edge in node.next_functions}
 
 
 def parts_of(results: Sequence[Tensor]) -> dict[int, tuple[int, Index]]:

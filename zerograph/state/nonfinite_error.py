@@ -98,7 +98,7 @@ def _message(causes: Sequence[tuple[Cause, str] | None], doing: str, micro_batch
     micro_batch = "" if number is None else f" in micro-batch {number + 1} of {micro_batches}"
     lines = [
         f"{head}, first in the {origin.phase} of {origin.module or 'build()'}{micro_batch}",
-        f"  {origin.source}   {origin.code}".rstrip(),
+        origin.line.rstrip(),
         *(f"  {name} computed {_counted(cause)} on rank {rank}{_inputs(cause)}" for rank, (cause, _) in first.items()),
     ]
     return "\n".join([*lines, tail])

@@ -61,7 +61,7 @@ def _divided(root: Tensor, inputs: Sequence[fx.Node], count: int) -> Tensor:
         # The trace has not restored origins yet.
         mixed, summed = (one.meta["custom"]["origin"] for one in (growth.mixed, growth.summed or growth.mixed))
         raise CaptureError(
-            f"build() adds a sum over the batch to a value that is no sum\n  {mixed.source}   {mixed.code}\n"
+            f"build() adds a sum over the batch to a value that is no sum\n{mixed.line}\n"
             f"The sum is computed at {summed.source}. With set_gradient_accumulation_steps() OneFlow's gradient is the "
             "mean of the micro-batches' gradients: 1/k of that of a sum, but all of that of a mean. Call backward() "
             "for each term, or divide the sum by the batch size."
