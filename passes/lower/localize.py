@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from zerograph.ir.dims import Size
 from zerograph.ir.evaluate import evaluate
 from zerograph.ir.memory import computed_bytes
 from zerograph.ir.mesh import Mesh, has_slices, index_along, local_shape, local_start, local_start_numbers
-from zerograph.ir.metadata import Boxing, boxing_of, meta, origin, role
+from zerograph.ir.metadata import Boxing, boxing_of, has_role, meta, origin
 from zerograph.ir.region import local, region_of
-from zerograph.ir.rewrite import drop_unused, emit_like, fake, replace_node
+from zerograph.ir.rewrite import drop_unused, emit_like, fake, operand, replace_node
 from zerograph.ir.sbp import Broadcast, NdSbp, PartialSum, Sbp, Split
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
@@ -70,8 +70,7 @@ def _localize_input(node: fx.Node, context: Context, unchanged: set[fx.Node]) ->
     value = node.meta["val"]
     meta(node)["global"] = tuple(value.shape)
     if any(isinstance(sbp, Split) for sbp in meta(node)["sbp"]):
-        is_input = (node_role := role(node)) is not None and node_role.kind == "input"
-        mesh = context.mesh_of_rows if is_input else context.mesh
+        mesh = context.mesh_of_rows if has_role(node, "input") else context.mesh
         shape = local_shape(value.shape, meta(node)["sbp"], mesh)
         node.meta["val"] = fake(node.graph, shape, value.dtype, value.device)
     else:
@@ -121,7 +120,7 @@ def _localize_operator(node: fx.Node, context: Context, unchanged: set[fx.Node])
     if computed_shapes != shapes:
         raise errors.VerificationError(
             f"{node.target} yields local shapes {computed_shapes} where its SBP {meta(node)['sbp']} says {shapes}: "
-            f"its rule is wrong\n  {origin(node).source}   {origin(node).code}"
+            f"its rule is wrong\n{origin(node).line}"
         )
 
 
@@ -212,8 +211,7 @@ _BATCH_ARGUMENT: dict[Any, int] = {aten.native_group_norm.default: 3, aten.nativ
 
 def _squeeze_global_ones(node: fx.Node) -> None:
     """Squeeze only dimensions of global size one: a split dimension may have local size one, and stays."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(node)
     shape: tuple[int, ...] = meta(source)["global"]
     requested = rules.arguments(node).get("dim", list(range(len(shape))))
     dims = [dim % len(shape) for dim in ([requested] if isinstance(requested, int) else requested)] if shape else []
@@ -227,8 +225,7 @@ def _bound_slice(node: fx.Node) -> None:
     A slice of a split tensor either takes all of the split dimension or cuts another one.
     """
     arguments = rules.arguments(node)
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(node)
     size = source.meta["val"].shape[arguments["dim"]]
     if node.target is aten.slice.Tensor and arguments["end"] is not None and arguments["end"] > size:
         node.update_arg(3, torch.iinfo(torch.int64).max)
@@ -258,8 +255,7 @@ def _draw_own_piece(node: fx.Node, whole: Sequence[int], shape: Sequence[int], c
 
 def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     change: Boxing = meta(node)["boxing"]
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(node)
     meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
         lowering = Lowering(graph, node, context, change)
@@ -278,7 +274,7 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
                 # Nor has gloo an all-to-all of complex numbers.
                 result = lower_unequal(lowering, source, before, after)
             else:
-                result = _LOWERINGS[type(before), type(after)](lowering, source, before, after)
+                result = _lower_equal(lowering, source, before, after)
     replace_node(node, result)
 
 
@@ -322,8 +318,7 @@ def _rows(lower: Lowering, whole: Size) -> tuple[Size | None, Size | None, Size 
 
 
 def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
+    source = operand(node)
     meta(node)["global"] = tuple(node.meta["val"].shape)
     with graph.inserting_before(node):
         entry = emit_like(node, aten.unsqueeze.default, source, 0)
@@ -332,34 +327,18 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
     replace_node(node, stacked)
 
 
-def _all_reduce(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    return lower.all_reduced(source)
-
-
-def _reduce_scatter(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    parts = lower.contiguous(lower.rearranged(source, cut=split_dim(after), join=0))
-    return lower.collective(c10d.reduce_scatter_tensor.default, parts, "sum", lower.ranks)
-
-
-def _all_gather(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    return lower.gathered(source, split_dim(before))
-
-
-def _all_to_all(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    parts = lower.contiguous(lower.rearranged(source, cut=split_dim(after), join=0))
-    sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
-    received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
-    return lower.rearranged(received, cut=0, join=split_dim(before))
-
-
-def _slice(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+def _lower_equal(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    """Return the tensor in the SBP ``after``, where all parts are equal."""
+    match before, after:
+        case PartialSum(), Broadcast():
+            return lower.all_reduced(source)
+        case PartialSum(), Split(dim):
+            return lower.reduce_scattered(source, dim)
+        case Split(dim), Broadcast():
+            return lower.gathered(source, dim)
+        case Split(joined), Split(dim):
+            parts = lower.contiguous(lower.rearranged(source, cut=dim, join=0))
+            sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
+            received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
+            return lower.rearranged(received, cut=0, join=joined)
     return lower.own_part(source, split_dim(after))
-
-
-_LOWERINGS: dict[tuple[type, type], Callable[[Lowering, fx.Node, Sbp, Sbp], fx.Node]] = {
-    (PartialSum, Broadcast): _all_reduce,
-    (PartialSum, Split): _reduce_scatter,
-    (Split, Broadcast): _all_gather,
-    (Split, Split): _all_to_all,
-    (Broadcast, Split): _slice,
-}

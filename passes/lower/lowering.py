@@ -103,6 +103,11 @@ class Lowering:
         whole = self.collective(c10d.all_gather_into_tensor.default, self.contiguous(source), self.ranks)
         return self.rearranged(whole, cut=0, join=dim)
 
+    def reduce_scattered(self, source: fx.Node, dim: int) -> fx.Node:
+        """Sum a tensor over the ranks; return this rank's equal part along ``dim``."""
+        parts = self.contiguous(self.rearranged(source, cut=dim, join=0))
+        return self.collective(c10d.reduce_scatter_tensor.default, parts, "sum", self.ranks)
+
     def all_reduced(self, source: fx.Node) -> fx.Node:
         """Sum a tensor over the ranks."""
         return self.collective(c10d.all_reduce.default, self.contiguous(source), "sum")
