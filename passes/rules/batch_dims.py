@@ -10,6 +10,7 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.ir.metadata import meta, origin
+from zerograph.ir.rewrite import closure
 from zerograph.ir.sbp import Signature, Split
 from zerograph.passes.rules.registry import output_of, output_values, signatures_of, tensor_arguments
 
@@ -61,14 +62,8 @@ def batch_dims(graph: fx.Graph, inputs: Sequence[fx.Node], ranks: int) -> set[Te
         for group in same_index:
             for dim in group:
                 groups.setdefault(dim, []).append(group)
-    batch_dims: set[TensorDim] = set()
-    stack: list[TensorDim] = [(node, 0, 0) for node in inputs]
-    while stack:
-        dim = stack.pop()
-        if dim not in batch_dims and _may_be_batch(dim[0]):
-            batch_dims.add(dim)
-            stack += [other for group in groups.get(dim, ()) for other in group]
-    return batch_dims
+    start = [(node, 0, 0) for node in inputs]
+    return closure(start, lambda dim: (one for group in groups.get(dim, ()) for one in group if _may_be_batch(one[0])))
 
 
 # Operators whose result has the dimensions of the first operand, although no signature splits one of them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerograph.ops.rows import shift_offsets
-from zerograph.passes.rules.registry import Operands, added, dim_names, rule, together, whole
+from zerograph.passes.rules.registry import Operands, added, dim_names, rule, together, whole, with_dim
 
 aten = torch.ops.aten
 
@@ -65,9 +65,7 @@ def _scatter_added(operands: Operands) -> str:
 def _index_selected(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank
-    source = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
-    result = " ".join("picked" if i == dim else f"d{i}" for i in range(rank))
-    return f"{source}, picked -> {result}"
+    return f"{with_dim(rank, dim, 'v!')}, picked -> {with_dim(rank, dim, 'picked')}"
 
 
 rule(aten.index_select.default, _index_selected, linear=(0,))
@@ -76,20 +74,18 @@ rule(aten.index_select.default, _index_selected, linear=(0,))
 def _index_added(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank if rank else 0
-    source_factors = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
-    values = " ".join("picked" if i == dim else f"d{i}" for i in range(operands.inputs[2].dim()))
+    source, values = with_dim(rank, dim, "v!"), with_dim(operands.inputs[2].dim(), dim, "picked")
     index = "picked" if operands.inputs[1].dim() else ""
-    return f"{added(operands, source_factors)}, {index}, {values} -> {source_factors}"
+    return f"{added(operands, source)}, {index}, {values} -> {source}"
 
 
 def _index_written(operands: Operands) -> str:
     """Return a notation in which written rows stay together: of two rows with one index only one counts."""
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank if rank else 0
-    source_factors = " ".join("v!" if i == dim else f"d{i}" for i in range(rank))
+    source, values = with_dim(rank, dim, "v!"), with_dim(operands.inputs[-1].dim(), dim, "picked!")
     index = "picked!" if operands.inputs[1].dim() else ""
-    values = " ".join("picked!" if i == dim else f"d{i}" for i in range(operands.inputs[-1].dim()))
-    return ", ".join([source_factors, index, values][: len(operands.inputs)]) + f" -> {source_factors}"
+    return ", ".join([source, index, values][: len(operands.inputs)]) + f" -> {source}"
 
 
 rule(aten.index_add.default, _index_added, linear=together(0, 2))

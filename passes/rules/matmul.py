@@ -8,8 +8,7 @@ from itertools import compress
 import torch
 
 from zerograph.ir.sizes import hints
-from zerograph.passes.rules.factors import Linear
-from zerograph.passes.rules.registry import Operands, added, leading, rule, together
+from zerograph.passes.rules.registry import Operands, added, joined, leading, product_added, rule
 
 aten = torch.ops.aten
 
@@ -30,24 +29,15 @@ def _and_summand(product: str) -> Callable[[Operands], str]:
 
 def _trilinear(operands: Operands) -> str:
     """Return the notation of a product of three operands, each without its expanded dimensions, summed over some."""
-    lines = []
-    expanded = (operands["expand1"], operands["expand2"], operands["expand3"])
-    rank = operands.inputs[0].dim() + len(expanded[0])
-    for missing in expanded:
-        lines.append(" ".join(f"d{d}" for d in range(rank) if d not in missing))
-    result = " ".join(f"d{d}" for d in range(rank) if d not in operands["sumdim"])
-    return ", ".join(lines) + " -> " + result
+    missing = [operands[name] for name in ("expand1", "expand2", "expand3", "sumdim")]
+    rank = operands.inputs[0].dim() + len(missing[0])
+    return joined(operands, [" ".join(f"d{d}" for d in range(rank) if d not in dims) for dims in missing])
 
 
-def _product_added(operands: Operands) -> Linear:
-    """Return the linearity of a sum and a product: in the summand together with either factor."""
-    return together(0, 1)(operands) + together(0, 2)(operands)
-
-
-rule(aten.addmm.default, _and_summand("m k, k n -> m n"), linear=_product_added)
-rule(aten.baddbmm.default, _and_summand("b m k, b k n -> b m n"), linear=_product_added)
-rule(aten.addbmm.default, _and_summand("b m k, b k n -> m n"), linear=_product_added)
-rule(aten.addr.default, _and_summand("m, n -> m n"), linear=_product_added)
+rule(aten.addmm.default, _and_summand("m k, k n -> m n"), linear=product_added)
+rule(aten.baddbmm.default, _and_summand("b m k, b k n -> b m n"), linear=product_added)
+rule(aten.addbmm.default, _and_summand("b m k, b k n -> m n"), linear=product_added)
+rule(aten.addr.default, _and_summand("m, n -> m n"), linear=product_added)
 rule(aten._trilinear.default, _trilinear, linear=(0, 1, 2))
 
 
@@ -104,7 +94,7 @@ def _solved(*dims: int) -> Callable[[Operands], str]:
         for number, (value, own) in enumerate(zip((*operands.inputs, *operands.outputs), dims, strict=True)):
             count = own - (are_vectors and (value is right or value is solution))
             texts.append(" ".join([batch, *(f"v{number}x{i}!" for i in range(count))]))
-        return ", ".join(texts[: len(operands.inputs)]) + " -> " + ", ".join(texts[len(operands.inputs) :])
+        return joined(operands, texts)
 
     return notation
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from zerograph.passes.rules.registry import Operands, dim_names, mixing, rule, together
+from zerograph.passes.rules.registry import Operands, dim_names, mixing, rule, together, with_dim
 
 aten = torch.ops.aten
 
@@ -21,53 +23,41 @@ for _operator in (aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.de
     rule(_operator, mixing(lambda operands: set(operands["dim"])), linear=(0,))
 
 
+def _whole_and_windows(rank: int, dim: int) -> list[str]:
+    dim %= max(rank, 1)
+    return [with_dim(rank, dim, "whole!"), f"{with_dim(rank, dim, 'windows!')} size!"]
+
+
 def _unfolded(operands: Operands) -> str:
-    whole, windows = _whole_and_windows(operands.inputs[0].dim(), operands["dimension"])
-    return f"{whole} -> {windows}"
+    return " -> ".join(_whole_and_windows(operands.inputs[0].dim(), operands["dimension"]))
 
 
 def _folded(operands: Operands) -> str:
-    whole, windows = _whole_and_windows(operands.outputs[0].dim(), operands["dim"])
-    return f"{windows} -> {whole}"
-
-
-def _whole_and_windows(rank: int, dim: int) -> tuple[str, str]:
-    names = [f"{name}!" if rank and i == dim % rank else name for i, name in enumerate(dim_names(rank))]
-    return " ".join(names), " ".join(["windows!" if name.endswith("!") else name for name in names] + ["size!"])
+    return " -> ".join(reversed(_whole_and_windows(operands.outputs[0].dim(), operands["dim"])))
 
 
 rule(aten.unfold.default, _unfolded, linear=(0,))
 rule(aten.unfold_backward.default, _folded, linear=(0,))
 
 
-def _diagonal(operands: Operands) -> str:
-    matrix, line = _matrix_and_diagonal(operands, operands.inputs[0].dim())
-    return f"{matrix} -> {line}"
+def _diagonal(form: str) -> Callable[[Operands], str]:
+    """Return a notation of matrices and their diagonals, in this form."""
+
+    def notation(operands: Operands) -> str:
+        rank = max(value.dim() for value in (*operands.inputs, *operands.outputs))
+        dims = {operands["dim1"] % rank, operands["dim2"] % rank}
+        names = list(enumerate(dim_names(rank)))
+        matrix = " ".join(f"{name}!" if i in dims else name for i, name in names)
+        return form.format(matrix=matrix, line=" ".join([*(name for i, name in names if i not in dims), "diagonal!"]))
+
+    return notation
 
 
-def _from_diagonal(operands: Operands) -> str:
-    matrix, line = _matrix_and_diagonal(operands, operands.outputs[0].dim())
-    return f"{line} -> {matrix}"
-
-
-def _onto_diagonal(operands: Operands) -> str:
-    matrix, line = _matrix_and_diagonal(operands, operands.inputs[0].dim())
-    return f"{matrix}, {line} -> {matrix}"
-
-
-def _matrix_and_diagonal(operands: Operands, rank: int) -> tuple[str, str]:
-    matrix = {operands["dim1"] % rank, operands["dim2"] % rank}
-    others = [name for i, name in enumerate(dim_names(rank)) if i not in matrix]
-    return " ".join(f"{n}!" if i in matrix else n for i, n in enumerate(dim_names(rank))), " ".join(
-        [*others, "diagonal!"]
-    )
-
-
-rule(aten.diagonal.default, _diagonal, linear=(0,))
-rule(aten.diagonal_copy.default, _diagonal, linear=(0,))
-rule(aten.diagonal_backward.default, _from_diagonal, linear=(0,))
-rule(aten.diag_embed.default, _from_diagonal, linear=(0,))
-rule(aten.diagonal_scatter.default, _onto_diagonal, linear=together(0, 1))
+rule(aten.diagonal.default, _diagonal("{matrix} -> {line}"), linear=(0,))
+rule(aten.diagonal_copy.default, _diagonal("{matrix} -> {line}"), linear=(0,))
+rule(aten.diagonal_backward.default, _diagonal("{line} -> {matrix}"), linear=(0,))
+rule(aten.diag_embed.default, _diagonal("{line} -> {matrix}"), linear=(0,))
+rule(aten.diagonal_scatter.default, _diagonal("{matrix}, {line} -> {matrix}"), linear=together(0, 1))
 rule(aten.trace.default, "i! j! -> ", linear=(0,))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from zerograph.ops.attention import ACCELERATED, BACKWARD, FORWARD, repeat_heads, sum_heads
 from zerograph.ops.flex_attention import BATCH, HEADS, flex_attention as FLEX, flex_attention_backward as FLEX_BACKWARD
-from zerograph.passes.rules.registry import Operands, rule
+from zerograph.passes.rules.registry import Operands, joined, rule
 
 aten = torch.ops.aten
 
@@ -99,8 +99,7 @@ def _attention(operands: Operands) -> str:
         heads = "(h g)" if len(counts) > 1 and value.dim() > 1 and value.shape[1] == max(counts) else "h"
         own = [f"v{number}x{i}!" for i in range(value.dim())]
         operand_texts.append(" ".join(["b", heads, *own[2:]] if value.dim() in (3, 4) else own))
-    inputs = len(operands.inputs)
-    return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
+    return joined(operands, operand_texts)
 
 
 for _forward, _backward in ACCELERATED.items():

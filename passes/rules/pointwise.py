@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerograph.ir.pause import GRADIENT_OF
-from zerograph.passes.rules.registry import Operands, pointwise, rule, together
+from zerograph.passes.rules.registry import Operands, pointwise, product_added, rule, together
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ rule(aten.softplus_backward.default, pointwise, linear=(0,))
 rule(aten.softshrink_backward.default, pointwise, linear=(0,))
 rule(aten._prelu_kernel_backward.default, pointwise, linear=(0,))
 rule(aten.lerp.Tensor, pointwise, linear=together(0, 1))
-rule(aten.addcmul.default, pointwise, linear=lambda operands: together(0, 1)(operands) + together(0, 2)(operands))
+rule(aten.addcmul.default, pointwise, linear=product_added)
 rule(aten.addcdiv.default, pointwise, linear=together(0, 1))
 
 # Pointwise, but without the tag; the first one has it from torch 2.12 on.

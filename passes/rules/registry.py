@@ -115,9 +115,25 @@ def together(first: int, second: int) -> Callable[[Operands], Linear]:
     return linear
 
 
+def product_added(operands: Operands) -> Linear:
+    """Return the linearity of a sum and a product: in the summand together with either factor."""
+    return together(0, 1)(operands) + together(0, 2)(operands)
+
+
 def dim_names(rank: int) -> list[str]:
     """Return one factor name for each dimension of an operand."""
     return [f"d{i}" for i in range(rank)]
+
+
+def with_dim(rank: int, dim: int, name: str) -> str:
+    """Return the factors of an operand that has another name for one dimension, or lacks it if the name is empty."""
+    return " ".join(name if i == dim else f"d{i}" for i in range(rank))
+
+
+def joined(operands: Operands, texts: Sequence[str]) -> str:
+    """Return the notation of these texts of operands: first those of all inputs, then those of all outputs."""
+    inputs = len(operands.inputs)
+    return ", ".join(texts[:inputs]) + " -> " + ", ".join(texts[inputs:])
 
 
 def leading(count: Callable[[Operands], int]) -> Callable[[Operands], str]:
@@ -128,8 +144,7 @@ def leading(count: Callable[[Operands], int]) -> Callable[[Operands], str]:
         for number, value in enumerate((*operands.inputs, *operands.outputs)):
             own = [f"v{number}x{i}!" for i in range(value.dim() - shared)]
             operand_texts.append(" ".join([*dim_names(min(shared, value.dim())), *own]))
-        inputs = len(operands.inputs)
-        return ", ".join(operand_texts[:inputs]) + " -> " + ", ".join(operand_texts[inputs:])
+        return joined(operands, operand_texts)
 
     return notation
 
@@ -144,7 +159,7 @@ def mixing(touched: Callable[[Operands], Collection[int]]) -> Callable[[Operands
             " ".join(f"v{number}x{i}!" if i in mixed else name for i, name in enumerate(dim_names(rank)))
             for number in range(len(operands.inputs) + len(operands.outputs))
         ]
-        return ", ".join(lines[: len(operands.inputs)]) + " -> " + ", ".join(lines[len(operands.inputs) :])
+        return joined(operands, lines)
 
     return notation
 
@@ -175,14 +190,13 @@ def rule_of(target: Any) -> Rule | None:
 
 def pointwise(operands: Operands) -> str:
     """Return the notation of all pointwise operators: every dimension is a factor, aligned at the right."""
-    return ", ".join(["..."] * len(operands.inputs)) + " -> " + ", ".join(["..."] * len(operands.outputs))
+    return joined(operands, ["..."] * (len(operands.inputs) + len(operands.outputs)))
 
 
 def whole(operands: Operands) -> str:
     """Return a notation without a factor that can be split, for any operands."""
-    inputs = [" ".join(f"i{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.inputs)]
-    outputs = [" ".join(f"o{k}x{d}!" for d in range(v.dim())) for k, v in enumerate(operands.outputs)]
-    return ", ".join(inputs) + " -> " + ", ".join(outputs)
+    values = enumerate((*operands.inputs, *operands.outputs))
+    return joined(operands, [" ".join(f"v{number}x{i}!" for i in range(value.dim())) for number, value in values])
 
 
 def signatures_of(
@@ -260,11 +274,10 @@ def _divides(
 def _check_fits(node: fx.Node, notation: str, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> None:
     problem = mismatch(notation, inputs, outputs)
     if problem:
-        node_origin = origin(node)
         shapes = f"{', '.join(map(str, inputs)) or 'none'} -> {', '.join(map(str, outputs))}"
         raise CaptureError(
             f"the rule {notation!r} of {node.target} does not fit the shapes {shapes}: {problem}\n"
-            f"  {node_origin.source}   {node_origin.code}\n"
+            f"{origin(node).line}\n"
             "Correct the rule in zg.register_rule. A rule that depends on shapes is a function of the operands."
         )
 

@@ -9,7 +9,7 @@ import torch
 
 from zerograph.ir.sizes import hints
 from zerograph.ops.random import uniform
-from zerograph.passes.rules.registry import Operands, dim_names, mixing, rule, together, whole
+from zerograph.passes.rules.registry import Operands, dim_names, joined, mixing, rule, together, whole, with_dim
 
 aten = torch.ops.aten
 
@@ -128,16 +128,12 @@ def _cut(operands: Operands) -> str:
     """Return the notation of operators that take a part along one dimension; taking all of it leaves it splittable."""
     source = operands.inputs[0].shape
     dim = operands["dim"] % len(source)
-    letters = dim_names(len(source))
-    if all(v.dim() == len(source) and v.shape[dim] == source[dim] for v in operands.outputs):
-        text = " ".join(letters)
-        return f"{text} -> " + ", ".join([text] * len(operands.outputs))
-    before = " ".join(f"{name}!" if i == dim else name for i, name in enumerate(letters))
-    after = []
-    for index, output in enumerate(operands.outputs):
-        part = [] if output.dim() < len(source) else [f"part{index}!"]
-        after.append(" ".join([*letters[:dim], *part, *letters[dim + 1 :]]))
-    return f"{before} -> " + ", ".join(after)
+    rank = len(source)
+    if all(v.dim() == rank and v.shape[dim] == source[dim] for v in operands.outputs):
+        return joined(operands, [" ".join(dim_names(rank))] * (1 + len(operands.outputs)))
+    outputs = enumerate(operands.outputs)
+    after = [with_dim(rank, dim, f"part{index}!" if value.dim() == rank else "") for index, value in outputs]
+    return joined(operands, [with_dim(rank, dim, "whole!"), *after])
 
 
 for _operator in (
@@ -158,13 +154,12 @@ for _operator in (
 def _joined(operands: Operands) -> str:
     rank = operands.outputs[0].dim()
     dim = operands["dim"] % rank
-    letters = dim_names(rank)
-    inputs = []
-    for index, value in enumerate(operands.inputs):
-        # cat() accepts an empty 1-D tensor beside tensors of any rank.
-        names = [f"in{index}!" if i == dim else name for i, name in enumerate(letters)]
-        inputs.append(" ".join(names) if value.dim() == rank else "empty!")
-    return ", ".join(inputs) + " -> " + " ".join("all!" if i == dim else name for i, name in enumerate(letters))
+    # cat() accepts an empty 1-D tensor beside tensors of any rank.
+    inputs = [
+        with_dim(rank, dim, f"in{index}!") if value.dim() == rank else "empty!"
+        for index, value in enumerate(operands.inputs)
+    ]
+    return ", ".join(inputs) + " -> " + with_dim(rank, dim, "all!")
 
 
 def _stacked(operands: Operands) -> str:
@@ -183,9 +178,8 @@ rule(aten.select_scatter.default, lambda operands: _replaced(operands), linear=t
 def _replaced(operands: Operands) -> str:
     rank = operands.inputs[0].dim()
     dim = operands["dim"] % rank
-    whole = " ".join("all!" if i == dim else name for i, name in enumerate(dim_names(rank)))
-    part = ["part!"] if operands.inputs[1].dim() == rank else []
-    return f"{whole}, {' '.join([*dim_names(rank)[:dim], *part, *dim_names(rank)[dim + 1 :]])} -> {whole}"
+    whole, part = with_dim(rank, dim, "all!"), "part!" if operands.inputs[1].dim() == rank else ""
+    return f"{whole}, {with_dim(rank, dim, part)} -> {whole}"
 
 
 rule(aten.cat.default, _joined, linear="all")

@@ -26,46 +26,16 @@ def _each(operators: tuple[Any, ...], trailing: int, *, linear: bool, batch: int
         )
 
 
-_each(
-    (aten.adaptive_max_pool2d.default, aten.max_pool2d_with_indices.default, aten.max_unpool2d.default), 2, linear=False
+# By the number of dimensions that they pool or pad.
+_MAXIMA = ("adaptive_max_pool{}d", "max_pool{}d_with_indices", "max_unpool{}d")
+_PADS = ("reflection_pad{}d", "reflection_pad{}d_backward", "replication_pad{}d", "replication_pad{}d_backward")
+_SUMS = (
+    *("adaptive_max_pool{}d_backward", "max_pool{}d_with_indices_backward", "avg_pool{}d", "avg_pool{}d_backward"),
+    *("_adaptive_avg_pool{}d", "_adaptive_avg_pool{}d_backward"),
 )
-_each(
-    (aten.adaptive_max_pool3d.default, aten.max_pool3d_with_indices.default, aten.max_unpool3d.default), 3, linear=False
-)
-_each((aten.reflection_pad1d.default, aten.replication_pad1d.default), 1, linear=True)
-_each((aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default), 1, linear=True)
-_each(
-    (
-        aten.adaptive_max_pool2d_backward.default,
-        aten.max_pool2d_with_indices_backward.default,
-        aten.avg_pool2d.default,
-        aten.avg_pool2d_backward.default,
-        aten._adaptive_avg_pool2d.default,
-        aten._adaptive_avg_pool2d_backward.default,
-        aten.reflection_pad2d.default,
-        aten.reflection_pad2d_backward.default,
-        aten.replication_pad2d.default,
-        aten.replication_pad2d_backward.default,
-    ),
-    2,
-    linear=True,
-)
-_each(
-    (
-        aten.adaptive_max_pool3d_backward.default,
-        aten.max_pool3d_with_indices_backward.default,
-        aten.avg_pool3d.default,
-        aten.avg_pool3d_backward.default,
-        aten._adaptive_avg_pool3d.default,
-        aten._adaptive_avg_pool3d_backward.default,
-        aten.reflection_pad3d.default,
-        aten.reflection_pad3d_backward.default,
-        aten.replication_pad3d.default,
-        aten.replication_pad3d_backward.default,
-    ),
-    3,
-    linear=True,
-)
+for _names, _dims, _linear in ((_MAXIMA, (2, 3), False), (_PADS, (1, 2, 3), True), (_SUMS, (2, 3), True)):
+    for _dim in _dims:
+        _each(tuple(getattr(aten, name.format(_dim)).default for name in _names), _dim, linear=_linear)
 
 # A batch and a channel dimension, then the resampled ones.
 RESAMPLING = (
