@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from zerograph._torch import OpOverload, size_key
 from zerograph.ir.dims import Size
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import emit
+from zerograph.ir.rewrite import emit, operand
 from zerograph.ir.sbp import Signature, Split
 from zerograph.ir.sizes import hints
 from zerograph.ir.step_graph import placeholders
@@ -172,8 +172,7 @@ class _Walk:
             )
 
     def _view(self, node: fx.Node) -> None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
+        source = operand(node)
         dims, order = self.dims.get(source), self.order.get(source)
         if dims is None:
             return
@@ -210,13 +209,7 @@ class _Walk:
             )
             if order is not None:
                 with node.graph.inserting_before(node):
-                    rows = emit(
-                        node.graph,
-                        aten.reshape.default,
-                        (source, [*_shape(source)[:start], *order.factors, *_shape(source)[end:]]),
-                        origin(node),
-                    )
-                    rows = _permuted(node, rows, start, order.places)
+                    rows = _permuted(node, source, (start, end), order.factors, order.places)
                 node.target, node.args = aten.reshape.default, (rows, _shape(node))
                 self.order[node] = order
         self.dims[node] = result
@@ -329,13 +322,9 @@ class _Walk:
 
     def _permute_input(self, node: fx.Node, source: fx.Node, order: _Order) -> None:
         """Let the node read a tensor in the program's order in this order."""
-        shape = _shape(source)
         with node.graph.inserting_before(node):
-            sizes = [*shape[: order.dim], *order.factors, *shape[order.dim + 1 :]]
-            rows = emit(source.graph, aten.reshape.default, (source, sizes), origin(node))
-            rows = _permuted(node, rows, order.dim, order.places)
-            rows = emit(source.graph, aten.reshape.default, (rows, shape), origin(node))
-            node.replace_input_with(source, rows)
+            rows = _permuted(node, source, (order.dim, order.dim + 1), order.factors, order.places)
+            node.replace_input_with(source, _reshaped(node, rows, _shape(source)))
 
     def _restore_inputs(self, node: fx.Node) -> None:
         for source in dict.fromkeys(node.all_input_nodes):
@@ -344,9 +333,7 @@ class _Walk:
                 if source not in self.restored:
                     with node.graph.inserting_before(node):
                         rows = _in_program_order(node, source, order)
-                        self.restored[source] = emit(
-                            source.graph, aten.reshape.default, (rows, _shape(source)), origin(node)
-                        )
+                        self.restored[source] = _reshaped(node, rows, _shape(source))
                     self.dims[self.restored[source]] = tuple(
                         None if dim is None or (start is not None and not _is_slowest(order, start)) else dim
                         for dim, start in zip(self.dims[source], order.starts, strict=True)
@@ -392,17 +379,33 @@ def _is_described(node: fx.Node) -> bool:
 
 def _in_program_order(reader: fx.Node, source: fx.Node, order: _Order) -> fx.Node:
     """Emit ``source`` with one dimension per factor in place of the permuted one, in the program's order."""
+    factors = [order.factors[place] for place in order.places]
+    places = sorted(range(len(factors)), key=order.places.__getitem__)
+    return _permuted(reader, source, (order.dim, order.dim + 1), factors, places)
+
+
+def _permuted(
+    reader: fx.Node, source: fx.Node, dims: tuple[int, int], factors: Sequence[Size], places: Sequence[int]
+) -> fx.Node:
+    """Emit ``source`` with dimensions of the sizes ``factors`` in place of some, then in the order ``places``.
+
+    Args:
+        reader: the node that reads it.
+        source: the tensor.
+        dims: the first dimension to replace, and the one after the last.
+        factors: sizes of the new dimensions.
+        places: the numbers of the new dimensions, in their new order.
+    """
+    start, end = dims
     shape = _shape(source)
-    sizes = [*shape[: order.dim], *(order.factors[place] for place in order.places), *shape[order.dim + 1 :]]
-    rows = emit(source.graph, aten.reshape.default, (source, sizes), origin(reader))
-    return _permuted(reader, rows, order.dim, sorted(range(len(order.places)), key=order.places.__getitem__))
+    rows = _reshaped(reader, source, [*shape[:start], *factors, *shape[end:]])
+    order = list(range(rows.meta["val"].dim()))
+    order[start : start + len(places)] = [start + place for place in places]
+    return emit(source.graph, aten.permute.default, (rows, order), origin(reader))
 
 
-def _permuted(reader: fx.Node, source: fx.Node, start: int, places: Sequence[int]) -> fx.Node:
-    """Emit ``source`` with the dimensions from ``start`` on in the order ``places``."""
-    dims = list(range(source.meta["val"].dim()))
-    dims[start : start + len(places)] = [start + place for place in places]
-    return emit(source.graph, aten.permute.default, (source, dims), origin(reader))
+def _reshaped(reader: fx.Node, source: fx.Node, shape: list[Size]) -> fx.Node:
+    return emit(source.graph, aten.reshape.default, (source, shape), origin(reader))
 
 
 def _shape(node: fx.Node) -> list[Size]:
