@@ -17,6 +17,7 @@ from zerograph.ir.gradient_edits import TOTAL_NORM, Edited, gradient_operands, i
 from zerograph.ir.metadata import Origin, TensorRef, origin
 from zerograph.ir.rewrite import emit, keywords, replace_node
 from zerograph.ir.sbp import NdSbp, all_broadcast
+from zerograph.passes.edits import on_device
 from zerograph.passes.placement.boxing import emit_boxing
 
 aten = torch.ops.aten
@@ -61,10 +62,8 @@ class FlatGradient:
         if raw.meta["val"].dtype is not self.bucket.dtype:
             # The cast comes as late as possible: the gradient is stored in the dtype of the reduction until it is read.
             raw = emit(graph, aten._to_copy.default, (raw,), Origin("update"), dtype=self.bucket.dtype)
-        flat = self.flat
-        if self.bucket.storage_device != self.bucket.device:
-            # Few edits read the parameters; otherwise this copy is dead and removed.
-            flat = emit(graph, aten._to_copy.default, (flat,), Origin("update"), device=self.bucket.device)
+        # Few edits read the parameters; otherwise this copy is dead and removed.
+        flat = on_device(self.flat, self.bucket.device, Origin("update"))
         return _replay(graph, end, {self._example.raw: raw, self._example.parameter: flat}, self.bucket)
 
 
@@ -161,12 +160,10 @@ class _Norm:
         if not math.isinf(self.p):
             return self.summed_in_blocks(term, bucket) if self.in_blocks else self.summed(term)
         rows = self.emit(aten.view.default, term, [*bucket.shape[:-1], bucket.ranks, bucket.padded // bucket.ranks])
-        largest = self.in_norm_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, rows), [-1]))
+        largest = self.largest(rows, [-1])
         if bucket.rows is None:
             return largest
-        across = self.box(
-            largest, all_broadcast(self.mesh_dims), TensorRef("value", "the largest gradient of each rank")
-        )
+        across = self.everywhere(largest, "the largest gradient of each rank")
         # The shape of the other contributions, so that they can be stacked.
         return self.emit(aten.expand.default, self.emit(aten.amax.default, across, [0, 1]), [bucket.ranks])
 
@@ -183,10 +180,11 @@ class _Norm:
 
     def whole(self, term: fx.Node) -> fx.Node:
         """Emit the contribution of a gradient that is in no bucket."""
-        if math.isinf(self.p):
-            dims = list(range(term.meta["val"].dim()))
-            return self.in_norm_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, term), dims))
-        return self.summed(term)
+        return self.largest(term, list(range(term.meta["val"].dim()))) if math.isinf(self.p) else self.summed(term)
+
+    def largest(self, term: fx.Node, dims: list[int]) -> fx.Node:
+        """Emit the largest absolute values along dimensions."""
+        return self.in_dtype(self.emit(aten.amax.default, self.emit(aten.abs.default, term), dims))
 
     def summed_in_blocks(self, term: fx.Node, bucket: Bucket) -> fx.Node:
         """Emit the sum over a bucket as every rank has it: of blocks at fixed places, then of their sums."""
@@ -202,7 +200,7 @@ class _Norm:
             sums = self.emit(aten.sum.dim_IntList, blocks, [1], False, dtype=torch.float64)
         else:
             sums = self.halved(blocks, size)
-        whole = self.box(sums, all_broadcast(self.mesh_dims), TensorRef("value", "the gradients' norm"))
+        whole = self.everywhere(sums, "the gradients' norm")
         used = self.emit(aten.slice.Tensor, whole, 0, 0, -(-bucket.numel // bucket.norm_block))
         return self.emit(aten.sum.dim_IntList, used, [0])
 
@@ -211,9 +209,7 @@ class _Norm:
         while size > 1:
             size //= 2
             left, right = (self.emit(aten.slice.Tensor, blocks, 1, start, start + size) for start in (0, size))
-            if left.meta["val"].dtype is not torch.float64:
-                left = self.emit(aten._to_copy.default, left, dtype=torch.float64)
-            blocks = self.emit(aten.add.Tensor, left, right)
+            blocks = self.emit(aten.add.Tensor, self.in_dtype(left, torch.float64), right)
         return self.emit(aten.select.int, blocks, 1, 0)
 
     def summed(self, term: fx.Node) -> fx.Node:
@@ -234,24 +230,19 @@ class _Norm:
                 term = self.emit(aten.pow.Tensor_Scalar, term, self.p)
         return term
 
-    def in_norm_dtype(self, value: fx.Node) -> fx.Node:
-        dtype = self.norm.meta["val"].dtype
+    def in_dtype(self, value: fx.Node, dtype: torch.dtype | None = None) -> fx.Node:
+        """Emit the value in a dtype; in that of the norm by default."""
+        dtype = dtype or self.norm.meta["val"].dtype
         return value if value.meta["val"].dtype == dtype else self.emit(aten._to_copy.default, value, dtype=dtype)
 
     def boxed(self, shares: Sequence[fx.Node]) -> fx.Node:
         """Emit the sum, or the maximum, of the buckets' contributions, which every rank then has."""
         if math.isinf(self.p):
             rows = self.emit(aten.stack.default, list(shares), 1)
-            largest = self.box(
-                self.emit(aten.amax.default, rows, [1]),
-                all_broadcast(self.mesh_dims),
-                TensorRef("value", "the largest gradient of each rank"),
-            )
+            largest = self.everywhere(self.emit(aten.amax.default, rows, [1]), "the largest gradient of each rank")
             return self.emit(aten.amax.default, largest, [0])
         total = self.folded(aten.add.Tensor, shares)
-        if self.in_blocks:
-            return total
-        return self.box(total, all_broadcast(self.mesh_dims), TensorRef("value", "the gradients' norm"))
+        return total if self.in_blocks else self.everywhere(total, "the gradients' norm")
 
     def root(self, shares: Sequence[fx.Node]) -> fx.Node:
         if math.isinf(self.p):
@@ -261,13 +252,17 @@ class _Norm:
             total = self.emit(aten.sqrt.default, total)
         elif self.p != 1:
             total = self.emit(aten.pow.Tensor_Scalar, total, 1 / self.p)
-        return self.in_norm_dtype(total)
+        return self.in_dtype(total)
 
     def folded(self, operator: Callable[..., Any], shares: Sequence[fx.Node]) -> fx.Node:
         total = shares[0]
         for share in shares[1:]:
             total = self.emit(operator, total, share)
         return total
+
+    def everywhere(self, source: fx.Node, what: str) -> fx.Node:
+        """Emit the boxing after which every rank has the whole value."""
+        return self.box(source, all_broadcast(self.mesh_dims), TensorRef("value", what))
 
     def box(self, source: fx.Node, sbp: NdSbp, tensor: TensorRef) -> fx.Node:
         return emit_boxing(self.graph, source, sbp, tensor, origin(self.norm))
