@@ -570,36 +570,28 @@ class Begun:
             )
         with torch.enable_grad(), self._buffers_as_before():
             result = self.graph._owner.run_eagerly(self.graph.module, *self.graph.arguments(self.tensors))
-            pairs = [
-                (output, gradient)
-                for output, gradient in zip(found_in(result, Tensor), gradients, strict=True)
-                if gradient is not None
-            ]
+            given = {place: one for place, one in enumerate(gradients) if one is not None}
+            results = found_in(result, Tensor)
+            outputs = [results[place] for place in given]
             sources = [*(one for one in self.tensors if one.requires_grad), *self.parameters]
-            found = iter(
-                torch.autograd.grad(
-                    [output for output, _ in pairs],
-                    [one for one, wanted in zip(sources, needed, strict=True) if wanted],
-                    [gradient for _, gradient in pairs],
-                    create_graph=True,
-                    allow_unused=True,
-                )
-            )
-        return [next(found) if wanted else None for wanted in needed]
+            wanted = [*itertools.compress(sources, needed)]
+            found = iter(torch.autograd.grad(outputs, wanted, [*given.values()], create_graph=True, allow_unused=True))
+        return [next(found) if is_needed else None for is_needed in needed]
 
     @contextlib.contextmanager
     def _buffers_as_before(self) -> Iterator[None]:
         """Give the buffers that forward has changed the values of before inside the block."""
         now = {one: one.clone() for one in self._buffers}
-        with torch.no_grad(), _torch.same_versions(self._statistics):
-            for buffer, before in self._buffers.items():
-                buffer.copy_(before)
+        self._set_buffers(self._buffers)
         try:
             yield
         finally:
-            with torch.no_grad(), _torch.same_versions(self._statistics):
-                for buffer, after in now.items():
-                    buffer.copy_(after)
+            self._set_buffers(now)
+
+    def _set_buffers(self, values: Mapping[Tensor, Tensor]) -> None:
+        with torch.no_grad(), _torch.same_versions(self._statistics):
+            for buffer, value in values.items():
+                buffer.copy_(value)
 
     def _globals(self, values: Sequence[Tensor], first: int = 0) -> list[Tensor]:
         """Return the global tensors of outputs from a first one on, which are plain ones in a job of one rank."""
