@@ -234,10 +234,8 @@ class SequentialLR(LRScheduler):
         return rates_at(self._schedulers[place], base_lrs, step)
 
     # They have the states of the inner schedulers.
-    state_dict, load_state_dict = (
-        torch.optim.lr_scheduler.SequentialLR.state_dict,
-        torch.optim.lr_scheduler.SequentialLR.load_state_dict,
-    )
+    state_dict = torch.optim.lr_scheduler.SequentialLR.state_dict
+    load_state_dict = torch.optim.lr_scheduler.SequentialLR.load_state_dict
 
 
 class ChainedScheduler(SequentialLR):
