@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import decimal
 import functools
+import importlib.util
 import os
 import sys
+import textwrap
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +86,53 @@ def odd(folder: str) -> None:
 
 def test_a_file_with_odd_parts_and_a_pipe_are_as_no_file(pool: Pool, tmp_path: Path) -> None:
     pool.run(1, odd, str(tmp_path))
+
+
+SOURCE = textwrap.dedent(
+    """
+    import torch
+    import zerograph as zg
+
+
+    class Edited(zg.ZeroGraph):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = torch.nn.Linear(4, 2)
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+        def build(self, x):
+            loss = self.model(x).square().mean() * FACTOR
+            loss.backward()
+            return loss
+    """
+)
+
+
+def imported(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def edited(folder: str) -> list[tuple[bool, float]]:
+    """Import a file, edit it before the first step, and import it again; return whether the steps were in the cache."""
+    path, steps = Path(folder, "edited_while_a_job_starts.py"), []
+    with cache_in(folder) as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        for now, then in (("1.5", "2.50"), ("2.50", "2.50"), ("2.50", "2.50")):
+            path.write_text(SOURCE.replace("FACTOR", now))
+            module = imported(path)
+            path.write_text(SOURCE.replace("FACTOR", then))
+            step = module.Edited()
+            steps.append((cache.is_used(step, X), step(X).item()))
+    return steps
+
+
+def test_a_file_that_is_edited_while_a_job_starts_makes_no_stale_step(pool: Pool, tmp_path: Path) -> None:
+    (first, second, third) = pool.run(1, edited, str(tmp_path))[0]
+    assert [first[0], second[0], third[0]] == [False, False, True]
+    assert second[1] == third[1] == pytest.approx(first[1] * 2.5 / 1.5)
