@@ -362,3 +362,13 @@ def trained(prepare: Prepare, name: str) -> tuple[list[float], dict[str, Tensor]
 @pytest.mark.parametrize("name", HABITS)
 def test_what_a_loop_may_do_does_what_it_does_in_one_process(pool: Pool, name: str) -> None:
     assert_like_one_process(pool, trained, name, stages=(2,))
+
+
+@pytest.mark.parametrize(
+    "options", [{"batch_norm": "local"}, {"stage": "auto"}, {"stage": 1, "wire": zg.wire("int8", feedback=True)}]
+)
+def test_an_option_of_whole_steps_is_refused_before_anything_is_prepared(options: dict[str, Any]) -> None:
+    model = network()
+    with pytest.raises(zg.ConfigError, match="steps that are one graph"):
+        zg.prepare(model, config=zg.Config(**options))
+    assert type(model) is type(network())

@@ -336,7 +336,7 @@ class CallGraph(LoopGraph):
         if self._optimizers and not step.executor.can_pause:
             # With virtual ranks it depends on the number of ranks whether there is a loop.
             kind = CaptureError if world().slices is None else PlacementError
-            raise kind("its graph cannot pause between forward and backward")
+            raise kind("its graph cannot pause between forward and backward, as with offloaded parameters")
         if step.captured.regions:
             raise CaptureError("a zg.local() region computes with the whole batch in a loop, as in one process")
         return step

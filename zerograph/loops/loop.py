@@ -25,6 +25,7 @@ from zerograph.config import Config
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import leave, use_options, world
 from zerograph.errors import ConfigError, InputError
+from zerograph.ir.wire import format_of
 from zerograph.loops.call_graph import CHANGED_BEFORE_BACKWARD
 from zerograph.loops.calls import Calls
 from zerograph.loops.global_parts import check_equal, of_batch, of_call, split_rows
@@ -82,12 +83,14 @@ class Loop:
     def __init__(
         self, modules: Mapping[str, nn.Module], optimizers: Sequence[torch.optim.Optimizer], config: Config
     ) -> None:
+        gathers = format_of(config.precision.wire, "gather", 0)
         whole_steps = {
             "placement": config.mesh.placement is not None,
             f"context_parallel={config.mesh.context_parallel}": config.mesh.context_parallel > 1,
             "input_sbp": config.mesh.input_sbp is not None,
             "batch_norm='local'": config.batch_norm == "local",
             "stage='auto'": config.zero.stage == "auto",
+            "error feedback of gathers": config.zero.stage != 0 and gathers is not None and gathers.feedback,
         }
         for name in (name for name, is_used in whole_steps.items() if is_used):
             raise ConfigError(
