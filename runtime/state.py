@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import sys
-from collections import ChainMap, defaultdict
+from collections import ChainMap, UserDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -839,7 +839,7 @@ def _stored(value: Tensor, extent: Extent | None) -> TensorOrExtent:
 # ``optimizer.state`` while stores hold the state.
 
 
-class _Entries(MutableMapping[str, Any]):
+class _Entries(UserDict[str, Any]):
     """The state of a parameter, as it is when it is asked: a loop may keep this over updates.
 
     Args:
@@ -851,31 +851,20 @@ class _Entries(MutableMapping[str, Any]):
     def __init__(self, state: StoredState, key: Any, last: MutableMapping[str, Any]) -> None:
         self._state, self._key, self._last = state, key, last
 
-    def now(self) -> MutableMapping[str, Any]:
-        """Return the entries, which may be read and written until the next update. A collective after each."""
+    @property
+    def data(self) -> MutableMapping[str, Any]:  # type: ignore[override]
+        """The entries, which may be read and written until the next update. A collective after each."""
         self._last = self._state.entries(self._key).get(self._key, self._last)
         return self._last
 
-    def __getitem__(self, name: str) -> Any:
-        return self.now()[name]
+    def copy(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return the entries as a dictionary."""
+        return dict(self.data)
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.now()[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.now()[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.now())
-
-    def __len__(self) -> int:
-        return len(self.now())
-
-    def __repr__(self) -> str:
-        return repr(self.now())
+    __copy__ = copy  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
+        return dict, (self.copy(),)
 
 
 class StoredState(MutableMapping[Any, Any]):
@@ -993,7 +982,7 @@ class StoredState(MutableMapping[Any, Any]):
         return key in self.entries(key, reads=True)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.entries()[key] = value.now() if isinstance(value, _Entries) else value
+        self.entries()[key] = value.data if isinstance(value, _Entries) else value
 
     def __delitem__(self, key: Any) -> None:
         del self.entries(key)[key]
