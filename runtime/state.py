@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 from collections import ChainMap, UserDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -482,7 +482,8 @@ def create_store(job: Job, planned: BucketState, parameters: Sequence[nn.Paramet
             _return_state(source, parameters)
     states = [_state_in(optimizer, parameter) for parameter in parameters]
     with torch.no_grad():
-        whole = _gather_parameters(job, layout, parameters)
+        plain_or_stores = [store_of(parameter) or parameter.detach() for parameter in parameters]
+        whole = _gather(job, layout, parameters, plain_or_stores)
         in_buffer = layout.storage.gather_buffer
         shard = _view_of_part(job, layout, whole) if in_buffer else _own_part(job, layout, whole)
         flat = _stored(shard, extents.get(""))
@@ -553,42 +554,48 @@ def _state_in(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) 
     return {} if optimizer is None else flat_state(own_state(optimizer).get(parameter, {}))
 
 
-def _gather_parameters(job: Job, layout: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Return a new whole bucket of the parameters, plain or in other stores. A collective."""
+def _gather(
+    job: Job,
+    layout: Bucket,
+    parameters: Sequence[nn.Parameter],
+    values: Sequence[Any],
+    name: str = "",
+    convert: Callable[[Any, nn.Parameter, Store | None], Tensor] | None = None,
+) -> Tensor:
+    """Return a new whole bucket of parameters, or of their entries ``name``, plain or in other stores. A collective.
+
+    Plain values are rank 0's.
+
+    Args:
+        values: of each parameter its value, or the store that has it.
+        convert: returns a value in the form that the bucket keeps, given its parameter and the store that had it.
+    """
     whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
-    for source in stores_of(parameters):
-        _copy_parts(whole, layout, parameters, source)
-    for parameter, slot in zip(parameters, layout.slots, strict=True):
-        if store_of(parameter) is None:
-            _write_slot(whole, layout, slot, parameter.detach())
-    if any((store := store_of(parameter)) is None or store.layout.is_whole for parameter in parameters):
+    slots = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
+
+    def put(parameter: nn.Parameter, value: Any, source: Store | None) -> None:
+        slot = slots[id(parameter)]
+        part = value if convert is None else convert(value, parameter, source)
+        whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot)
+
+    for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
+        _put_parts(put, source, slots, name)
+    for parameter, value in zip(parameters, values, strict=True):
+        if not isinstance(value, Store):
+            put(parameter, value, None)
+    if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
         broadcast_from(job, [whole])
     return whole
 
 
-def _copy_parts(
-    whole: Tensor,
-    layout: Bucket,
-    parameters: Sequence[nn.Parameter],
-    source: Store,
-    name: str = "",
-    convert: Callable[[Tensor, nn.Parameter], Tensor] | None = None,
-) -> None:
-    """Copy parameters, or their parts of the state entry ``name``, from another store. A collective if that is split.
-
-    ``convert`` changes a part from the form that the source stores to that of ``layout``.
+def _put_parts(put: Callable[..., None], source: Store, wanted: Container[int], name: str) -> None:
+    """Put the wanted parameters of a store, or their entries. A collective where it is split.
 
     A function of its own: no part of one source stays alive while the next source is gathered.
     """
-    slots = {id(parameter): slot for parameter, slot in zip(parameters, layout.slots, strict=True)}
-    indices = [index for index, parameter in enumerate(source.parameters) if id(parameter) in slots]
+    indices = [index for index, parameter in enumerate(source.parameters) if id(parameter) in wanted]
     for index, part in gather_parts(source, indices, name):
-        slot = slots[id(source.parameters[index])]
-        _write_slot(whole, layout, slot, part if convert is None else convert(part, source.parameters[index]))
-
-
-def _write_slot(whole: Tensor, layout: Bucket, slot: Slot, part: Tensor) -> None:
-    whole[..., slot.offset : slot.offset + slot.numel] = to_rows(part, slot)
+        put(source.parameters[index], part, source)
 
 
 def _create_entry(
@@ -610,25 +617,20 @@ def _create_entry(
         folder = store.layout.storage.state
         _write_initial(store, name, extent, fast=folder is not None and folder.fast)
         return extent
-    whole = torch.zeros(layout.shape, dtype=layout.dtype, device=layout.device)
-    values = [state[name] for state in states]
-    for source in dict.fromkeys(value for value in values if isinstance(value, Store)):
-        convert = functools.partial(_entry_from, store, name, source)
-        _copy_parts(whole, layout, store.parameters, source, name, convert)
-    for slot, value in zip(layout.slots, values, strict=True):
-        if not isinstance(value, Store):
-            _write_slot(whole, layout, slot, coded_entry(store, name, _whole(value)))
-    if any(not isinstance(value, Store) or value.layout.is_whole for value in values):
-        broadcast_from(store.job, [whole])
+    values, convert = [state[name] for state in states], functools.partial(_entry_from, store, name)
+    whole = _gather(store.job, layout, store.parameters, values, name, convert)
     return _stored(_own_part(store.job, layout, whole), extent)
 
 
-def _entry_from(store: Store, name: str, source: Store, part: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's entry of another store in the form that ``store`` keeps it in."""
+def _entry_from(store: Store, name: str, value: Any, parameter: nn.Parameter, source: Store | None) -> Tensor:
+    """Return a parameter's entry, plain or of another store, in the form that ``store`` keeps it in."""
+    if source is None:
+        return coded_entry(store, name, _whole(value))
     if source.specs[name].codec == store.specs[name].codec:
+        part: Tensor = value
         return part
     slot = next(slot for other, slot in source.slots() if other is parameter)
-    return coded_entry(store, name, plain_entry(source, name, part, slot))
+    return coded_entry(store, name, plain_entry(source, name, value, slot))
 
 
 def adopt_shard(job: Job, name: str, parameter: nn.Parameter, piece: Tensor, sbp: NdSbp) -> None:

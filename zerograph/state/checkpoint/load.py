@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,14 +160,14 @@ def _without_values(name: str, entry: index.Entry, shape: Sequence[int] | None) 
     return torch.empty(tuple(shape), dtype=index.DTYPES[entry.dtype], device="meta")
 
 
-def _saved_states(checkpoint: Index, number: int) -> dict[int, set[str]]:
-    """Return the names of the saved entries of an optimizer's state, by the number of the parameter."""
+def _saved_states(checkpoint: Index, number: int) -> dict[int, dict[str, str]]:
+    """Return the names of the tensors of an optimizer's saved state, by the number of the parameter and the entry."""
     start = f"optimizers.{number}.state."
-    states: dict[int, set[str]] = {}
+    states: dict[int, dict[str, str]] = {}
     for name in checkpoint.tensors:
         if name.startswith(start):
             parameter, _, entry = name.removeprefix(start).partition(".")
-            states.setdefault(int(parameter), set()).add(entry)
+            states.setdefault(int(parameter), {})[entry] = name
     return states
 
 
@@ -214,13 +214,13 @@ def _plan(
         )
         if (
             elsewhere
-            or not all(_fits(reader, store, optimizer, number, saved) for store in own)
+            or not all(_fits(reader, store, optimizer, saved) for store in own)
             or (loose and _is_converted(reader, optimizer, number, groups[number]))
         ):
             whole.append(number)
             continue
         for key, parameter in enumerate(parameters_of(optimizer)):
-            keepers[id(parameter)] = optimizer, _entries(reader.index, f"{start}{key}.", saved.get(key, ()))
+            keepers[id(parameter)] = optimizer, _entries(reader.index, saved.get(key, {}))
     new = [
         plan_provisional_store(job, parameter, *keepers.get(key, (None, {})), split=is_split(parameter))
         for key, parameter in loose.items()
@@ -230,11 +230,11 @@ def _plan(
     return _LoadPlan(filled, new, whole)
 
 
-def _entries(checkpoint: Index, start: str, names: Iterable[str]) -> dict[str, tuple[StateSpec, tuple[int, ...]]]:
+def _entries(checkpoint: Index, state: Mapping[str, str]) -> dict[str, tuple[StateSpec, tuple[int, ...]]]:
     """Return what the saved entries of a parameter's state are, and their shapes, by name."""
     entries = {}
-    for name in sorted(names):
-        saved, codec = checkpoint.tensors[start + name], saved_codec(name)
+    for name, tensor in sorted(state.items()):
+        saved, codec = checkpoint.tensors[tensor], saved_codec(name)
         dtype = index.DTYPES[saved.dtype] if codec is None else torch.float32
         entries[plain_name(name)] = StateSpec(not saved.shape, dtype, None, dtype, codec), saved.shape
     return entries
@@ -256,26 +256,24 @@ def _is_converted(
 
 
 def _fits(
-    reader: Reader, store: Store, optimizer: torch.optim.Optimizer, number: int, saved: Mapping[int, set[str]]
+    reader: Reader, store: Store, optimizer: torch.optim.Optimizer, saved: Mapping[int, Mapping[str, str]]
 ) -> bool:
     """Return whether the store can hold the saved state: all entries, in its shapes, with equal step counts."""
     numbers = {id(parameter): position for position, parameter in enumerate(parameters_of(optimizer))}
     if not all(id(parameter) in numbers for parameter in store.parameters):
         return False
-    entries = [saved.get(numbers[id(parameter)], set()) for parameter in store.parameters]
-    if not any(entries):
+    states = [saved.get(numbers[id(parameter)], {}) for parameter in store.parameters]
+    if not any(states):
         return True
-    if any(names != {saved_name(entry, spec.codec) for entry, spec in store.specs.items()} for names in entries):
+    entries = {saved_name(name, spec.codec): name for name, spec in store.specs.items()}
+    if any(state.keys() != entries.keys() for state in states):
         return False
-    tensors = reader.index.tensors
-    for name in store.specs:
-        entry = saved_name(name, store.specs[name].codec)
-        keys = [f"optimizers.{number}.state.{numbers[id(parameter)]}.{entry}" for parameter in store.parameters]
-        layout = store.layouts.get(name)
-        if layout is None:
-            if any(tensors[key].shape != () for key in keys) or len({float(reader.whole(key)) for key in keys}) > 1:
-                return False
-        elif any(tensors[key].shape != slot.shape for key, slot in zip(keys, layout.slots, strict=True)):
+    for entry, name in entries.items():
+        tensors, layout = [state[entry] for state in states], store.layouts.get(name)
+        shapes = [()] * len(states) if layout is None else [slot.shape for slot in layout.slots]
+        if shapes != [reader.index.tensors[tensor].shape for tensor in tensors]:
+            return False
+        if layout is None and len({float(reader.whole(tensor)) for tensor in tensors}) > 1:
             return False
     return True
 
@@ -369,15 +367,14 @@ def plain_optimizer_state(
         read: False: the tensors are on the meta device.
     """
 
-    def entry(key: int, name: str) -> tuple[str, Tensor]:
-        whole = f"optimizers.{number}.state.{key}.{name}"
+    def entry(key: int, name: str, tensor: str) -> tuple[str, Tensor]:
         if not read:
-            return plain_name(name), _without_values(name, reader.index.tensors[whole], (shapes or {}).get(key))
-        value = reader.whole(whole)
+            return plain_name(name), _without_values(name, reader.index.tensors[tensor], (shapes or {}).get(key))
+        value = reader.whole(tensor)
         return (name, value) if shapes is None else (plain_name(name), decode_saved(name, value, shapes[key]))
 
     states = {
-        key: dict(entry(key, name) for name in sorted(names))
-        for key, names in sorted(_saved_states(reader.index, number).items())
+        key: dict(entry(key, *one) for one in sorted(state.items()))
+        for key, state in sorted(_saved_states(reader.index, number).items())
     }
     return {"state": states, "param_groups": groups}
