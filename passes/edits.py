@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import fx
 
-from zerograph.ir.metadata import Boxing, Origin, Role, TensorRef, meta
+from zerograph.ir.metadata import Boxing, Origin, Role, TensorRef, boxing_of, meta, origin
 from zerograph.ir.rewrite import emit, fake, first_computed
 from zerograph.ir.sbp import NdSbp
 
@@ -40,11 +41,21 @@ def add_input(
     return node
 
 
-def on_device(node: fx.Node, device: torch.device, origin: Origin) -> fx.Node:
+def on_device(node: fx.Node, device: torch.device, new_origin: Origin) -> fx.Node:
     """Return a tensor on a device: a copy that is added at the graph's insertion point, if it is on another one."""
     if node.meta["val"].device == device:
         return node
-    return emit(node.graph, torch.ops.aten._to_copy.default, (node,), origin, like=node, device=device)
+    return emit(node.graph, torch.ops.aten._to_copy.default, (node,), new_origin, like=node, device=device)
+
+
+def copy_for(reader: fx.Node, node: fx.Node, copies: Mapping[fx.Node, fx.Node] = MappingProxyType({})) -> fx.Node:
+    """Copy a node to directly before a reader, with the reader's origin; inputs that have copies are those."""
+    with node.graph.inserting_before(reader):
+        copy = node.graph.node_copy(node, lambda source: copies.get(source, source))
+    meta(copy)["origin"] = origin(reader)
+    if (change := boxing_of(node)) is not None:
+        meta(copy)["boxing"] = replace(change, phase=origin(reader).phase)
+    return copy
 
 
 def move_before(node: fx.Node, place: fx.Node) -> None:

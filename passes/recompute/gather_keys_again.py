@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
-from zerograph.ir.metadata import boxing_of, meta, origin
+from zerograph.ir.metadata import boxing_of, origin
 from zerograph.passes import rules
 from zerograph.passes.context import Context
+from zerograph.passes.edits import copy_for
 from zerograph.passes.placement.attention import BACKWARDS
 from zerograph.passes.placement.boxing import boxing
 
@@ -25,10 +24,7 @@ def gather_keys_again(module: fx.GraphModule, context: Context) -> fx.GraphModul
             if source.target is not boxing or change is None or change.kind != "all-gather":
                 continue
             if source not in copies and origin(source).phase == "forward":
-                with module.graph.inserting_before(node):
-                    copies[source] = module.graph.node_copy(source)
-                meta(copies[source])["origin"] = origin(node)
-                meta(copies[source])["boxing"] = replace(change, phase=origin(node).phase)
+                copies[source] = copy_for(node, source)
             if source in copies:
                 node.replace_input_with(source, copies[source])
     return module

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -24,6 +23,7 @@ from zerograph.ir.rewrite import closure, drop_unused, positions
 from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import gathers_bucket, source_bucket
 from zerograph.passes.context import Context
+from zerograph.passes.edits import copy_for
 from zerograph.passes.placement.boxing import boxing
 
 aten = torch.ops.aten
@@ -41,7 +41,7 @@ def reshard_after_forward(module: fx.GraphModule, context: Context) -> fx.GraphM
     for gather in gathers:
         later = _after_widest_gap(uses[gather], order, used)
         if later:
-            _gather_again(graph, gather, later)
+            _gather_again(gather, later)
     drop_unused(graph)
     return module
 
@@ -54,7 +54,7 @@ def bucket_gathers(graph: fx.Graph) -> list[fx.Node]:
     return [
         node
         for node in graph.find_nodes(op="call_function", target=boxing)
-        if _is_stored_bucket(_first_of_chain(node).all_input_nodes[0])
+        if source_bucket(_original(_first_of_chain(node).all_input_nodes[0])) is not None
         and any(isinstance(sbp, Split) for sbp in meta(node.all_input_nodes[0])["sbp"])
         and not any(_first_of_chain(user) is not user for user in node.users if user.target is boxing)
     ]
@@ -65,13 +65,6 @@ def _first_of_chain(node: fx.Node) -> fx.Node:
     while (source := node.all_input_nodes[0]).target is boxing and gathers_bucket(node) and gathers_bucket(source):
         node = source
     return node
-
-
-def _is_stored_bucket(node: fx.Node) -> bool:
-    """Return whether the node is a stored bucket, or a view, cast or copy of one."""
-    while is_view_or_copy(node):
-        node = node.all_input_nodes[0]
-    return source_bucket(node) is not None
 
 
 def _uses(gather: fx.Node) -> set[fx.Node]:
@@ -98,21 +91,18 @@ def _after_widest_gap(uses: list[fx.Node], order: dict[fx.Node, int], used: list
     return uses[first_after:] if first_after else []
 
 
-def _gather_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None:
+def _gather_again(gather: fx.Node, uses: list[fx.Node]) -> None:
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node, reader: fx.Node) -> fx.Node:
-        if node is not gather and not (is_view_or_copy(node) and _comes_from(node, gather)):
+        if node is not gather and not (is_view_or_copy(node) and _original(node) is gather):
             return node
         if node not in copies:
             inputs = {source: copy(source, reader) for source in node.all_input_nodes if node is not gather}
-            if node is gather:
-                inputs = _copy_cast(graph, gather, reader)
-            with graph.inserting_before(reader):
-                copies[node] = graph.node_copy(node, lambda source: inputs.get(source, source))
-            meta(copies[node])["origin"] = origin(reader)
-            if node is gather:
-                meta(copies[node])["boxing"] = replace(meta(gather)["boxing"], phase=origin(reader).phase)
+            if node is gather and (cast := gather.all_input_nodes[0]).op != "placeholder" and cast.target is not boxing:
+                # A cast to the compute dtype: only the master shard is stored.
+                inputs = {cast: copy_for(reader, cast)}
+            copies[node] = copy_for(reader, node, inputs)
         return copies[node]
 
     for use in uses:
@@ -120,18 +110,8 @@ def _gather_again(graph: fx.Graph, gather: fx.Node, uses: list[fx.Node]) -> None
             use.replace_input_with(source, copy(source, use))
 
 
-def _copy_cast(graph: fx.Graph, gather: fx.Node, reader: fx.Node) -> dict[fx.Node, fx.Node]:
-    """Copy the cast before a gather in the compute dtype: only the master shard is stored."""
-    cast = gather.all_input_nodes[0]
-    if cast.op == "placeholder" or cast.target is boxing:
-        return {}
-    with graph.inserting_before(reader):
-        copy = graph.node_copy(cast)
-    meta(copy)["origin"] = origin(reader)
-    return {cast: copy}
-
-
-def _comes_from(node: fx.Node, gather: fx.Node) -> bool:
+def _original(node: fx.Node) -> fx.Node:
+    """Return what the node is a view, cast or copy of, or the node itself."""
     while is_view_or_copy(node):
         node = node.all_input_nodes[0]
-    return node is gather
+    return node
