@@ -213,6 +213,10 @@ class Context:
         """The mesh with ``config.virtual_ranks`` if ranks do not divide it, for tensors that have rows of the batch."""
         return with_slices(self.mesh, self.batch.slices)
 
+    def bucket(self, name: str) -> Bucket:
+        """Return the layout of a bucket."""
+        return next(bucket for bucket in self.buckets if bucket.name == name)
+
     def along_slices(self) -> Context:
         """Return the context as if one rank computed all slices of ``config.virtual_ranks``, if there are any.
 

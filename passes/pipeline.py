@@ -204,15 +204,10 @@ def edited(edits: tuple[PassEdit, ...]) -> tuple[Pass, ...]:
             continue
         if edit.action == "after":
             index += 1
-        passes.insert(index, _inserted(edit.run, passes[index - 1 : index], passes[index : index + 1]))
+        neighbour = passes[min(index, len(passes) - 1)]
+        passes.insert(index, Pass(edit.run, neighbour.scope, neighbour.time, bodies=not neighbour.time))
     _check_requirements(passes)
     return tuple(passes)
-
-
-def _inserted(run: Rewrite, before: list[Pass], after: list[Pass]) -> Pass:
-    """Return the entry of an inserted pass: that of its successor, or of the last pass, with another function."""
-    (neighbour,) = after or before
-    return Pass(run, neighbour.scope, neighbour.time, bodies=not neighbour.time)
 
 
 def _check_requirements(passes: list[Pass]) -> None:

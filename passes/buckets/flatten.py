@@ -295,10 +295,7 @@ def _emit_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.No
             gradient = emit(graph, aten.alias.default, (gradient,), _UPDATE)
         meta(gradient)["gradient_of"] = bucket.name  # read by ``fuse``
     inputs = {"param": flat, "grad": gradient, **_numbers(graph, update)}
-    for name, spec in update.program.state.items():
-        shape = () if spec.scalar else bucket.shape
-        device = torch.device("cpu") if spec.scalar else bucket.storage_device
-        inputs[name] = add_input(graph, Role("state", f"{bucket.name}.{name}"), shape, spec.dtype, device)
+    inputs |= {name: _state_input(graph, bucket, name, update) for name in update.program.state}
     copies: dict[fx.Node, fx.Node] = {}
     values = _update_values(graph, bucket)
     with graph.inserting_before(graph.output_node()):
@@ -311,7 +308,9 @@ def _emit_update(graph: fx.Graph, bucket: Bucket, flat: fx.Node, gradient: fx.No
                 meta(copies[node])["origin"] = _UPDATE
                 copies[node].meta["val"] = values(copies[node], node.meta.get("val"))
             elif node.op == "output":
-                _write_new_state(graph, update, node, copies, inputs)
+                # The first update returns its state, in the order of the names.
+                for name, new in zip(update.program.state, output_nodes(program.graph), strict=False):
+                    emit(graph, aten.copy_.default, (inputs[name], copies[new]), _UPDATE)
 
 
 def _update_values(graph: fx.Graph, bucket: Bucket) -> Callable[[fx.Node, Any], Any]:
@@ -360,14 +359,6 @@ def _state_input(graph: fx.Graph, bucket: Bucket, name: str, update: BucketUpdat
 def _owner_signature(sbp: Sbp, numbers: int, states: Sequence[Sbp]) -> Signature:
     """Return the signature along one mesh dimension: the bucket and its gradient have the SBP ``sbp``."""
     return Signature((sbp, sbp, *[broadcast] * numbers, *states), (sbp, *states))
-
-
-def _write_new_state(
-    graph: fx.Graph, update: BucketUpdate, output: fx.Node, copies: dict[fx.Node, fx.Node], inputs: dict[str, fx.Node]
-) -> None:
-    """Write the state that the first update returns, in the order of the names."""
-    for name, node in zip(update.program.state, output_nodes(output.graph), strict=False):
-        emit(graph, aten.copy_.default, (inputs[name], copies[node]), _UPDATE)
 
 
 def _numbers(graph: fx.Graph, update: BucketUpdate) -> dict[str, fx.Node]:

@@ -85,7 +85,7 @@ def _warn_of_exact_gradients(graph: fx.Graph, context: Context) -> None:
         if "gradient" not in meta(joined) or any(isinstance(sbp, PartialSum) for sbp in meta(joined)["sbp"]):
             continue
         name = meta(joined)["gradient"]
-        bucket = next(bucket for bucket in context.buckets if bucket.name == name)
+        bucket = context.bucket(name)
         slots = sorted(bucket.slots, key=lambda slot: slot.offset)
         is_reduced = [_is_reduced(part) for part in joined.all_input_nodes]
         if any(is_reduced) and not all(is_reduced):
@@ -120,26 +120,23 @@ def _coded(node: fx.Node, change: Boxing, use: Kind, codec: Codec, context: Cont
     Raises:
         PlacementError: the tensor cannot be coded.
     """
-    dtype = node.meta["val"].dtype
+    dtype, bucket = node.meta["val"].dtype, context.bucket(change.tensor.name)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        names = [slot.name for bucket in context.buckets if bucket.name == change.tensor.name for slot in bucket.slots]
         # Whole numbers, such as frozen weights of 8 bits, have no rounding to spare.
         other = "reduce" if use == "gather" else "gather"
         convert = "Convert these parameters to torch.float32, or set" if dtype.is_floating_point else "Set"
         raise PlacementError(
-            f"config.precision.wire: {change.tensor} ({names[0] if names else 'no parameter'}, ...) is {dtype}, which "
-            f"{codec.code} cannot code\n{convert} a format for the other kind only: "
+            f"config.precision.wire: {change.tensor} ({bucket.slots[0].name}, ...) is {dtype}, which {codec.code} "
+            f"cannot code\n{convert} a format for the other kind only: "
             f"config.precision.wire = {{{other!r}: {codec.code!r}}}."
         )
     if codec.code == "bf16" and (dtype is torch.float16 or (dtype is torch.bfloat16 and use == "gather")):
         # Two bytes already. A sum of bf16 is coded all the same, to be computed in fp32.
         return None
-    numel = change.bytes // dtype.itemsize
-    bucket = next(bucket for bucket in context.buckets if bucket.name == change.tensor.name)
     if bucket.block % codec.block:
         raise PlacementError(
             f"config.precision.wire: {change.tensor} was laid out by a graph without blocks of {codec.block} elements\n"
             f"Set the same config.precision.wire in both graphs before their first calls, or config.precision.wire = "
             "'exact' here."
         )
-    return Coded(codec, codec.coded_bytes(numel))
+    return Coded(codec, codec.coded_bytes(change.bytes // dtype.itemsize))

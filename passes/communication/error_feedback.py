@@ -120,7 +120,7 @@ def receive(node: fx.Node, change: Boxing, context: Context) -> None:
             "config.precision.wire: gathers with feedback=True send differences from the last gathered weights, which "
             f"stage 3 frees ({change.tensor})\nChoose stage 1 or 2, or a format without feedback for 'gather'."
         )
-    bucket = next(bucket for bucket in context.buckets if bucket.name == change.tensor.name)
+    bucket = context.bucket(change.tensor.name)
     if len(bucket.zero_dims) > 1:
         raise PlacementError(
             "config.precision.wire: gathers with feedback=True send differences from what all ranks have received. "

@@ -168,7 +168,7 @@ def _evaluated(node: fx.Node) -> Any:
 def _update_own_slots(module: fx.GraphModule, node: fx.Node, context: Context) -> None:
     """Update in place the slots that this rank owns: state is written, and a whole bucket is gathered first."""
     name = meta(node)["bucket"]
-    bucket = next(bucket for bucket in context.buckets if bucket.name == name)
+    bucket = context.bucket(name)
     rank, guarded = index_along(context.mesh, bucket.zero_dims), context.guarded
     update = update_module(bucket, context.updates[name], rank, guarded=guarded)
     module.add_submodule(f"update_{name}", update)

@@ -212,9 +212,10 @@ def _input_sbp(node: fx.Node, context: Context) -> NdSbp:
         if node_role.entry is not None:
             update = context.updates[node_role.bucket]
             return (update.layouts.get(node_role.entry) or update.unused[node_role.entry]).sbp
-        return next(bucket.sbp for bucket in context.buckets if bucket.name == node_role.bucket)
+        return context.bucket(node_role.bucket).sbp
     if node_role.kind == "accumulated":
-        return next(bucket.gradient_sbp for bucket in context.buckets if bucket.name == node_role.bucket)
+        assert node_role.bucket is not None
+        return context.bucket(node_role.bucket).gradient_sbp
     return all_broadcast(context.mesh.dims)
 
 

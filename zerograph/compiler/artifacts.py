@@ -310,7 +310,7 @@ class Artifact:
             return None
 
         def owner_update(name: str) -> nn.Module:
-            bucket = next(bucket for bucket in context.buckets if bucket.name == name)
+            bucket = context.bucket(name)
             position = index_along(context.mesh, bucket.zero_dims)
             return update_module(bucket, context.updates[name], position, guarded=context.guarded)
 
