@@ -18,11 +18,12 @@ from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rewrite import closure, emit_like, replace_node
-from zerograph.ir.sbp import NdSbp, Split
+from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import nbytes
 from zerograph.ops.rows import exchange_rows
 from zerograph.ops.tree_sum import nodes_per_rank, sum_in_tree
 from zerograph.passes.context import Context
+from zerograph.passes.lower.lowering import with_entry
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -89,7 +90,7 @@ def _sum(start: fx.Node, wait: fx.Node, held: Sequence[fx.Node], slices: int) ->
             padding = -value.numel() % ranks if whole else 0
             numel = (value.numel() + padding) // ranks
             piece = [numel] if whole else [shape[0] // ranks, *shape[1:]]
-            pieces: NdSbp = tuple(Split(0) if dim == change.dim else sbp for dim, sbp in enumerate(change.target))
+            pieces = with_entry(change.target, change.dim, Split(0))
             scatter, gather = replace(change, target=pieces), replace(change, source=pieces)
             sizes: Sequence[Any] = [numel] * ranks, [1] * ranks, [ranks, *piece]
             parts = []

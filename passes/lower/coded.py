@@ -19,7 +19,7 @@ from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Split
 from zerograph.ops import blocks
 from zerograph.ops.rows import exchange_rows
 from zerograph.passes.communication.error_feedback import received_input
-from zerograph.passes.lower.lowering import Lowering, c10d, split_dim
+from zerograph.passes.lower.lowering import Lowering, c10d, split_dim, with_entry
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def lower_coded(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx
     # Sum pieces of the last dimension, of which each has whole blocks, then gather them.
     dim = len(source.meta["val"].shape) - 1
     change = lower.change
-    pieces = (*change.source[: change.dim], Split(dim), *change.source[change.dim + 1 :])
+    pieces = with_entry(change.source, change.dim, Split(dim))
     scatter = replace(lower, change=replace(change, target=pieces, gathered=None))
     gather = replace(lower, change=replace(change, source=pieces, reduced=None))
     reduced = _reduce(scatter, source, dim)

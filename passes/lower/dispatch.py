@@ -14,13 +14,13 @@ from zerograph.ir.mesh import global_shape
 from zerograph.ir.metadata import Boxing, TensorRef, meta, origin
 from zerograph.ir.rank_numbers import along
 from zerograph.ir.rewrite import emit
-from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, partial_sum
+from zerograph.ir.sbp import NdSbp, Split, broadcast, partial_sum
 from zerograph.ir.step_graph import nbytes
 from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS, PACK, ROUTES, UNPACK
 from zerograph.ops.rows import exchange_rows
 from zerograph.passes import rules
 from zerograph.passes.context import Context
-from zerograph.passes.lower.lowering import Lowering, c10d
+from zerograph.passes.lower.lowering import Lowering, c10d, with_entry
 from zerograph.passes.placement.experts import capacity_of, exchanged_along
 
 aten = torch.ops.aten
@@ -57,9 +57,9 @@ def _send(node: fx.Node, dim: int, context: Context) -> None:
     (source, *_), sbp = node.all_input_nodes, meta(node)["sbp"]
     held = nbytes(source.meta["val"])
     if node.target is COMBINE:
-        change = _change(node, "results of experts", _at(sbp, dim, partial_sum), sbp, dim, held, context)
+        change = _change(node, "results of experts", with_entry(sbp, dim, partial_sum), sbp, dim, held, context)
     else:
-        what, moves = "experts of tokens", (_at(sbp, dim, Split(0)), _at(sbp, dim, broadcast))
+        what, moves = "experts of tokens", (with_entry(sbp, dim, Split(0)), with_entry(sbp, dim, broadcast))
         what = "tokens to experts" if node.target is DISPATCH else what
         change = _change(node, what, *moves, dim, held * context.mesh.shape[dim], context)
     with node.graph.inserting_before(node):
@@ -95,7 +95,7 @@ def _exchange(node: fx.Node, dim: int, limit: int, context: Context) -> None:
     # Places in the order of tokens that are sent.
     meta(packed)["temporary"] = 8 * (tokens + ranks * limit)
     what = "tokens to experts" if operator is DISPATCH else "results of experts"
-    moves = _at(sbp, dim, Split(0)), _at(sbp, dim, Split(1))
+    moves = with_entry(sbp, dim, Split(0)), with_entry(sbp, dim, Split(1))
     meta(start)["boxing"] = _change(node, what, *moves, dim, ranks * nbytes(packed.meta["val"]), context)
     meta(node)["boxing"] = _change(node, what, *moves, dim, 0, context, ", above the capacity")
     meta(node)["rank_arguments"] = {3: along(dim, 1)}
@@ -116,11 +116,6 @@ def _routes_of(ids: fx.Node, node: fx.Node, ranks: int, context: Context) -> fx.
     meta(routes)["global"] = global_shape(routes.meta["val"].shape, sbp, context.mesh)
     meta(routes)["temporary"] = 3 * tokens * ranks * 4
     return routes
-
-
-def _at(sbp: NdSbp, dim: int, entry: Sbp) -> NdSbp:
-    """Return an SBP with another entry for one mesh dimension."""
-    return (*sbp[:dim], entry, *sbp[dim + 1 :])
 
 
 def _change(

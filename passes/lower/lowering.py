@@ -15,7 +15,7 @@ from zerograph.ir.mesh import local_shape, most_slices, own_slices, start_of_sli
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, RankNumber, along
 from zerograph.ir.rewrite import emit_like
-from zerograph.ir.sbp import Broadcast, Sbp, Split, broadcast
+from zerograph.ir.sbp import Broadcast, NdSbp, Sbp, Split, broadcast
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.rows import exchange_rows, gather_rows
 from zerograph.passes.context import Context
@@ -48,8 +48,7 @@ class Lowering:
     @property
     def together(self) -> tuple[Size, ...]:
         """The shape that the ranks along it hold together."""
-        sbp = list(self.change.source)
-        sbp[self.change.dim] = broadcast
+        sbp = with_entry(self.change.source, self.change.dim, broadcast)
         return local_shape(meta(self.node)["global"], sbp, self.context.mesh)
 
     def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -136,7 +135,7 @@ def lower_slices(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> f
     assert slices is not None
     whole = source
     if not isinstance(before, Broadcast):
-        target = tuple(broadcast if dim == lower.change.dim else sbp for dim, sbp in enumerate(lower.change.target))
+        target = with_entry(lower.change.target, lower.change.dim, broadcast)
         gather = replace(lower, change=replace(lower.change, target=target))
         whole = (
             _gather_slices(gather, source, before.dim, slices)
@@ -230,6 +229,11 @@ def _own_rows(lower: Lowering, whole: fx.Node, dim: int) -> fx.Node:
     else:
         start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
     return lower.cut(aten.narrow.default, whole, dim, start, lower.part(dim), rank_arguments={2: None})
+
+
+def with_entry(sbp: NdSbp, dim: int, entry: Sbp) -> NdSbp:
+    """Return an SBP with another entry for one mesh dimension."""
+    return (*sbp[:dim], entry, *sbp[dim + 1 :])
 
 
 def split_dim(sbp: Sbp) -> int:
