@@ -413,27 +413,22 @@ def _shape(node: fx.Node) -> list[Size]:
 
 
 def _dim_after(shape: Sequence[int], target: Sequence[int], dim: int, ranks: int) -> int | None:
-    """Return the dimension of a view's result that a split dimension of its source becomes, or None."""
-    same = _same_dimension(shape, target, dim)
-    return same if same is not None else _batch_dim(target, math.prod(shape[:dim]), ranks)
+    """Return the dimension of a view's result that a split dimension of its source becomes, or None.
+
+    Where the view flattens or splits it, that is the dimension whose slowest index it is, if ranks divide that one.
+    """
+    same, before = _same_dimension(shape, target, dim), math.prod(shape[:dim])
+    if same is not None:
+        return same
+    starts = (index for index, size in enumerate(target) if math.prod(target[:index]) == before and size > 1)
+    return next((index for index in starts if target[index] % ranks == 0), None)
 
 
 def _same_dimension(source: Sequence[int], target: Sequence[int], dim: int) -> int | None:
     """Return the index of the dimension in the view's result, or None if it is flattened or split."""
-    return next(
-        (
-            index
-            for index, size in enumerate(target)
-            if size == source[dim] and math.prod(target[:index]) == math.prod(source[:dim])
-        ),
-        None,
-    )
-
-
-def _batch_dim(target: Sequence[int], before: int, ranks: int) -> int | None:
-    """Return the dimension of a view's result whose slowest index is the batch, after ``before`` outer indices."""
-    starts = ((index, size) for index, size in enumerate(target) if math.prod(target[:index]) == before and size > 1)
-    return next((index for index, size in starts if size % ranks == 0), None)
+    before = math.prod(source[:dim])
+    indices = (index for index, size in enumerate(target) if size == source[dim])
+    return next((index for index in indices if math.prod(target[:index]) == before), None)
 
 
 def _merged(source: Sequence[int], target: Sequence[int], dim: int) -> tuple[int, int, int] | None:
