@@ -181,9 +181,9 @@ class Store(BucketState):
                 )
 
 
-def store_of(parameter: nn.Parameter) -> Store | None:
-    """Return the store that the parameter belongs to, or None."""
-    store: Store | None = getattr(parameter, "_zerograph_store", None)
+def store_of(tensor: Tensor) -> Store | None:
+    """Return the store that the tensor, a parameter, belongs to, or None."""
+    store: Store | None = getattr(tensor, "_zerograph_store", None)
     return store
 
 

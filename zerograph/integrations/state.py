@@ -71,6 +71,6 @@ def whole_state(
     with torch.no_grad():
         for name in names:
             value = entries[name]
-            if isinstance(value, Tensor) and (not isinstance(value, nn.Parameter) or store_of(value) is None):
+            if isinstance(value, Tensor) and store_of(value) is None:
                 whole.setdefault(id(value), value.detach().to("cpu", copy=True))
     return {name: whole[id(entries[name])] for name in names if isinstance(entries[name], Tensor)}

@@ -72,7 +72,7 @@ class Stream:
     def plain(self) -> Iterator[tuple[str, Tensor]]:
         """Yield copies of the tensors that are in no bucket, such as buffers, under their own names."""
         for name, tensor in self._tensors.items():
-            if not isinstance(tensor, nn.Parameter) or store_of(tensor) is None:
+            if store_of(tensor) is None:
                 yield name, tensor.detach().clone()
 
     def converted(self, buckets: Iterator[Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:

@@ -68,9 +68,8 @@ def to_global(
         if sbp is not None:
             nd_sbp(sbp, mesh.ndim if mesh is not None else 1 if isinstance(sbp, Sbp) else len(sbp))
         return x
-    if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
-        return _of_store(x, store, mesh, sbp)
-    if not isinstance(x, DTensor):
+    store = store_of(x)
+    if store is None and not isinstance(x, DTensor):
         if mesh is None or sbp is None:
             raise PlacementError("to_global() of a local tensor needs both placement= and sbp=")
         _check_number(x, mesh)
@@ -83,7 +82,10 @@ def to_global(
         return checked(here, placement=mesh, sbp=target_sbp) if check_meta else from_parts(here, mesh, target_sbp)
     if mesh is None and sbp is None:
         raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
-    return _placed(x, mesh, sbp)
+    if store is None and isinstance(x, DTensor):
+        return _placed(x, mesh, sbp)
+    mesh = placement_of_tensor(x).mesh if mesh is None else mesh
+    return cut(whole_of(x), mesh, sbp_of(x) if sbp is None else sbp)
 
 
 def to_local(x: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
     original = original_of(x)
     if isinstance(original, DTensor):
         return original.device_mesh, from_dtensor(original.placements)
-    if isinstance(original, torch.nn.Parameter) and (store := store_of(original)) is not None:
+    if (store := store_of(original)) is not None:
         return placement(original.device.type, store.job.grid), store.layout.sbp_of(
             store.layout.slots[_place(original, store)]
         )
@@ -160,8 +162,8 @@ def _where(x: Tensor) -> tuple[placement | DeviceMesh, NdSbp] | None:
 
 def whole_of(x: Tensor) -> Tensor:
     """Return the whole tensor on every rank, plain and without gradient. A collective for global tensors."""
-    if isinstance(x, torch.nn.Parameter) and (store := store_of(x)) is not None:
-        return _values(x, store)
+    if (store := store_of(x)) is not None:
+        return plain_parameters(store)[_place(x, store)].detach()
     if not isinstance(x, DTensor):
         return x.detach()
     mesh = x.device_mesh
@@ -236,17 +238,6 @@ def _placed(x: DTensor, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None
     return cut(whole_of(x), mesh, target_sbp)
 
 
-def _of_store(x: torch.nn.Parameter, store: Store, mesh: DeviceMesh | None, sbp: Sbp | Sequence[Sbp] | None) -> Tensor:
-    if mesh is None and sbp is None:
-        raise PlacementError("to_global() of a global tensor needs placement=, sbp= or both")
-    mesh = placement_of_tensor(x).mesh if mesh is None else mesh
-    return cut(_values(x, store), mesh, sbp_of(x) if sbp is None else sbp)
-
-
-def _values(x: torch.nn.Parameter, store: Store) -> Tensor:
-    return plain_parameters(store)[_place(x, store)].detach()
-
-
 def _place(x: Tensor, store: Store) -> int:
     return next(number for number, parameter in enumerate(store.parameters) if parameter is x)
 
@@ -277,7 +268,7 @@ def module_to_global(
         PlacementError: an argument is missing or does not fit a tensor.
     """
     for name, tensor in (one for owner in module.modules() for one in own_tensors(owner)):
-        if not isinstance(tensor, nn.Parameter) or (store := store_of(tensor)) is None:
+        if (store := store_of(tensor)) is None:
             continue
         if store.is_provisional:
             raise ConfigError(
