@@ -20,6 +20,8 @@ _ADVICE = {
     "between ranks already stays out of zg.prepare(): its tensors are this rank's rows.",
     "a gradient that was computed without global tensors": "Pass the loop's loader to zg.prepare(), or this rank's "
     "rows as zg.global_tensor(part, zg.sbp.split(0)): methods and submodules compute with plain tensors as they are.",
+    "the emitted graph": "All ranks must run the same step. Code that goes through a set of texts does so in another "
+    "order in each process: let it go through a list, or set PYTHONHASHSEED=0 for all ranks.",
     HYPERPARAMETERS: "Set hyperparameters, and step schedulers, alike on all ranks: by values of the whole batch.",
     "the end of full_parameters()": "No change was kept. Every rank must make the same changes, or one rank: "
     "full_parameters(..., modifier_rank=0).",

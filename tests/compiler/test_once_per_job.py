@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import zerograph as zg
 from tests.compiler.test_step_cache import TwoRanks, X, cache_in
+from tests.models import part
 from tests.pool import Pool
 from zerograph.capture.trace import Capture
 from zerograph.compiler import step_cache
@@ -144,3 +146,44 @@ def test_an_interrupt_of_a_rank_that_waits_ends_the_compilation_and_no_more(pool
 
 def test_a_folder_that_the_system_refuses_is_an_empty_one(pool: Pool, tmp_path: Path) -> None:
     assert min(pool.run(2, steps_of, str(tmp_path / ("long" * 100)))) > 0
+
+
+# Two keys that a set yields in the order in which they came.
+KEYS = next(
+    (first, second)
+    for first, second in itertools.combinations([(number,) for number in range(1, 50)], 2)
+    if [*{first, second}] != [*{second, first}]
+)
+
+
+class Unordered(TwoRanks):
+    """Its trace has operators in another order on rank 1: texts in a set have one of their own in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = set(KEYS if zg.rank() == 0 else reversed(KEYS))
+
+    def build(self, x: Tensor) -> Tensor:
+        parts = {key: (x * key[0]).cos() for key in self.keys}
+        return super().build(parts[KEYS[0]] + 2 * parts[KEYS[1]])
+
+
+def unordered() -> tuple[list[float], list[tuple[int]], int]:
+    run, traces = Capture.run, []
+
+    def counted(capture: Capture) -> object:
+        traces.append(1)
+        return run(capture)
+
+    step = Unordered()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Capture, "run", counted)
+        return [step(part(X)).item() for _ in range(3)], [*step.keys], len(traces)
+
+
+def test_ranks_whose_code_runs_in_another_order_take_the_step_of_rank_0(pool: Pool) -> None:
+    (alone, *_) = pool.run(1, unordered)[0]
+    (first, order, traces), (second, other_order, other_traces) = pool.run(2, unordered)
+    assert order != other_order
+    assert (traces, other_traces) == (2, 1)
+    assert first == second == pytest.approx(alone)

@@ -287,4 +287,4 @@ def graph_lines(graph: fx.Graph) -> list[str]:
 
 def numbered(lines: Sequence[str]) -> dict[str, str]:
     """Return the lines by their names in messages."""
-    return {f"line {number} of the emitted graph": line for number, line in enumerate(lines)}
+    return {f"the emitted graph: line {number}": line for number, line in enumerate(lines)}

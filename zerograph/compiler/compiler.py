@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,14 @@ from zerograph.compiler.step_key import StepKey, StepRequest
 from zerograph.compiler.updates import Updates
 from zerograph.compiler.virtual_ranks import check_target, slices_per_rank
 from zerograph.config import Config
-from zerograph.errors import ArtifactError, CaptureError, ConfigError, PlacementError, ZeroGraphError
+from zerograph.errors import (
+    ArtifactError,
+    CaptureError,
+    ConfigError,
+    PlacementError,
+    RankMismatchError,
+    ZeroGraphError,
+)
 from zerograph.ir.annotate import annotation
 from zerograph.ir.buckets import default_bytes
 from zerograph.ir.mesh import Mesh, piece_count
@@ -91,6 +99,8 @@ class Compiler:
     _states: ValueStates = field(default_factory=ValueStates)
     _warned: set[str] = field(default_factory=set)
     _synchronised: bool = False
+    # The ranks have traced other graphs: rank 0 traces for all.
+    _once: bool = False
     # Prepared and compiled steps by what they were captured for, and by their plan of buckets.
     _kept: dict[Hashable, dict[Hashable, Kept]] = field(default_factory=dict)
     # While a step is compiled.
@@ -113,6 +123,9 @@ class Compiler:
     ) -> CompiledStep:
         """Compile a step for these inputs. A collective: state changes once all ranks have the same graph.
 
+        Code that goes through a set of texts, for instance, does so in another order in each process. If the ranks'
+        graphs differ, rank 0 traces for all those whose code and values are the same.
+
         Args:
             job: the ranks.
             members: the graph's modules and tensors.
@@ -126,6 +139,32 @@ class Compiler:
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
         """
+        compiled = functools.partial(self._compiled, job, members, batch, key, doing, dependencies)
+        try:
+            return compiled(may_be_cached, kept)
+        except RankMismatchError as error:
+            # Without facts a rank has failed, and raises another error.
+            if self._once or not error.facts or kept is not None:
+                raise
+            self._once, first = True, error
+            self._captures.clear()
+        try:
+            return compiled(may_be_cached, kept)
+        except RankMismatchError as again:
+            # The ranks have other code or values: the first message says where their graphs differ.
+            raise first if again.facts else again from None
+
+    def _compiled(
+        self,
+        job: Job,
+        members: Members,
+        batch: Batch,
+        key: StepKey,
+        doing: str,
+        dependencies: Dependencies,
+        may_be_cached: bool,
+        kept: Kept | None,
+    ) -> CompiledStep:
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
         wire = selection.transport_of(job)
@@ -133,7 +172,7 @@ class Compiler:
         target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, comparison)
         self.observer.started()
         required = requirements(members, dependencies.texts(), self.config, key.request, job.mesh, batch)
-        source = StepSource(job, members, batch, required, dependencies)
+        source = StepSource(job, members, batch, required, dependencies, self._once)
         if may_be_cached and kept is None:
             source.look_up()
         try:

@@ -97,8 +97,9 @@ class StepSource:
 
     Attributes:
         required: the :func:`zerograph.compiler.artifacts.requirements` of the step.
+        once: rank 0 traces for all, also without the cache.
         artifact: the step, if a source has it.
-        keeps: rank 0 writes the step to the cache once it is traced.
+        keeps: a trace is recorded, by which others see whether the step is theirs.
         interrupt: what interrupted this rank while it waited for rank 0.
     """
 
@@ -107,11 +108,14 @@ class StepSource:
     batch: Batch
     required: Mapping[str, str]
     dependencies: Dependencies
+    once: bool = False
     artifact: Artifact | None = None
     keeps: bool = False
     interrupt: BaseException | None = None
     # Rank 0 traces, and the other ranks wait for its answer.
     _waits: bool = False
+    # Rank 0 reads and writes the cache.
+    _uses_files: bool = False
     _doubts: list[str] | None = None
     _before: Mapping[str, str] = field(default_factory=dict)
     _content: bytes = b""
@@ -148,12 +152,14 @@ class StepSource:
         A collective.
         """
         job, data, number = self.job, b"", _OFF
-        if job.rank == 0 and _is_on():
-            data = _read(self._file)
+        self._uses_files = job.rank == 0 and _is_on()
+        if job.rank == 0 and (self._uses_files or self.once):
+            data = _read(self._file) if self._uses_files else b""
             # Not Path.exists(), which raises where the system refuses, while the other ranks wait.
-            in_doubt = not data and (self.dependencies.foreseen_doubts() or os.path.exists(self._mark))
+            is_marked = self._uses_files and os.path.exists(self._mark)
+            in_doubt = not data and (is_marked or self.dependencies.foreseen_doubts())
             number = _EACH if in_doubt else _ONCE
-            if not data and not in_doubt:
+            if self._uses_files and not data and not in_doubt:
                 # The comparison says why it is not the step.
                 data = _read(self._youngest())
         number = broadcast_number(job, len(data) or number)
@@ -280,7 +286,7 @@ class StepSource:
         if trace is None or not self.records:
             return
         try:
-            if self.job.rank == 0:
+            if self._uses_files:
                 self._write(step, trace)
         except Exception as error:
             # The step runs without it.
