@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from zerograph.base import cache
 from zerograph.base.contexts import collection_paused
 from zerograph.errors import CheckpointError
 from zerograph.runtime.checkpoint.boxes import disjoint
@@ -81,24 +82,18 @@ def write(folder: Folder, index: Index) -> None:
     document = json.loads(json.dumps(index.document))
     body = {"format": "zerograph checkpoint", "version": VERSION, **vars(index), "document": document}
     body["sha256"] = _digest(body)
-    replace(folder, NAME, json.dumps(body, default=vars), index.data)
+    replace(folder, NAME, json.dumps(body, default=vars))
 
 
-def replace(folder: Folder, name: str, text: str, token: str) -> None:
-    """Replace a file in the folder atomically, and sync it to disk.
-
-    Args:
-        token: part of the name of a temporary file, ``.{name}.{token}``. Remote folders need none.
-    """
+def replace(folder: Folder, name: str, text: str) -> None:
+    """Replace a file in the folder atomically, and sync it to disk. A temporary file is named ``.{name}.*``."""
     if isinstance(folder, RemotePath):
         (folder / name).write_bytes(text.encode())
         return
-    temporary = folder / f".{name}.{token}"
-    with open(temporary, "w", encoding="utf-8") as file:
+    with cache.replacing(folder / name) as beside, open(beside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, folder / name)
     sync_folder(folder)
 
 

@@ -7,7 +7,6 @@ import functools
 import json
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -148,7 +147,7 @@ def point(checkpoint: Folder) -> None:
     """Make ``latest`` name this checkpoint, atomically."""
     for interrupted in checkpoint.parent.glob(f".{LATEST}.*"):
         interrupted.unlink(missing_ok=True)
-    index.replace(checkpoint.parent, LATEST, checkpoint.name, uuid.uuid4().hex)
+    index.replace(checkpoint.parent, LATEST, checkpoint.name)
 
 
 def prune(written: Folder, keep: int) -> None:

@@ -349,11 +349,8 @@ def _installed(folder: Folder, data: str) -> bool:
 
 def drop(folder: Folder, data: str) -> None:
     """Remove the files of a failed save, unless the index already names them: then the checkpoint is whole."""
-    if _installed(folder, data):
-        return
-    remove_tree(folder / data)
-    with contextlib.suppress(OSError):
-        (folder / f".{index.NAME}.{data}").unlink()
+    if not _installed(folder, data):
+        remove_tree(folder / data)
 
 
 def _failure_message(rank: int, reason: str, writer: Writer) -> str:
