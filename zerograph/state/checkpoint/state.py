@@ -16,7 +16,6 @@ from zerograph import _torch
 from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
 from zerograph.errors import CheckpointError, ConfigError
-from zerograph.ir.grad_scaler import GradScaler
 from zerograph.runtime.checkpoint.index import DTYPES, check_text
 from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
 from zerograph.runtime.checkpoint.storage import Reader
@@ -55,11 +54,6 @@ class Parts:
     counts: Counts
     job: Job
     calls: list[Call] | None = None
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The scaler of the loss."""
-        return self.config.scaler
 
 
 def state_of(parts: Parts, configuration: str, position: Mapping[str, Any]) -> tuple[dict[str, Pieces], dict[str, Any]]:
@@ -102,7 +96,7 @@ def state_of(parts: Parts, configuration: str, position: Mapping[str, Any]) -> t
             for name, module in with_extra_state(members).items()
         },
         "calls": [list(one) for one in parts.calls or ()],
-        "grad_scaler": None if parts.scaler is None else encode(parts.scaler.state_dict(), "grad_scaler"),
+        "grad_scaler": None if parts.config.scaler is None else encode(parts.config.scaler.state_dict(), "grad_scaler"),
         "lr_schedulers": [
             None if scheduler is None else encode(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
             for scheduler in parts.schedulers
@@ -137,11 +131,11 @@ def restore(job: Job, path: str | os.PathLike[str] | Reader, parts: Parts) -> Co
     groups = saved.groups
     residuals = read_residuals(job, reader, parts.members)
     # The user's code, which may fail, comes before what cannot be undone.
-    with kept_on_error(parts.members, parts.schedulers, parts.scaler), agreeing(job, "loading a checkpoint"):
+    with kept_on_error(parts.members, parts.schedulers, parts.config.scaler), agreeing(job, "loading a checkpoint"):
         for name, module in with_extra_state(parts.members).items():
             if name in saved.extra_state:
                 module.set_extra_state(saved.extra_state[name])
-        load_schedulers(parts.schedulers, parts.scaler, saved.state)
+        load_schedulers(parts.schedulers, parts.config.scaler, saved.state)
     load(job, reader, parts.members, parts.optimizers, groups, parts.config)
     for optimizer, optimizer_groups in zip(parts.optimizers, groups, strict=True):
         load_groups(optimizer, optimizer_groups)
@@ -168,7 +162,7 @@ def _check_fits(reader: Reader, saved: Written, parts: Parts) -> None:
         for number, groups in enumerate(saved.groups)
     ]
     state = {**saved.state, "optimizers": optimizers}
-    check_state(parts.optimizers, parts.schedulers, parts.scaler, state, CheckpointError)
+    check_state(parts.optimizers, parts.schedulers, parts.config.scaler, state, CheckpointError)
 
 
 def _check_extra_state(document: Written, members: Members) -> None:
