@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerograph as zg
+from tests.harness import LossStep, mean_of_squares
 from tests.planner.test_search import LAYER, Wide
 from tests.pool import Pool
 
@@ -72,6 +73,50 @@ def test_shards_of_whole_parameters_stay_so(pool: Pool) -> None:
     for expected, found, about in pool.run(2, run, 25 * LAYER // 2, None, "parameters"):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         assert (about["stage"], about["owners"]) == (1, 8)
+
+
+def with_rows(budget: int, rows: tuple[int, int]) -> tuple[float, float, int]:
+    batch = torch.randn(sum(rows), 64, generator=torch.Generator().manual_seed(1)).split(rows)[zg.rank()]
+    plain, auto = Wide(4), Wide(4)
+    auto.config.set(stage="auto", memory_budget=budget)
+    return plain(batch).item(), auto(batch).item(), auto.inspect.memory.peak
+
+
+@pytest.mark.parametrize("rows", [(64, 32), (48, 0)])
+def test_ranks_with_unequal_rows_choose_alike(pool: Pool, rows: tuple[int, int]) -> None:
+    # Recomputation is needed for the rows of the first rank only.
+    budget = 25 * LAYER // 2
+    for expected, found, peak in pool.run(2, with_rows, budget, rows):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert peak <= budget
+
+
+def narrow() -> LossStep:
+    torch.manual_seed(0)
+    blocks = (one for _ in range(3) for one in (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
+    model = nn.Sequential(nn.Linear(64, 16), *blocks)
+    return LossStep(model, torch.optim.AdamW(model.parameters()), loss=mean_of_squares)
+
+
+def with_room_for_a_step_without_budget() -> tuple[int, int, list[float]]:
+    x = torch.zeros(12, 64)
+    peaks, losses = [], []
+    for budget in (None, 10**9):
+        step = narrow()
+        step.config.set(stage=1, memory_budget=budget)
+        step.compile(x)
+        peaks.append(step.inspect.memory.peak)
+    for stage, budget in ((0, None), ("auto", sum(peaks) // 2)):
+        step = narrow()
+        step.config.set(stage=stage, memory_budget=budget)
+        losses.append(step(x).item())
+    return peaks[0], peaks[1], losses
+
+
+def test_what_fits_is_judged_by_the_step_with_the_budget(pool: Pool) -> None:
+    for whole, within, (expected, found) in pool.run(2, with_room_for_a_step_without_budget):
+        assert whole < within
+        assert found == pytest.approx(expected, rel=1e-6)
 
 
 def refused(budget: int | None) -> str:

@@ -187,7 +187,7 @@ def read_batch(
     named, tree = _flattened(arguments)
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
-    parts = tuple(_is_part(leaf) for _, leaf in inputs)
+    parts = tuple(is_part(leaf) for _, leaf in inputs)
     # An update of accumulated gradients has no inputs, or numbers only.
     has_sequence = config.mesh.context_parallel > 1 and any(parts)
     length = sequence_length(inputs, config.mesh.context_parallel) if has_sequence else None
@@ -238,7 +238,8 @@ def read_batch(
     return batch
 
 
-def _is_part(leaf: Any) -> bool:
+def is_part(leaf: Any) -> bool:
+    """Return whether an input is a plain tensor of which each rank has a part."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and not is_dtensor(leaf) and not is_replicated(leaf)
 
 
@@ -360,7 +361,7 @@ def _read(
         return _read_global(leaf, name, mesh, grid)
     if leaf.layout is not torch.strided:
         raise InputError(f"{name} has the layout {leaf.layout}: pass a dense tensor ({name}.to_dense())")
-    if not _is_part(leaf):
+    if not is_part(leaf):
         return leaf.contiguous(), TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.device), all_broadcast(mesh.dims)
     sbp = tuple(broadcast if isinstance(entry, Split) and entry.dim >= leaf.dim() else entry for entry in plain)
     if length is not None and is_sequence(leaf, length):

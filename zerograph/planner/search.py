@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
+from zerograph._torch import pytree
 from zerograph.base.progress import tell
 from zerograph.base.sizes import show_bytes, show_seconds
+from zerograph.compiler.batch import is_part
 from zerograph.compiler.members import Members
 from zerograph.compiler.virtual_ranks import slices_per_rank
 from zerograph.errors import ConfigError, InputError, MemoryBudgetError, ZeroGraphError
+from zerograph.ir.marks import copy_marks, mark_dynamic
 from zerograph.ir.offload import Offload, OffloadTo
 from zerograph.ir.step_graph import nbytes
 from zerograph.planner.machine import Machine, default_headroom, machine
@@ -30,7 +33,7 @@ from zerograph.planner.plan_data import Candidate, Plan
 from zerograph.planner.preparable import Preparable
 from zerograph.planner.stored import StoredBytes
 from zerograph.planner.timeline import Timeline
-from zerograph.runtime.job.process_group import Job, agreeing
+from zerograph.runtime.job.process_group import Job, agree, agreeing, digest
 from zerograph.runtime.wire.selection import Transport, transport_of
 
 STAGES: dict[str, dict[str, Any]] = {"off": {"stage": 0}, **{str(stage): {"stage": stage} for stage in (1, 2, 3)}}
@@ -193,15 +196,16 @@ class _Trials:
         if bound >= self.fastest:
             self._note(family, f"slower: {reason}")
             return False
-        plan = self._try(family, "", _NO_BUDGET)[0]
+        # A budget in the configuration holds for the step that runs: it has other buffers than one without.
+        plan, hopeless = self._try(family, "", {})
         if plan is None:
-            return False
+            return not hopeless
         self.plain[family] = plan
         return not plan.fits and plan.memory.at_rest <= plan.usable and plan.host_fits
 
     def with_trade_offs(self, family: _Family) -> bool:
         """Try the family with trade-offs until one fits or none can; return False, for it is settled."""
-        time = self.plain[family].time
+        time = self.plain[family].time if family in self.plain else None
         begin = int(self.options.get("gradient_accumulation_steps", self.graph.config.gradient_accumulation_steps))
         ways = list(_trade_offs(samples(self.batch), self.machine.device.usable, begin))
         if self._loses(family, time, ways[0][0]) or self._settles(family, *ways.pop(0)):
@@ -213,9 +217,9 @@ class _Trials:
                 break
         return False
 
-    def _loses(self, family: _Family, time: Timeline, trade_offs: str) -> bool:
+    def _loses(self, family: _Family, time: Timeline | None, trade_offs: str) -> bool:
         """Return True if the family cannot beat the fastest candidate: trade-offs do not reduce computing."""
-        bound = time.compute + time.updating
+        bound = 0.0 if time is None else time.compute + time.updating
         if bound >= self.fastest:
             self._note(family, f"slower: computes for {show_seconds(bound)} without further trade-offs", trade_offs)
         return bound >= self.fastest
@@ -283,7 +287,7 @@ class _Trials:
         except InputError:
             raise
         except ZeroGraphError as error:
-            verdict = f"cannot be compiled: {str(error).splitlines()[0]}"
+            verdict, hopeless = f"cannot be compiled: {str(error).splitlines()[0]}", True
         if plan is not None and plan.fits:
             self.fastest = min(self.fastest, plan.time.seconds)
         self.candidates.append(Candidate(family.stage, family.mesh, trade_offs, plan, verdict, chosen))
@@ -352,14 +356,31 @@ def choose(
     """
     # Collectives and the job's own exchanges differ in the memory that they take.
     transport = transport_of(job)
+    call = _largest(job, Call(tuple(args), dict(kwargs)), f"choosing a stage for {doing}")
     with agreeing(job, f"running {doing}") as shown:
         with job.liveness.busy(f"choosing a stage for {doing}"):
-            result = _search(graph, job, members(), Call(tuple(args), dict(kwargs)), transport)
+            result = _search(graph, job, members(), call, transport)
         assert result.best is not None
         chosen = _chosen(result.best)
         shown |= {name: str(value) for name, value in chosen.items()}
     graph.config.set(**chosen)
     _log.info("stage 'auto' chose %s", ", ".join(f"{name}={value}" for name, value in shown.items()))
+
+
+def _largest(job: Job, call: Call, doing: str) -> Call:
+    """Return the batch with parts as large as the largest of any rank, for which all ranks search alike."""
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
+    parts = {place: leaf for place, leaf in enumerate(leaves) if is_part(leaf)}
+    facts = {f"number of dimensions of tensor {place}": str(part.dim()) for place, part in parts.items()}
+    sizes = [size for part in parts.values() for size in part.shape]
+    everybody = zip(*agree(job, doing, digest(facts), lambda: facts, sizes=sizes), strict=True)
+    for place, part in parts.items():
+        of_ranks = [next(everybody) for _ in part.shape]
+        if any(min(dim) < max(dim) for dim in of_ranks):
+            leaves[place] = larger = part.new_zeros([max(dim) for dim in of_ranks])
+            mark_dynamic(larger, 0)
+            copy_marks(part, larger)
+    return Call(*pytree.tree_unflatten(leaves, structure))
 
 
 def _search(graph: Preparable, job: Job, members: Members, call: Call, transport: Transport) -> Search:
