@@ -44,7 +44,8 @@ def as_cuda_graph(graph: fx.GraphModule, compiled: fx.GraphModule) -> _Step:
     inputs = placeholders(graph.graph)
     devices = {node.meta["val"].device for node in inputs if isinstance(node.meta["val"], Tensor)}
     if not any(device.type == "cuda" for device in devices):
-        raise ConfigError(f"config.backend = 'cudagraph' needs a model on a CUDA device, not on {devices}\n{_INSTEAD}")
+        kinds = ", ".join(sorted({device.type for device in devices}))
+        raise ConfigError(f"config.backend = 'cudagraph' needs a model on a CUDA device, not on {kinds}\n{_INSTEAD}")
     _check_loops(graph.graph)
     host, device = _split(compiled, next(each for each in devices if each.type == "cuda"))
     batch = [number for number, node in enumerate(inputs) if (of := role(node)) is not None and of.kind == "input"]
