@@ -13,7 +13,8 @@ READING = "reading the values of a global tensor"
 # By the fact that differs, or by what the ranks were about to do.
 _ADVICE = {
     BROKE_OFF: "What they were exchanging there is lost: start the job again, from the last checkpoint.",
-    READING: "Every rank must read what ranks have parts of: read before 'if rank == 0', and print inside of it.",
+    READING: "Every rank must read what ranks have parts of, in the same order: read before 'if rank == 0', and print "
+    "inside of it. A set of texts has an order of its own in each process.",
     DOING: "Every rank must make the same calls in the same order: steps, reading parameters, full_parameters(), "
     "state_dict(), save() and load() belong under no 'if rank == 0'.",
     "the batch": "Every rank must read the same whole batches, of which it keeps its part. A loader that is split "

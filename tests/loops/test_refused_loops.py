@@ -188,6 +188,51 @@ def test_ranks_that_compute_with_other_numbers_are_an_error(pool: Pool, name: st
     pool.run(2, is_noticed, name)
 
 
+# Numbers of one shape and placement, which ranks would add up by their order alone.
+ALIKE: dict[str, Callable[[nn.Module, Tensor], list[Tensor]]] = {
+    "operators": lambda model, x: [model(x).square().mean(), model(x).exp().mean(), model(x).abs().mean()],
+    "pieces": lambda model, x: [one.square().mean() for one in model(x).chunk(4, 1)],
+    "calls": lambda model, x: [model(x * factor).square().mean() for factor in (1, 2)],
+    "results": lambda model, x: list(model(x).unbind(1)),
+}
+
+
+def in_another_order(prepare: Prepare, name: str, backward: bool) -> list[float]:
+    """Read numbers of a call, or start backward from them, on rank 1 from the last one on."""
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer, loader = prepare(module, optimizer, [(X, Y)] * 3)
+    read: list[float] = []
+    for x, _ in loader:
+        values = [one.sum() for one in ALIKE[name](model, x)]
+        for value in reversed(values) if zg.rank() else values:
+            if backward:
+                value.backward(retain_graph=True)
+            else:
+                read.append(value.item())
+        optimizer.step()
+        read += [value.item() for value in values]
+    return read
+
+
+def is_noticed_in_order(name: str, backward: bool, alone: list[float]) -> None:
+    try:
+        read = in_another_order(prepare_at(2), name, backward)
+    except zg.errors.RankMismatchError as error:
+        assert "in the same order" in str(error) or "numbers or plain tensors" in str(error)  # noqa: PT017
+    else:
+        # Backward of calls in any order adds up the same gradients.
+        assert backward
+        assert name == "operators"
+        assert read == pytest.approx(alone, rel=1e-12)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ALIKE)
+def test_ranks_that_read_numbers_in_another_order_are_an_error(pool: Pool, name: str, backward: bool) -> None:
+    pool.run(2, is_noticed_in_order, name, backward, in_another_order(unprepared, name, backward))
+
+
 Step = Callable[[nn.Module, Any, Tensor, Tensor], Any]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -41,6 +42,7 @@ class Operator:
         views: it returns views.
         special: a function that runs it.
         programs: its programs, by the metadata of tensors and the other arguments. None: it runs on whole tensors.
+        code: stands for it in histories; equal in all processes.
     """
 
     operator: OpOverload
@@ -51,6 +53,7 @@ class Operator:
     views: bool
     special: Callable[..., Any] | None
     programs: dict[Any, Program | None]
+    code: int
 
 
 def _operator(operator: OpOverload) -> Operator:
@@ -72,6 +75,7 @@ def _operator(operator: OpOverload) -> Operator:
         operator.is_view,
         special,
         {},
+        zlib.crc32(str(operator).encode()),
     )
 
 
@@ -94,18 +98,19 @@ def call(kind: type[GlobalTensor], operator: OpOverload, args: Sequence[Any], kw
     if known is None:
         known = now.operators[id(operator)] = _operator(operator)
     # Quotients of whole numbers have the default dtype.
-    found = _, _, numbers = [torch.get_default_dtype()], list[Any](), list[Any]()
+    found = _, _, numbers, history = [torch.get_default_dtype()], list[Any](), list[Any](), [known.code]
     is_split = _describe((*args, *kwargs.items()), found, now, kind, with_numbers=not known.pointwise)
     result = _called(kind, known, args, kwargs, now, found, is_split)
     if known.written:
         for one in pytree.tree_leaves([args[index] for index in known.written if index < len(args)]):
             if type(one) is kind:
                 _note_write(kind, one)
-    if any(numbers):
-        number = hash(tuple(numbers))
-        for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
-            if type(one) is kind:
-                one.number = number
+    number = hash(tuple(numbers)) if any(numbers) else 0
+    for one in (result,) if type(result) is kind else pytree.tree_leaves((result, args[: len(known.written)])):
+        if type(one) is kind:
+            one.number, one.history = number or one.number, hash(tuple(history))
+            # The next result is another one.
+            history.append(0)
     return result
 
 
@@ -130,7 +135,7 @@ def _called(
         return _draw(kind, known, args, kwargs, now)
     if not is_split:
         return _run_whole(kind, known, args, kwargs, now)
-    key, tensors, _ = found
+    key, tensors, *_ = found
     wanted: Any = tuple(key)
     program = known.programs.get(wanted, _UNKNOWN)
     if program is _NUMBERED:
@@ -279,7 +284,7 @@ def _describe(values: Sequence[Any], found: Any, now: World, kind: type, *, with
     Returns:
         Whether any of them is not whole.
     """
-    is_split, (key, tensors, numbers) = False, found
+    is_split, (key, tensors, numbers, history) = False, found
     for value in values:
         type_ = type(value)
         if type_ is kind:
@@ -288,12 +293,16 @@ def _describe(values: Sequence[Any], found: Any, now: World, kind: type, *, with
             key.append(value.spec)
             tensors.append(value)
             numbers.append(value.number)
+            history.append(value.history)
             is_split |= value.spec.sbp != now.whole
         elif type_ is float or type_ is int or type_ is bool:
             key.append(type_)
             # A partial sum plus 0 is one too. 0.0 equals -0.0.
             key.append((value or str(value)) if with_numbers else not value)
             numbers.append(value if value == value else 0)
+            if type_ is int:
+                # Not others: a script may print a global number per second, each rank by its own clock.
+                history.append(value)
         elif type_ is list or type_ is tuple:
             key.append(len(value))
             is_split |= _describe(value, found, now, kind, with_numbers=with_numbers)
@@ -371,8 +380,10 @@ def boxed(kind: type[GlobalTensor], x: GlobalTensor, sbp: NdSbp, rows: tuple[int
         programs[key] = now.compilation.compile(lambda one: one, [x.spec], [sbp], rows=rows)
     program = programs[key]
     with torch.no_grad():
-        (result,) = program.run(x.local)
-    return kind(result, program.outputs)
+        (result,) = program.run(x.local, history=x.history) if program.compares else program.run(x.local)
+    moved = kind(result, program.outputs)
+    moved.history = x.history
+    return moved
 
 
 def whole_of(x: GlobalTensor) -> Tensor:

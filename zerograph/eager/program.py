@@ -85,6 +85,7 @@ class Program:
         keeps_arguments: these are the arguments of the call.
         rows: number of rows of each rank, where it differs.
         is_direct: ``run`` takes the arguments of the call as they come, with this rank's parts in place of tensors.
+        compares: ``run`` compares ``history``, what a tensor was computed by, between ranks before they exchange parts.
     """
 
     run: Callable[..., Any]
@@ -94,6 +95,7 @@ class Program:
     keeps_arguments: bool = False
     rows: tuple[int, ...] | None = None
     is_direct: bool = False
+    compares: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,26 +217,35 @@ class Compilation:
         module = finalize(module)
         # Reading the code generates it. Until then forward() is a stand-in that calls the whole module, each time.
         assert module.code
-        run = module.forward
-        if self.job.size > 1 and any(boxing_of(node) is not None for node in graph.nodes):
+        run, compares = module.forward, self.job.size > 1 and any(boxing_of(node) is not None for node in graph.nodes)
+        if compares:
             doing = READING if operator is None else f"running {operator}"
             facts = {
                 f"tensor {number}": f"{list(spec.shape)} of {spec.dtype}, {show(spec.sbp)}"
                 for number, spec in enumerate(inputs)
             }
             run = functools.partial(_after_comparison, self.job, doing, facts, digest(facts), module)
-        return Program(run, nested, rows=rows)
+        return Program(run, nested, rows=rows, compares=compares)
 
 
 def _after_comparison(
-    job: Job, doing: str, facts: Mapping[str, str], number: int, module: fx.GraphModule, *parts: Tensor
+    job: Job,
+    doing: str,
+    facts: Mapping[str, str],
+    number: int,
+    module: fx.GraphModule,
+    *parts: Tensor,
+    history: int = 0,
 ) -> Any:
     """Run a program that exchanges parts once all ranks are about to: one rank alone would wait until its timeout.
+
+    Args:
+        history: that of the tensor that is read.
 
     Raises:
         CommunicationError: an exchange has failed.
     """
-    agree(job, doing, number, lambda: facts)
+    agree(job, doing, number ^ history, lambda: {**facts, "what it was computed by": f"history {history:x}"})
     try:
         return module.forward(*parts)
     except RuntimeError as error:

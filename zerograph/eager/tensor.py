@@ -52,6 +52,7 @@ class GlobalTensor(Tensor):
         viewed: what it is a view of, if its elements are a copy of those; else None.
         known: ``writes`` of a 0-d tensor when all ranks learned its value, and the value.
         number: differs between ranks if the tensor was computed with numbers or plain tensors that do.
+        history: differs between ranks if it was computed by other operators, or from results of other calls.
     """
 
     # A trace refuses such tensors.
@@ -61,6 +62,7 @@ class GlobalTensor(Tensor):
     viewed: View | None
     known: tuple[tuple[int, int], Tensor] | None
     number: int = 0
+    history: int = 0
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: Spec) -> GlobalTensor:
@@ -144,6 +146,7 @@ class GlobalTensor(Tensor):
         dispatch.refresh(one)
         DATA.__set__(self, one)
         self.local, self.spec, self.viewed, self.known = one.local, one.spec, None, None
+        self.history = one.history
 
     @property
     def writes(self) -> tuple[int, int]:
@@ -304,7 +307,9 @@ class _Boxing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: GlobalTensor, sbp: NdSbp) -> GlobalTensor:
         moved = dispatch.boxed(GlobalTensor, x, sbp)
-        return GlobalTensor(moved.local, moved.spec)
+        result = GlobalTensor(moved.local, moved.spec)
+        result.history = moved.history
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -44,6 +44,7 @@ class World:
         joins_rows: operators have joined global rows since a loop has passed such rows.
         slices: ``config.virtual_ranks`` of the loops.
         mesh: the ranks, with slices if they do not divide them; see :class:`zerograph.ir.mesh.Mesh`.
+        calls: number of calls of prepared models that have returned results.
     """
 
     def __init__(self, job: Job, slices: int | None = None) -> None:
@@ -57,9 +58,10 @@ class World:
         self._warned: set[str] = set()
         # Shapes of whole numbers of this rank's rows, each looked at once.
         self._counted: set[tuple[int, ...]] = set()
-        self._draws = 0
-        # The losses that backward has started from since the last update: the tensor, its version, this rank's summand.
-        self._losses: list[tuple[Any, int, torch.Tensor]] = []
+        self.calls = self._draws = 0
+        # The losses that backward has started from since the last update: the tensor, its version and history, and this
+        # rank's summand.
+        self._losses: list[tuple[Any, int, int, torch.Tensor]] = []
         self.compilation = Compilation(job, transport_of(job), self.warn, self.spec, slices)
 
     @property
@@ -119,18 +121,23 @@ class World:
         is_sum = not loss.dim() and loss.spec.sbp == (partial_sum,) and self.slices is None
         # Reading a number of an accelerator would wait for it. More ranks would exchange unequal numbers once more.
         if is_sum and loss.device.type == "cpu" and self.job.size <= MAX_RANKS:
-            self._losses = [*self._losses, (weakref.ref(loss), _torch.version(loss), loss.local)][-_MOST_LOSSES:]
+            noted = weakref.ref(loss), _torch.version(loss), loss.history, loss.local
+            self._losses = [*self._losses, noted][-_MOST_LOSSES:]
 
     def summands(self) -> list[int]:
-        """Return this rank's summands of the losses in whole numbers, as many for any number of losses."""
+        """Return whole numbers, as many for any number of losses: what tells their order, and this rank's summands."""
+        order = hash(tuple(history for _, _, history, _ in self._losses)) % 2**60
         values = [*(float(local) for *_, local in self._losses), *[0.0] * (_MOST_LOSSES - len(self._losses))]
-        return list(struct.unpack(f"<{2 * _MOST_LOSSES}I", struct.pack(f"<{_MOST_LOSSES}d", *values)))
+        return [order, *struct.unpack(f"<{2 * _MOST_LOSSES}I", struct.pack(f"<{_MOST_LOSSES}d", *values))]
 
     def learn_losses(self, summands: Sequence[Sequence[int]]) -> None:
         """Take the losses from their summands on each rank, so that one rank alone may read them."""
         losses, self._losses = self._losses, []
-        rows = [struct.unpack(f"<{_MOST_LOSSES}d", struct.pack(f"<{2 * _MOST_LOSSES}I", *row)) for row in summands]
-        for (reference, version, local), values in zip(losses, zip(*rows, strict=True), strict=False):
+        if len({order for order, *_ in summands}) > 1:
+            # Ranks have started from them in other orders.
+            return
+        rows = [struct.unpack(f"<{_MOST_LOSSES}d", struct.pack(f"<{2 * _MOST_LOSSES}I", *row)) for _, *row in summands]
+        for (reference, version, _, local), values in zip(losses, zip(*rows, strict=True), strict=False):
             if (loss := reference()) is not None and loss.known is None and _torch.version(loss) == version:
                 loss.known = loss.writes, torch.stack([local.new_tensor(one) for one in values]).sum()
 

@@ -608,13 +608,18 @@ class Begun:
             rows = [None if dim is None or len({*row}) == 1 else row for dim, row in zip(dims, sizes, strict=True)]
         self._rows |= dict(enumerate(rows, first))
         if now.mesh.slices is None:
-            return [GlobalTensor.of_part(*one) for one in zip(values, sbps, rows, strict=True)]
-        # A part of the graph's has what a global tensor's has besides its own slices.
-        strides = [torch.empty(shape, device="meta").stride() for _, shape in outputs]
-        return [
-            GlobalTensor(value, now.spec(tuple(shape), stride, value.dtype, value.device, sbp))
-            for value, (sbp, shape), stride in zip(values, outputs, strides, strict=True)
-        ]
+            results = [GlobalTensor.of_part(*one) for one in zip(values, sbps, rows, strict=True)]
+        else:
+            # A part of the graph's has what a global tensor's has besides its own slices.
+            strides = [torch.empty(shape, device="meta").stride() for _, shape in outputs]
+            results = [
+                GlobalTensor(value, now.spec(tuple(shape), stride, value.dtype, value.device, sbp))
+                for value, (sbp, shape), stride in zip(values, outputs, strides, strict=True)
+            ]
+        now.calls += 1
+        for number, one in enumerate(results, first):
+            one.history = hash((now.calls, number))
+        return [*results]
 
 
 def _versions(stores: Sequence[Store]) -> tuple[int, ...]:

@@ -140,11 +140,13 @@ class Update(LoopGraph):
             self._request = replace(self._request, accumulated=accumulated)
         # Ranks drop tensors at different times.
         is_read = any(id(one) in has_gradient for one in parameters_read())
-        self._steps.notes = [int(is_read), *world().summands()]
+        # In one number: a comparison has room for eight.
+        order, *summands = world().summands()
+        self._steps.notes = [2 * order + int(is_read), *summands]
         with one_thread("an update"), torch.autograd.set_detect_anomaly(False):
             step, batch = self._ready((), {})
-            self._changed_read = any(is_read for is_read, *_ in self._steps.notes_of_ranks)
-            world().learn_losses([summands for _, *summands in self._steps.notes_of_ranks])
+            self._changed_read = any(first % 2 for first, *_ in self._steps.notes_of_ranks)
+            world().learn_losses([[first // 2, *summands] for first, *summands in self._steps.notes_of_ranks])
             sums = {store: store.accumulated for store in stores_of(gradients)}
             try:
                 for store in sums:
