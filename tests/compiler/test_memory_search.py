@@ -152,3 +152,11 @@ def test_a_shortage_above_activations_and_buckets_is_refused_at_once() -> None:
     with pytest.raises(zg.MemoryBudgetError):
         steps.search(may_recompute=True)
     assert len(steps.candidates) == 1
+
+
+def test_the_error_is_that_of_the_step_that_lacks_the_least() -> None:
+    # Recomputing keeps more at the node where the peak then is.
+    steps = Steps(900, lambda one: (1200 if one.min_recompute_bytes else 1000, 400, 0))
+    with pytest.raises(zg.MemoryBudgetError, match="100 bytes are missing"):
+        steps.search(may_recompute=True)
+    assert len(steps.candidates) > 1

@@ -6,7 +6,6 @@ none that the numbers of an earlier one rule out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -77,9 +76,10 @@ def search_memory(
         may_offload: allow offloading of activations even if ``start`` has none.
 
     Raises:
-        MemoryBudgetError: no candidate keeps the budget. The numbers are those of the last candidate.
+        MemoryBudgetError: no candidate keeps the budget. The numbers are those of the one that lacks the least.
     """
-    candidate, activations, least_missing, shares = start, 0, math.inf, 1
+    least: MemoryBudgetError | None = None
+    candidate, activations, shares = start, 0, 1
     while True:
         if default_bucket_bytes is None:
             result = prepare(candidate)
@@ -94,10 +94,10 @@ def search_memory(
         activations = activations or result.activations
         # With all activations recomputed and the smallest buckets, no more is freed than both take.
         out_of_reach = missing > result.activations + result.in_buckets
+        shares = 2 * shares if least is not None and missing >= least.missing else 1
+        least = min(least or result, result, key=lambda error: error.missing)
         if not may_recompute or recomputed >= activations or out_of_reach:
-            raise result
-        shares = 2 * shares if missing >= least_missing else 1
-        least_missing = min(least_missing, missing)
+            raise least
         more = max(missing, shares * -(-activations // _MIN_SHARE)) if recomputed else missing
         candidate = replace(candidate, min_recompute_bytes=recomputed + more)
 
