@@ -16,25 +16,25 @@ BUDGET = {
     "zerograph/_torch": 1_200,
     "zerograph/artifact": 1_125,
     "zerograph/base": 565,
-    "zerograph/capture": 3_690,
+    "zerograph/capture": 3_685,
     "zerograph/cli": 1_545,
-    "zerograph/compat": 2_980,
-    "zerograph/compiler": 4_330,
-    "zerograph/eager": 1_110,
+    "zerograph/compat": 2_965,
+    "zerograph/compiler": 4_375,
+    "zerograph/eager": 1_130,
     "zerograph/inspection": 2_435,
     "zerograph/integrations": 815,
     "zerograph/ir": 3_030,
-    "zerograph/loops": 2_960,
+    "zerograph/loops": 2_925,
     "zerograph/ops": 1_120,
-    "zerograph/optim": 1_570,
-    "zerograph/planner": 1_970,
-    "zerograph/state": 3_410,
-    "passes": 8_335,
-    "runtime": 6_410,
+    "zerograph/optim": 1_555,
+    "zerograph/planner": 1_990,
+    "zerograph/state": 3_350,
+    "passes": 8_155,
+    "runtime": 6_260,
     "benchmarks": 6_170,
-    "tests": 41_550,
+    "tests": 41_720,
 }
-PACKAGE = 49_740
+PACKAGE = 49_360
 
 
 @pytest.fixture(scope="module")
