@@ -79,8 +79,8 @@ def _is_on() -> bool:
         return False
 
 
-def file_of(present: Mapping[str, str], graph: object) -> Path:
-    """Return the file of a step.
+def name_of(present: Mapping[str, str], graph: object) -> str:
+    """Return the name of a step's file.
 
     Args:
         present: everything that the step depends on, as far as it is known before a trace.
@@ -88,7 +88,7 @@ def file_of(present: Mapping[str, str], graph: object) -> Path:
     """
     named = sorted(item for item in present.items() if item[0].startswith(_IN_NAMES))
     kind = f"{type(graph).__module__}.{type(graph).__qualname__}"
-    return folder("steps") / f"{short(f'{kind} {named}')}-{short(str(sorted(present.items())))}.zg"
+    return f"{short(f'{kind} {named}')}-{short(str(sorted(present.items())))}.zg"
 
 
 @dataclass(eq=False)
@@ -130,12 +130,16 @@ class StepSource:
         return {**process_texts(), **self.required}
 
     @functools.cached_property
+    def _name(self) -> str:
+        return name_of(self._present, self.dependencies.graph)
+
+    @property
     def _file(self) -> Path:
-        return file_of(self._present, self.dependencies.graph)
+        return folder("steps") / self._name
 
     def _youngest(self) -> Path:
         """Return the file that was used last of those of such inputs and options; that of the step if there is none."""
-        same = f"{self._file.name.partition('-')[0]}-*.zg"
+        same = f"{self._name.partition('-')[0]}-*.zg"
         # Another job may remove files at the same time.
         with contextlib.suppress(OSError, ValueError):
             return max(self._file.parent.glob(same), key=lambda file: file.stat().st_mtime)
@@ -177,7 +181,7 @@ class StepSource:
             # If it fits on rank 0, the other ranks cannot use what rank 0 traces either.
             number = _EACH if fits[0] == [1] else _ONCE
         if artifact is not None:
-            _tell(job, f"{self._file.name} is used")
+            _tell(job, f"{self._name} is used")
             with contextlib.suppress(OSError):
                 # The least recently used steps are removed first.
                 if job.rank == 0:
@@ -199,7 +203,7 @@ class StepSource:
         if number:
             self.artifact = self._received(b"", number)
             if self.artifact is not None:
-                _tell(self.job, f"{self._file.name} is that of rank 0")
+                _tell(self.job, f"{self._name} is that of rank 0")
 
     def check_interrupt(self) -> None:
         """Raise the interrupt that came while this rank waited."""
@@ -253,7 +257,7 @@ class StepSource:
         content = _exchange(self.job, data, number)
         try:
             with collection_paused():
-                artifact = read_artifact(self._file, self.members, content)
+                artifact = read_artifact(self._name, self.members, content)
                 differences = artifact.differences(self._present)
                 if not differences and not artifact.holds_for(self.batch):
                     differences = ["it is for other sizes of dynamic dimensions"]
@@ -304,7 +308,7 @@ class StepSource:
         write_file(self._file, content)
         self._mark.unlink(missing_ok=True)
         _remove_oldest(self._file.parent, limit())
-        _tell(self.job, f"{self._file.name} is written")
+        _tell(self.job, f"{self._name} is written")
 
     def code(self, step: PreparedStep | None) -> dict[str, str]:
         """Return digests of what the trace of a step ran, by name, for messages about ranks that differ."""
