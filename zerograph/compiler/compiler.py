@@ -143,8 +143,8 @@ class Compiler:
         try:
             return compiled(may_be_cached, kept)
         except RankMismatchError as error:
-            # Without facts a rank has failed, and raises another error.
-            if self._once or not error.facts or kept is not None:
+            # Without facts a rank has failed, and raises another error. What may not be cached is not sent either.
+            if self._once or not error.facts or not may_be_cached or kept is not None:
                 raise
             self._once, first = True, error
             self._captures.clear()
