@@ -153,7 +153,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(pack_scalars, "local", time=False),
     # exchange pieces of partial sums, and add them in the tree of config.virtual_ranks
     Pass(add_in_tree, "local", time=False, essential=True),
-    # exchange pieces between ranks where that is faster than a collective
+    # exchange pieces between ranks in place of a collective where the transport has such an exchange
     Pass(lower_to_p2p, "local", time=False),
     # offload activations to the CPU between forward and backward where the copies overlap
     Pass(offload_activations, "local", time=False),

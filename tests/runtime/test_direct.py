@@ -28,7 +28,7 @@ from zerograph.runtime.job.exchange import start_gather
 from zerograph.runtime.job.process_group import Job, join
 from zerograph.runtime.peer_memory import cross_memory
 from zerograph.runtime.peer_memory.cross_memory import bytes_read
-from zerograph.runtime.wire import collectives, direct, selection
+from zerograph.runtime.wire import collectives, direct
 
 c10d = torch.ops._c10d_functional
 
@@ -331,15 +331,6 @@ def asked_for(value: str) -> str:
 
 def test_a_wire_that_there_is_not_is_named(pool: Pool) -> None:
     assert all("ZEROGRAPH_WIRE is 'socket'" in said for said in pool.run(2, asked_for, "socket"))
-
-
-@pytest.mark.parametrize("text", ["no json", "3", "[true]", '{"reduce-scatter": 1}', '["other"]', "[" * 10_000])
-def test_a_remembered_wire_that_is_odd_is_measured_again(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "wire.json"
-    file.write_text(text)
-    assert selection._read(file) == selection._UNKNOWN
-    file.write_text("true")
-    assert selection._read(file) == 1
 
 
 def hosts_of(size: int) -> Any:
