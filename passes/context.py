@@ -145,12 +145,12 @@ class MissingRules:
     Attributes:
         action: ``config.checks.on_missing_rule``.
         warn: is called with messages about operators whose inputs are gathered, once per operator.
-        discovered: signatures found by running such operators, by node and mesh dimension.
+        discovered: signatures found by running such operators; see :func:`zerograph.passes.rules.discover.discover`.
     """
 
     action: str = "gather"
     warn: Callable[[str], None] = field(default=lambda message: None)
-    discovered: dict[tuple[fx.Node, int], tuple[Signature, ...] | None] = field(default_factory=dict)
+    discovered: dict[str, tuple[Signature, ...] | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -233,12 +233,8 @@ def _candidates(node: fx.Node, problem: PlacementProblem, context: Context) -> t
     # Along time nothing can be gathered: ``hoist_batch_statistics`` refuses what needs it.
     if problem.ranks > 1 and not (problem.is_time and context.missing_rules.action == "gather"):
         if context.missing_rules.action == "discover":
-            key = (node, problem.dim)
-            if key not in context.missing_rules.discovered:
-                context.missing_rules.discovered[key] = discover(
-                    node, problem.ranks, problem.operands(node), problem.values[node]
-                )
-            signatures = context.missing_rules.discovered[key]
+            known = context.missing_rules.discovered
+            signatures = discover(node, problem.ranks, problem.operands(node), problem.values[node], known)
             if signatures is not None:
                 return signatures
         _report_missing_rule(node, problem, context)

@@ -2,26 +2,18 @@
 
 They hold for what was tried: shapes, dtypes and arguments of one node, random numbers, small integers. An operator that
 behaves differently for rare values (a threshold far out) can mislead the search; a registered rule cannot be misled.
-
-Signatures are cached on disk and tried once more when they are read: a file can save the search, but is not trusted for
-an operator that has changed since.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zerograph._torch import OpOverload, is_mutable, pytree
-from zerograph.base import cache
 from zerograph.ir.sbp import Broadcast, PartialSum, Sbp, Signature, Split, broadcast, partial_sum
 from zerograph.passes.rules.registry import all_broadcast
 
@@ -32,7 +24,11 @@ _DRAWS = 2
 
 
 def discover(
-    node: fx.Node, ranks: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], folder: Path | None = None
+    node: fx.Node,
+    ranks: int,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    known: dict[str, tuple[Signature, ...] | None],
 ) -> tuple[Signature, ...] | None:
     """Return the signatures of a node's operator over ``ranks`` ranks; None if the operator cannot be tried.
 
@@ -42,20 +38,14 @@ def discover(
         node: the node.
         ranks: number of ranks along the mesh dimension.
         inputs, outputs: tensors of the shapes and dtypes to try.
-        folder: the cache; None: :func:`zerograph.base.cache.folder`.
+        known: what was found, by operator, arguments and ranks. A model repeats its layers.
     """
-    trial = trial_of(node, ranks, inputs, outputs)
-    if trial is None:
-        return None
-    file = _file(node, inputs, ranks, folder or cache.folder("rules"))
-    cached = _read(file)
-    # A file may contain anything: signatures that the search cannot find are not accepted.
-    possible = cached is not None and cached[:1] == (all_broadcast(node),)
-    if cached and possible and all(trial.allows(signature) and trial.holds(signature) for signature in cached[1:]):
-        return cached
-    signatures = (all_broadcast(node), *(signature for signature in trial.candidates() if trial.holds(signature)))
-    _write(file, signatures)
-    return signatures
+    key = _described(node, inputs, ranks)
+    if key not in known:
+        trial = trial_of(node, ranks, inputs, outputs)
+        found = None if trial is None else filter(trial.holds, trial.candidates())
+        known[key] = None if found is None else (all_broadcast(node), *found)
+    return known[key]
 
 
 class Trial:
@@ -78,25 +68,8 @@ class Trial:
             if outputs is not None:
                 yield Signature(sbps, outputs)
 
-    def allows(self, signature: Signature) -> bool:
-        """Return whether :meth:`candidates` may yield the signature: its length fits, and its splits are possible."""
-        inputs, _ = self.draws[0]
-        if len(signature.inputs) != len(inputs):
-            return False
-        split = [
-            (tensor, sbp.dim) for tensor, sbp in zip(inputs, signature.inputs, strict=True) if isinstance(sbp, Split)
-        ]
-        if any(
-            dim >= tensor.dim() or tensor.shape[dim] < 2 or tensor.shape[dim] % self._ranks for tensor, dim in split
-        ):
-            return False
-        return self._outputs(signature.inputs) == signature.outputs
-
     def holds(self, signature: Signature) -> bool:
         """Return whether the operator computes in pieces what it computes whole, on every draw."""
-        inputs, wholes = self.draws[0]
-        if (len(signature.inputs), len(signature.outputs)) != (len(inputs), len(wholes)):
-            return False
         return all(
             (parts := self._in_pieces(inputs, signature.inputs)) is not None
             and all(
@@ -256,7 +229,7 @@ def _close(left: Tensor, right: Tensor) -> bool:
     return torch.allclose(left, right, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True)
 
 
-def _file(node: fx.Node, inputs: Sequence[Tensor], ranks: int, folder: Path) -> Path:
+def _described(node: fx.Node, inputs: Sequence[Tensor], ranks: int) -> str:
     remaining = iter(inputs)
 
     def described(argument: fx.Node) -> str:
@@ -266,38 +239,4 @@ def _file(node: fx.Node, inputs: Sequence[Tensor], ranks: int, folder: Path) -> 
         tensor = next(remaining)
         return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"
 
-    key = f"{node.target} {fx.map_arg((node.args, node.kwargs), described)} {ranks} {torch.__version__}"
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-
-
-def _read(file: Path) -> tuple[Signature, ...] | None:
-    """Return the cached signatures; None for no file, or for a file that :func:`_write` did not write."""
-    try:
-        entries = json.loads(cache.read(file))
-        if not isinstance(entries, list) or not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
-            return None
-        return tuple(Signature(*(tuple(map(_parsed, side)) for side in entry)) for entry in entries)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
-
-
-def _write(file: Path, signatures: Sequence[Signature]) -> None:
-    """Cache signatures. All ranks write the same."""
-    text = json.dumps(
-        [[[str(sbp) for sbp in side] for side in (signature.inputs, signature.outputs)] for signature in signatures]
-    )
-    cache.write(file, text)
-
-
-def _parsed(text: Any) -> Sbp:
-    """Return the SBP of its text.
-
-    Raises:
-        TypeError, ValueError: the text is no SBP.
-    """
-    if text in ("B", "P"):
-        return broadcast if text == "B" else partial_sum
-    match = re.fullmatch(r"S\((\d{1,2})\)", text, re.ASCII)
-    if match is None:
-        raise ValueError(f"{text!r:.40} is no SBP")
-    return Split(int(match[1]))
+    return f"{node.target} {fx.map_arg((node.args, node.kwargs), described)} {ranks}"

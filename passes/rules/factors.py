@@ -96,23 +96,31 @@ def _partial_signatures(inputs: int, outputs: int, linear: Linear) -> Iterator[S
             yield Signature(sbps, (partial_sum,) * outputs)
 
 
-def mismatch(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
-    """Describe what is wrong with a notation for operands of these shapes; return an empty text if nothing is."""
+def miscounted(notation: str, inputs: int, outputs: int) -> str:
+    """Describe what is wrong with a notation for so many operands, of any shapes; return an empty text if nothing."""
     left, arrow, right = notation.partition("->")
     if not arrow or "->" in right:
         return "it needs one arrow '->' between inputs and outputs"
+    for text, expected, kind in ((left, inputs, "inputs"), (right, outputs, "outputs")):
+        count = len(text.split(",")) if expected or text.strip() else 0
+        if count != expected:
+            return f"it names {count} {kind}, there are {expected}"
+    return ""
+
+
+def mismatch(notation: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
+    """Describe what is wrong with a notation for operands of these shapes; return an empty text if nothing is."""
+    if problem := miscounted(notation, len(inputs), len(outputs)):
+        return problem
+    left, right = notation.split("->")
     shapes, operands = (*inputs, *outputs), []
-    for text, operand_shapes, kind in ((left, inputs, "inputs"), (right, outputs, "outputs")):
-        parts = _commas(text, len(operand_shapes))
-        if len(parts) != len(operand_shapes) or (not operand_shapes and text.strip()):
-            return f"it names {len(text.split(','))} {kind}, there are {len(operand_shapes)}"
-        for part, shape in zip(parts, operand_shapes, strict=True):
-            if not _NOTATION.fullmatch(part):
-                return f"{part!r} is no list of factors (m, m!, 1, (b t), b:4, ...)"
-            try:
-                operands.append(_parse(part, shape))
-            except ValueError:
-                return f"{part!r} names another number of dimensions than {shape} has"
+    for part, shape in zip([*_commas(left, len(inputs)), *_commas(right, len(outputs))], shapes, strict=True):
+        if not _NOTATION.fullmatch(part):
+            return f"{part!r} is no list of factors (m, m!, 1, (b t), b:4, ...)"
+        try:
+            operands.append(_parse(part, shape))
+        except ValueError:
+            return f"{part!r} names another number of dimensions than {shape} has"
     sizes = _sizes(operands, shapes)
     for operand, shape in zip(operands, shapes, strict=True):
         for dimension, size in zip(operand, shape, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 from zerograph import _torch
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.passes.rules.check_rule import check_rule
-from zerograph.passes.rules.factors import Linear
+from zerograph.passes.rules.factors import Linear, miscounted
 from zerograph.passes.rules.registry import (
     Linearity,
     Notation,
@@ -101,13 +101,8 @@ def _check(operator: _torch.OpOverload, notation: str, linear: Linearity) -> Non
     tensors = [kind for kind in types if "Tensor" in kind]
     if any("List" in kind for kind in tensors):
         raise ConfigError(f"{operator} takes a list of tensors: decorate a function, which sees how many there are")
-    left, arrow, right = notation.partition("->")
-    if not arrow or "->" in right:
-        raise ConfigError(f"the rule {notation!r} of {operator} needs one arrow '->' between inputs and outputs")
-    for text, expected, kind in ((left, len(tensors), "inputs"), (right, len(_torch.returns(operator)), "outputs")):
-        count = len(text.split(",")) if expected or text.strip() else 0
-        if count != expected:
-            raise ConfigError(f"the rule {notation!r} names {count} {kind}; {operator} has {expected}")
+    if problem := miscounted(notation, len(tensors), len(_torch.returns(operator))):
+        raise ConfigError(f"the rule {notation!r} of {operator} is wrong: {problem}")
     numbers: Linear = linear if isinstance(linear, tuple) else ()
     for group in numbers:
         for number in (group,) if isinstance(group, int) else group:

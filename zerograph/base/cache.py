@@ -1,4 +1,4 @@
-"""Cache on disk what zerograph has measured or discovered on this machine; read files, and replace them atomically."""
+"""Name the folder of caches on this machine; read files, and replace them atomically."""
 
 from __future__ import annotations
 
@@ -57,11 +57,3 @@ def replacing(file: Path) -> Iterator[Path]:
         os.replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)
-
-
-def write(file: Path, text: str) -> None:
-    """Replace ``file`` atomically. Failures are ignored: the content is computed again the next time."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as beside:
-            beside.write_text(text)
