@@ -390,23 +390,24 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
-def mesh(device_type: str) -> DeviceMesh:
-    """Return the mesh of all ranks on a type of device, over the default process group."""
-    initialise()
-    return DeviceMesh.from_group(dist.group.WORLD, device_type)  # type: ignore[arg-type]
-
-
 def mesh_of(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     """Return the mesh of the ranks on a type of device, created once. Every rank of the job must call it.
 
     Args:
-        ranks: an integer tensor in the shape of the mesh.
+        ranks: an integer tensor in the shape of the mesh; all ranks in a line are over the default process group.
     """
     world = _world()
     key = device_type, str(ranks.tolist())
     if key not in _meshes:
-        _meshes[key] = world, DeviceMesh(device_type, ranks)
+        is_world = torch.equal(ranks, torch.arange(dist.get_world_size(), device="cpu"))
+        made = DeviceMesh.from_group(world, device_type) if is_world else DeviceMesh(device_type, ranks)
+        _meshes[key] = world, made
     return _meshes[key][1]
+
+
+def keep_mesh(mesh: DeviceMesh) -> None:
+    """Let :func:`mesh_of` return this mesh for its ranks, if there is none yet. No collective."""
+    _meshes.setdefault((mesh.device_type, str(mesh.mesh.tolist())), (_world(), mesh))
 
 
 def digest(value: object) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerograph.errors import PlacementError
 from zerograph.ir.annotate import replace_tensors
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, is_dtensor, nd_sbp, partial_sum, to_dtensor
-from zerograph.runtime.job.process_group import initialise, mesh as mesh_of_all, mesh_of
+from zerograph.runtime.job.process_group import initialise, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -53,8 +53,6 @@ def placement(device_type: str, ranks: Sequence[Any]) -> DeviceMesh:
         raise PlacementError(
             f"there is no device {device_type!r} here; choose 'cpu' or, on a machine that has it, 'cuda'"
         )
-    if ranks == list(range(size)):
-        return mesh_of_all(device_type)
     return mesh_of(device_type, grid)
 
 

@@ -23,7 +23,7 @@ from zerograph.ir.mesh import Mesh, global_shape, of_own_slices, slice_counts, w
 from zerograph.ir.sbp import NdSbp, Sbp, Split, broadcast, from_dtensor, nd_sbp, show, split, to_dtensor
 from zerograph.runtime.job.differences import DOING
 from zerograph.runtime.job.exchange import gather_whole
-from zerograph.runtime.job.process_group import agree, digest, mesh, mesh_of
+from zerograph.runtime.job.process_group import agree, digest, mesh_of
 from zerograph.runtime.parameters import DATA, SplitParameter
 from zerograph.runtime.tensor_hash import hash_bits
 
@@ -194,7 +194,7 @@ class GlobalTensor(Tensor):
         if self.spec.rows is not None or has_slices:
             raise PlacementError("ranks have unequal parts, which no DTensor has: call full_tensor()")
         job, kind = world().job, self.device.type
-        grid = mesh(kind) if job.mesh.dims == 1 else mesh_of(kind, torch.tensor(job.grid, device="cpu"))
+        grid = mesh_of(kind, torch.tensor(job.grid, device="cpu"))
         placements = to_dtensor(self.sbp)
         return DTensor.from_local(
             self.local, grid, placements, run_check=False, shape=self.shape, stride=self.spec.stride

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph import _torch
 from zerograph._torch import pytree
 from zerograph.compiler.placement import placement as device_mesh
 from zerograph.errors import PlacementError
-from zerograph.runtime.job.process_group import world_size
+from zerograph.runtime.job.process_group import keep_mesh, world_size
 
 
 class placement:  # noqa: N801 (OneFlow's name)
@@ -62,9 +61,8 @@ def placement_of(mesh: DeviceMesh) -> placement:
     """Return the placement for a device mesh. No collective."""
     # Code in build() may call this: leave tracing modes, to get real numbers.
     with _torch.no_modes():
-        ranks = mesh.mesh.tolist()
-    _cached_meshes().setdefault((mesh.device_type, str(ranks)), mesh)
-    return placement(mesh.device_type, ranks)
+        keep_mesh(mesh)
+        return placement(mesh.device_type, mesh.mesh.tolist())
 
 
 def mesh_of(value: Any) -> DeviceMesh:
@@ -80,30 +78,10 @@ def mesh_of(value: Any) -> DeviceMesh:
     raise PlacementError(f"placement={value!r:.60} is no placement: pass flow.placement(type, ranks=[...])")
 
 
-# Meshes are cached, because each has its own process groups. They belong to one world, and are dropped with it.
-_meshes: dict[tuple[str, str], DeviceMesh] = {}
-_world: list[Any] = []
-
-
-def _cached_meshes() -> dict[tuple[str, str], DeviceMesh]:
-    world_size()
-    if not _world or _world[0] is not dist.group.WORLD:
-        _meshes.clear()
-        _world[:] = [dist.group.WORLD]
-    return _meshes
-
-
 def _mesh_of(place: placement) -> DeviceMesh:
-    meshes, key = _cached_meshes(), (place.type, str(place.ranks))
-    if key not in meshes:
-        with _torch.no_modes():
-            meshes[key] = _create(place)
-    return meshes[key]
-
-
-def _create(place: placement) -> DeviceMesh:
     try:
-        return device_mesh(place.type, ranks=place.ranks)
+        with _torch.no_modes():
+            return device_mesh(place.type, ranks=place.ranks)
     except PlacementError as error:
         named = pytree.tree_leaves(place.ranks)
         if world_size() > 1 or not all(isinstance(rank, int) for rank in named) or len(set(named)) < 2:
