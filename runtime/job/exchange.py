@@ -29,7 +29,7 @@ _NAP, _MOST_NAP = 0.05, 0.02
 def broadcast_number(job: Job, number: int) -> int:
     """Return rank 0's 64-bit number on every rank."""
     shared = torch.tensor([number], device="cpu")
-    broadcast_small(job, [shared], "seed")
+    broadcast_from(job, [shared], what="seed")
     return int(shared)
 
 
@@ -78,21 +78,6 @@ def _check_first(job: Job) -> None:
     report: Any = job.liveness.ask().reports.get(0)
     if job.rank and (report is None or report.failed is not None):
         raise RuntimeError(f"rank 0 has not answered for {job.timeout:g} seconds")
-
-
-def broadcast_small(job: Job, tensors: Sequence[Tensor], name: str) -> None:
-    """Overwrite small CPU tensors with rank 0's, on every rank.
-
-    Args:
-        job: the ranks.
-        tensors: equal in shape and dtype on all ranks.
-        name: what they are, for messages.
-    """
-    if job.size == 1:
-        return
-    with explaining_failures(job, f"taking over rank 0's {name}"):
-        for tensor in tensors:
-            dist.broadcast(tensor, group_src=0, group=job.channel.group)
 
 
 def gather_whole(job: Job, part: Tensor, sbp: NdSbp) -> Tensor:
@@ -148,14 +133,22 @@ def _start_along(job: Job, part: Tensor, dim: int, placement: Split) -> Callable
     return finish
 
 
-def broadcast_from(job: Job, tensors: Sequence[Tensor], rank: int = 0) -> None:
-    """Overwrite tensors with those of a rank, on every rank."""
+def broadcast_from(job: Job, tensors: Sequence[Tensor], rank: int = 0, what: str = "parameters and buffers") -> None:
+    """Overwrite tensors with those of a rank, on every rank.
+
+    Args:
+        job: the ranks.
+        tensors: equal in shape and dtype on all ranks.
+        rank: whose.
+        what: what they are, for messages.
+    """
     if job.size == 1:
         return
-    with explaining_failures(job, f"taking over rank {rank}'s parameters and buffers"):
+    with explaining_failures(job, f"taking over rank {rank}'s {what}"):
         for tensor in tensors:
-            # All backends send bytes, and few every dtype.
+            # All backends send bytes, and few every dtype. A group of NCCL alone takes no tensors of the CPU.
             content = bytes_of(tensor)
-            dist.broadcast(content, group_src=rank, group=job.data)
+            group = job.channel.group if content.device.type == "cpu" else job.data
+            dist.broadcast(content, group_src=rank, group=group)
             if content.data_ptr() != tensor.data_ptr():
                 tensor.copy_(content.view(tensor.dtype).view(tensor.shape))

@@ -37,7 +37,7 @@ from zerograph.compiler.compiled import PreparedStep
 from zerograph.compiler.dependencies import OF_LOOP, Dependencies
 from zerograph.compiler.members import Members
 from zerograph.errors import ArtifactError, CommunicationError, ConfigError
-from zerograph.runtime.job.exchange import broadcast_number, broadcast_small, broadcast_when_ready
+from zerograph.runtime.job.exchange import broadcast_from, broadcast_number, broadcast_when_ready
 from zerograph.runtime.job.process_group import Job, agree, digest
 
 VARIABLE = "ZEROGRAPH_CACHE_STEPS"
@@ -322,7 +322,7 @@ def _exchange(job: Job, data: bytes, length: int) -> bytes:
     if job.size == 1:
         return data
     content = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8)
-    broadcast_small(job, [content], "compiled step")
+    broadcast_from(job, [content], what="compiled step")
     return content.numpy().tobytes()
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from zerograph import _torch
 from zerograph.config import Config
 from zerograph.errors import ConfigError, PlacementError
-from zerograph.runtime.job.exchange import broadcast_small
+from zerograph.runtime.job.exchange import broadcast_from
 from zerograph.runtime.job.process_group import Job, join
 from zerograph.runtime.parameters import hollow_out
 from zerograph.runtime.state import create_provisional_store, provisional_layout, store_of
@@ -72,7 +72,7 @@ def sharded_init(placement: DeviceMesh | None = None) -> Iterator[None]:
     _constructing.append(job)
     try:
         states = [state.clone() for state in originals]
-        broadcast_small(job, states, "random numbers")
+        broadcast_from(job, states, what="random numbers")
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         with construction, Guard(construction):
