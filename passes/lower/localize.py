@@ -16,7 +16,7 @@ from zerograph.ir.mesh import Mesh, has_slices, index_along, local_shape, local_
 from zerograph.ir.metadata import Boxing, boxing_of, has_role, meta, origin
 from zerograph.ir.region import local, region_of
 from zerograph.ir.rewrite import drop_unused, emit_like, fake, operand, replace_node
-from zerograph.ir.sbp import Broadcast, NdSbp, PartialSum, Sbp, Split
+from zerograph.ir.sbp import NdSbp, Split
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.attention import BACKWARD, FORWARD, POSITIONS, causal_attention, causal_attention_backward
 from zerograph.ops.dispatch import COMBINE, DISPATCH, GATHER_IDS
@@ -30,13 +30,12 @@ from zerograph.passes.context import Context
 from zerograph.passes.lower.coded import lower_coded
 from zerograph.passes.lower.dispatch import lower_dispatch
 from zerograph.passes.lower.inline import inline_region
-from zerograph.passes.lower.lowering import Lowering, lower_slices, lower_unequal, split_dim
+from zerograph.passes.lower.lowering import Lowering, lower_exact, lower_slices
 from zerograph.passes.lower.ring import is_ring, lower_ring
 from zerograph.passes.placement.boxing import boxing
 from zerograph.passes.placement.shard_embeddings import is_sharded_embedding, own_rows
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 def localize(module: fx.GraphModule, context: Context) -> fx.GraphModule:
@@ -265,16 +264,12 @@ def _lower(graph: fx.Graph, node: fx.Node, context: Context) -> None:
             result = lowering.emit(aten.alias.default, source)
         else:
             before, after = change.source[change.dim], change.target[change.dim]
-            split = [sbp.dim for sbp in (before, after) if isinstance(sbp, Split)]
             if _has_rows(node, source, change, context):
                 result = lower_slices(lowering, source, before, after)
             elif change.format:
                 result = lower_coded(lowering, source, before, after)
-            elif not all(map(lowering.is_equal, split)) or (len(split) == 2 and node.meta["val"].is_complex()):
-                # Nor has gloo an all-to-all of complex numbers.
-                result = lower_unequal(lowering, source, before, after)
             else:
-                result = _lower_equal(lowering, source, before, after)
+                result = lower_exact(lowering, source, before, after)
     replace_node(node, result)
 
 
@@ -325,20 +320,3 @@ def _pack(graph: fx.Graph, node: fx.Node, context: Context) -> None:
         meta(entry)["sbp"] = (*meta(node)["sbp"][:-1], Split(0))
         stacked = emit_like(node, leave, entry, 0, context.batch.micro_batches)
     replace_node(node, stacked)
-
-
-def _lower_equal(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    """Return the tensor in the SBP ``after``, where all parts are equal."""
-    match before, after:
-        case PartialSum(), Broadcast():
-            return lower.all_reduced(source)
-        case PartialSum(), Split(dim):
-            return lower.reduce_scattered(source, dim)
-        case Split(dim), Broadcast():
-            return lower.gathered(source, dim)
-        case Split(joined), Split(dim):
-            parts = lower.contiguous(lower.rearranged(source, cut=dim, join=0))
-            sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
-            received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
-            return lower.rearranged(received, cut=0, join=joined)
-    return lower.own_part(source, split_dim(after))

@@ -15,7 +15,7 @@ from zerograph.ir.mesh import local_shape, most_slices, own_slices, start_of_sli
 from zerograph.ir.metadata import Boxing, meta
 from zerograph.ir.rank_numbers import RankArguments, RankNumber, along
 from zerograph.ir.rewrite import emit_like
-from zerograph.ir.sbp import Broadcast, NdSbp, Sbp, Split, broadcast
+from zerograph.ir.sbp import Broadcast, NdSbp, PartialSum, Sbp, Split, broadcast
 from zerograph.ir.sizes import sizes_of
 from zerograph.ops.rows import exchange_rows, gather_rows
 from zerograph.passes.context import Context
@@ -98,9 +98,13 @@ class Lowering:
         return self.emit(aten.cat.default, parts, join)
 
     def gathered(self, source: fx.Node, dim: int) -> fx.Node:
-        """Gather a tensor that is split in equal parts along ``dim``."""
-        whole = self.collective(c10d.all_gather_into_tensor.default, self.contiguous(source), self.ranks)
-        return self.rearranged(whole, cut=0, join=dim)
+        """Gather a tensor that is split along ``dim``, maybe in unequal parts."""
+        if self.is_equal(dim):
+            whole = self.collective(c10d.all_gather_into_tensor.default, self.contiguous(source), self.ranks)
+            return self.rearranged(whole, cut=0, join=dim)
+        first = self.contiguous(self.first(source, dim))
+        whole = self.collective(gather_rows, first, self.parts(dim), self.together[dim])
+        return self.contiguous(self.first(whole, dim))
 
     def reduce_scattered(self, source: fx.Node, dim: int) -> fx.Node:
         """Sum a tensor over the ranks; return this rank's equal part along ``dim``."""
@@ -112,10 +116,17 @@ class Lowering:
         return self.collective(c10d.all_reduce.default, self.contiguous(source), "sum")
 
     def own_part(self, whole: fx.Node, dim: int) -> fx.Node:
-        """Take this rank's part of a tensor, of which each has an equal part along ``dim``."""
-        size = whole.meta["val"].shape[dim] // self.ranks
-        start, end = along(self.change.dim, size), along(self.change.dim, size, size)
-        return self.cut(aten.slice.Tensor, whole, dim, start, end, rank_arguments={2: start, 3: end})
+        """Take this rank's part of a tensor along ``dim``; parts may be unequal."""
+        if self.is_equal(dim):
+            size = whole.meta["val"].shape[dim] // self.ranks
+            begin, end = along(self.change.dim, size), along(self.change.dim, size, size)
+            return self.cut(aten.slice.Tensor, whole, dim, begin, end, rank_arguments={2: begin, 3: end})
+        together = self.together[dim]
+        if isinstance(together, int):
+            start: Size = sum(self.parts(dim)[: self.context.mesh.position[self.change.dim]])
+        else:
+            start = sizes_of(together).start(together, self.ranks, self.change.dim)
+        return self.cut(aten.narrow.default, whole, dim, start, self.part(dim), rank_arguments={2: None})
 
     def cut(self, target: Any, *args: Any, rank_arguments: RankArguments) -> fx.Node:
         """Emit the operator that takes this rank's part; the arguments at ``rank_arguments`` differ between ranks."""
@@ -163,12 +174,25 @@ def _gather_slices(lower: Lowering, source: fx.Node, dim: int, slices: int) -> f
     return lower.emit(aten.cat.default, own, dim)
 
 
-def lower_unequal(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
-    """Return the tensor in the SBP ``after``, where parts may be unequal along a dimension that either SBP splits."""
-    if isinstance(before, Broadcast):
-        return _own_rows(lower, source, split_dim(after))
-    if isinstance(after, Broadcast):
-        return _gather_rows(lower, source, split_dim(before))
+def lower_exact(lower: Lowering, source: fx.Node, before: Sbp, after: Sbp) -> fx.Node:
+    """Return the tensor in the SBP ``after``; parts may be unequal along a dimension that either SBP splits."""
+    match before, after:
+        case PartialSum(), Broadcast():
+            return lower.all_reduced(source)
+        case Split(dim), Broadcast():
+            return lower.gathered(source, dim)
+        case Broadcast(), Split(dim):
+            return lower.own_part(source, dim)
+        case PartialSum(), Split(dim) if lower.is_equal(dim):
+            return lower.reduce_scattered(source, dim)
+        # Gloo has no all-to-all of complex numbers.
+        case Split(joined), Split(dim) if (
+            lower.is_equal(joined) and lower.is_equal(dim) and not source.meta["val"].is_complex()
+        ):
+            parts = lower.contiguous(lower.rearranged(source, cut=dim, join=0))
+            sizes = [parts.meta["val"].shape[0] // lower.ranks] * lower.ranks
+            received = lower.collective(c10d.all_to_all_single.default, parts, sizes, sizes)
+            return lower.rearranged(received, cut=0, join=joined)
     return _exchanged(lower, source, before, split_dim(after))
 
 
@@ -207,28 +231,6 @@ def _sent(
         pieces = [lower.emit(aten.narrow.default, source, cut, *place) for place in zip(starts, sizes, strict=False)]
         flat = lower.emit(aten.cat.default, [lower.emit(aten.reshape.default, piece, [-1]) for piece in pieces])
     return lower.collective(exchange_rows, flat, [others * size for size in sizes], received, shape)
-
-
-def _gather_rows(lower: Lowering, source: fx.Node, dim: int) -> fx.Node:
-    """Gather a tensor that is split along ``dim``, maybe in unequal parts."""
-    size = lower.together[dim]
-    if lower.is_equal(dim):
-        return lower.gathered(source, dim)
-    first = lower.contiguous(lower.first(source, dim))
-    whole = lower.collective(gather_rows, first, lower.parts(dim), size)
-    return lower.contiguous(lower.first(whole, dim))
-
-
-def _own_rows(lower: Lowering, whole: fx.Node, dim: int) -> fx.Node:
-    """Take this rank's part along ``dim``; parts may be unequal."""
-    size = lower.together[dim]
-    if lower.is_equal(dim):
-        return lower.own_part(whole, dim)
-    if isinstance(size, int):
-        start: Size = sum(lower.parts(dim)[: lower.context.mesh.position[lower.change.dim]])
-    else:
-        start = sizes_of(size).start(size, lower.ranks, lower.change.dim)
-    return lower.cut(aten.narrow.default, whole, dim, start, lower.part(dim), rank_arguments={2: None})
 
 
 def with_entry(sbp: NdSbp, dim: int, entry: Sbp) -> NdSbp:

@@ -70,10 +70,7 @@ class Mesh:
     @property
     def rank(self) -> int:
         """Linear index of this rank in row-major order."""
-        index = 0
-        for size, position in zip(self.shape, self.position, strict=True):
-            index = index * size + position
-        return index
+        return index_along(self, range(self.dims))
 
 
 def with_slices(mesh: Mesh, slices: int | None) -> Mesh:
