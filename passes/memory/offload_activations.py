@@ -8,6 +8,7 @@ products: ``FLOPS_PER_BYTE`` of them for each byte copied.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,9 @@ def offload_activations(module: fx.GraphModule, context: Context) -> fx.GraphMod
         return module
     graph = module.graph
     usage = profile(graph)
-    position = {node: index for index, node in enumerate(usage.nodes)}
-    offloaded = _hidden(sorted(_saved_activations(usage), key=lambda saved: position[saved.node]), usage, position)
+    offloaded = _hidden(sorted(_saved_activations(usage), key=lambda saved: saved.node), usage)
     previous: fx.Node | None = None
-    for saved in sorted(offloaded, key=lambda saved: position[saved.first]):
+    for saved in sorted(offloaded, key=lambda saved: saved.first):
         place = saved.first if previous is None or previous <= saved.last else previous
         previous = _offload(graph, saved, place)
     return module
@@ -90,17 +90,15 @@ def _in_forward(node: fx.Node) -> bool:
     return node.op != "output" and origin(node).phase == "forward"
 
 
-def _hidden(
-    saved_activations: Sequence[_SavedActivation], usage: Profile, position: dict[fx.Node, int]
-) -> list[_SavedActivation]:
+def _hidden(saved_activations: Sequence[_SavedActivation], usage: Profile) -> list[_SavedActivation]:
     """Return the activations whose copies, one after the other, end before forward does."""
-    clock = [0]
-    for node in usage.nodes:
-        clock.append(clock[-1] + (flops(node) if _in_forward(node) else 0))
+    work = [flops(node) if _in_forward(node) else 0 for node in usage.nodes]
+    clock = dict(zip(usage.nodes, itertools.accumulate(work), strict=True))
+    end = sum(work)
     link_free, chosen = 0, []
     for saved in saved_activations:
-        copied = max(link_free, clock[position[saved.node] + 1]) + saved.bytes * FLOPS_PER_BYTE
-        if copied <= clock[-1]:
+        copied = max(link_free, clock[saved.node]) + saved.bytes * FLOPS_PER_BYTE
+        if copied <= end:
             chosen.append(saved)
             link_free = copied
     return chosen

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
 
-from zerograph.base.contexts import given
 from zerograph.base.source import warn_user
 from zerograph.runtime.job.launchers import number_of
 
-# The rank of a process that has not joined the job yet, if it is not in the environment.
-_rank: ContextVar[int | None] = ContextVar("_rank", default=None)
 _warned_calls: set[str] = set()
-
-
-def as_rank(number: int) -> AbstractContextManager[None]:
-    """Set the rank that this process is about to have, for warnings before it joins the job."""
-    return given(_rank, number)
 
 
 def say(message: str) -> None:
     """Warn on rank 0."""
-    rank = dist.get_rank() if dist.is_initialized() else _rank.get()
-    if (number_of("RANK", 0) if rank is None else rank) == 0:
+    if (dist.get_rank() if dist.is_initialized() else number_of("RANK", 0)) == 0:
         warn_user(f"zerograph: {message}")
 
 

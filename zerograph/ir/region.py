@@ -111,25 +111,18 @@ def split_joint(joint: fx.Graph, inputs: int, outputs: int) -> Halves:
     returned = joint.output_node().args[0]
     assert isinstance(returned, (list, tuple))
     results, gradients = list(returned[:outputs]), list(returned[outputs:])
-    in_forward = _needed(results, set())
-    in_forward |= {node for node in joint.nodes if node.target is operator.getitem and node.args[0] in in_forward}
-    saved: dict[fx.Node, None] = {}
-    stack, seen = list(gradients), set()
-    while stack:
-        node = stack.pop()
-        if node in seen or node.op == "placeholder":
-            continue
-        seen.add(node)
-        if node in in_forward and not getattr(node.target, "is_view", False):
-            saved[node] = None
-        else:
-            stack += node.all_input_nodes
-    needed_forward, needed_backward = _needed(results, set()), _needed(gradients, set(saved))
+    needed_forward = _needed(results, set())
+    in_forward = needed_forward | {
+        node for node in joint.nodes if node.target is operator.getitem and node.args[0] in needed_forward
+    }
+    kept = {node for node in in_forward if node.op != "placeholder" and not getattr(node.target, "is_view", False)}
+    needed_backward = _needed(gradients, kept)
+    saved = [node for node in joint.nodes if node in kept and node in needed_backward]
     first = [node for node in arguments[:inputs] if node in needed_forward]
     second = [node for node in arguments[:inputs] if node in needed_backward]
     return Halves(
-        _extract(joint, first, [], results, list(saved)),
-        _extract(joint, second, list(saved), gradients, [], arguments[inputs:]),
+        _extract(joint, first, [], results, saved),
+        _extract(joint, second, saved, gradients, [], arguments[inputs:]),
         tuple(map(arguments.index, first)),
         tuple(map(arguments.index, second)),
         tuple(node.meta["val"] for node in saved),

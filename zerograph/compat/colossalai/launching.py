@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zerograph.compat.colossalai import configuration
-from zerograph.compat.notices import as_rank
 from zerograph.compat.settings import Settings
-from zerograph.errors import CommunicationError, ConfigError
+from zerograph.errors import CommunicationError, ConfigError, ZeroGraphWarning
 from zerograph.runtime.job.environment import local_rank
 from zerograph.runtime.job.launchers import number_of
 from zerograph.runtime.job.process_group import connect
@@ -50,7 +50,10 @@ def launch(
         CommunicationError: the ranks cannot connect.
     """
     global _latest
-    with as_rank(rank):
+    with warnings.catch_warnings():
+        if rank:
+            # Rank 0 says it; this process has no rank yet, perhaps not in the environment either.
+            warnings.simplefilter("ignore", ZeroGraphWarning)
         settings = configuration.read(config)
     bracketed = f"[{host}]" if ":" in host else host
     connect(rank, world_size, f"tcp://{bracketed}:{port}", backend, local_rank)
