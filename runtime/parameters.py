@@ -21,25 +21,22 @@ from zerograph.errors import SplitParameterError
 from zerograph.runtime.tensor_hash import hash_bits
 
 
-class GradientReader(Protocol):
-    """Handler of reads and writes of ``parameter.grad``, for gradients that exist only inside a step."""
-
-    def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient, or None where the reader has none for this parameter."""
+class GradientHolder(Protocol):
+    """Holder of gradients that are not stored with their parameters, such as split ones."""
 
     def settle(self, parameter: nn.Parameter) -> None:
-        """Store the gradient with the parameter, if the reader has a part of it that is not stored."""
+        """Store the gradient with the parameter, if it is held here."""
 
-    def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
-        """Set or delete the gradient; return True if the reader has it, and no tensor is to be stored."""
+    def drop(self, parameter: nn.Parameter) -> None:
+        """Drop the gradient, in whose place another is set, or none."""
 
 
 # torch's own descriptors.
 _STORED: Any = inspect.getattr_static(Tensor, "grad")
 DATA: Any = inspect.getattr_static(Tensor, "data")
 
-# By parameter. Weak references: a reader refers to its parameters.
-_READERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By parameter. Weak references: a holder refers to its parameters.
+_HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The parameters whose memory the user has in another tensor, by that tensor.
 _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Hashes of these tensors, as they were when their parameter was split.
@@ -47,21 +44,18 @@ _LEFT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _Grad:
-    """Descriptor of ``parameter.grad``: the stored tensor, else the one of the first reader that has one."""
+    """Descriptor of ``parameter.grad``: what holds a part of it stores it when it is read."""
 
     def __get__(self, parameter: nn.Parameter | None, owner: type | None = None) -> Any:
         if parameter is None:
             return _STORED
         settle_gradient(parameter)
-        stored = _STORED.__get__(parameter)
-        if stored is not None:
-            return stored
-        values = (reader.read(parameter) for reader in _readers_of(parameter))
-        return next((value for value in values if value is not None), None)
+        return _STORED.__get__(parameter)
 
     def __set__(self, parameter: nn.Parameter, value: Tensor | None) -> None:
-        taken = [reader.write(parameter, value) for reader in _readers_of(parameter)]
-        _STORED.__set__(parameter, None if any(taken) else value)
+        for holder in _holders_of(parameter):
+            holder.drop(parameter)
+        _STORED.__set__(parameter, value)
 
     def __delete__(self, parameter: nn.Parameter) -> None:
         self.__set__(parameter, None)
@@ -153,55 +147,55 @@ def changed_while_split(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Par
     ]
 
 
-def _readers_of(parameter: nn.Parameter) -> list[GradientReader]:
-    return [reader for reference in _READERS.get(parameter, ()) if (reader := reference()) is not None]
+def _holders_of(parameter: nn.Parameter) -> list[GradientHolder]:
+    return [holder for reference in _HOLDERS.get(parameter, ()) if (holder := reference()) is not None]
 
 
-def _with_reader(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of a parameter class whose ``grad`` asks readers: the same each time, kept in the class."""
+def _with_holder(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return a subclass of a parameter class whose ``grad`` asks holders: the same each time, kept in the class."""
     if issubclass(kind, SplitParameter) or isinstance(kind.__dict__.get("grad"), _Grad):
         return kind
-    if "_zerograph_with_reader" in kind.__dict__:
-        known: type[nn.Parameter] = kind.__dict__["_zerograph_with_reader"]
+    if "_zerograph_with_holder" in kind.__dict__:
+        known: type[nn.Parameter] = kind.__dict__["_zerograph_with_holder"]
         return known
     names = {
         "grad": _Grad(),
         "data": _Data(),
         "detach": _detach,
-        "_zerograph_reader": True,
+        "_zerograph_holder": True,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
     }
     metaclass: Any = type(kind)
     subclass: type[nn.Parameter] = metaclass(kind.__name__, (kind,), names)
-    kind._zerograph_with_reader = subclass  # type: ignore[attr-defined]
+    kind._zerograph_with_holder = subclass  # type: ignore[attr-defined]
     return subclass
 
 
-def read_gradient_by(parameter: nn.Parameter, reader: GradientReader) -> None:
-    """Let ``parameter.grad`` ask ``reader`` where no tensor is stored. Keeps a weak reference to the reader."""
-    readers = [reference for reference in _READERS.get(parameter, ()) if reference() is not None]
-    if any(reference() is reader for reference in readers):
+def hold_gradient_by(parameter: nn.Parameter, holder: GradientHolder) -> None:
+    """Let ``parameter.grad`` ask a holder, to which a weak reference is kept."""
+    holders = _holders_of(parameter)
+    if any(one is holder for one in holders):
         return
-    _READERS[parameter] = [*readers, weakref.ref(reader)]
+    _HOLDERS[parameter] = [*map(weakref.ref, holders), weakref.ref(holder)]
     if isinstance(parameter, SplitParameter):
         plain = getattr(parameter, "_zerograph_plain_class", nn.Parameter)
-        parameter._zerograph_plain_class = _with_reader(plain)  # type: ignore[attr-defined]
+        parameter._zerograph_plain_class = _with_holder(plain)  # type: ignore[attr-defined]
     else:
-        parameter.__class__ = _with_reader(type(parameter))
+        parameter.__class__ = _with_holder(type(parameter))
 
 
 def settle_gradient(parameter: nn.Parameter) -> None:
-    """Store the gradient of which readers have parts. A collective if there are any."""
-    for reader in _readers_of(parameter):
-        reader.settle(parameter)
+    """Store the gradient of which holders have parts. A collective if there are any."""
+    for holder in _holders_of(parameter):
+        holder.settle(parameter)
 
 
 _IS_GRADIENT: Any = functools.partial(operator.is_not, None)
 
 
 def stored_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return the gradient that a plain ``backward()`` has given the parameter; readers are not asked."""
+    """Return the gradient that a plain ``backward()`` has given the parameter; holders are not asked."""
     with _torch.without_torch_function():
         gradient: Tensor | None = _STORED.__get__(parameter)
         return gradient
@@ -388,7 +382,7 @@ def hide(parameter: nn.Parameter) -> None:
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         DATA.__set__(parameter, nothing)
     if getattr(parameter, "_zerograph_whole", None) is None:
-        # Not through the readers, which reject what the user sets.
+        # Not through the holders, which drop what they have.
         _STORED.__set__(parameter, None)
     for one in _read_from(parameter):
         _LEFT[one] = int(hash_bits(one.detach()))

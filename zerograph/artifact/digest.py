@@ -65,7 +65,7 @@ _OF_CLASSES = ADDED | frozenset(
     }
 )
 # Entries of the classes that zerograph gives prepared modules, and parameters: to a trace they are their bases.
-_OURS = frozenset({"_zerograph_prepared", "_zerograph_reader"})
+_OURS = frozenset({"_zerograph_prepared", "_zerograph_holder"})
 # Longer containers, and objects nested deeper, are digested by their type and length.
 _MAX_LENGTH, _MAX_DEPTH = 10_000, 100
 # Types of what has no value besides its name, and the object that it belongs to.

@@ -19,12 +19,12 @@ from zerograph.eager.world import world
 from zerograph.ir.buckets import Bucket
 from zerograph.ir.sbp import partial_sum
 from zerograph.runtime.job.process_group import agree
-from zerograph.runtime.parameters import read_gradient_by, store_gradient, stored_gradient, stored_gradients
+from zerograph.runtime.parameters import hold_gradient_by, store_gradient, stored_gradient, stored_gradients
 from zerograph.runtime.state import Store, accumulated, accumulated_gradients, load_accumulated, store_of, stores_of
 
 
 class SplitGradients:
-    """The split gradients of a loop, and the reader of ``parameter.grad`` for them."""
+    """The split gradients of a loop, and their holder for ``parameter.grad``."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, nn.Parameter] = {}
@@ -34,7 +34,7 @@ class SplitGradients:
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Answer for the gradients of these parameters."""
         for parameter in parameters:
-            read_gradient_by(parameter, self)
+            hold_gradient_by(parameter, self)
 
     def note(self, parameters: Sequence[nn.Parameter]) -> None:
         """Note that a graph has added to the gradients of these parameters."""
@@ -91,14 +91,9 @@ class SplitGradients:
                     before.add_(whole)
         _drop(store)
 
-    def read(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return None: :meth:`settle` has stored the gradient, if there is one."""
-        return None
-
-    def write(self, parameter: nn.Parameter, value: Tensor | None) -> bool:
+    def drop(self, parameter: nn.Parameter) -> None:
         """Drop a split gradient, in whose place the loop sets another, or none."""
         self.clear([parameter], set_to_none=True)
-        return False
 
     def clear(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Clear split gradients: to zeros, or altogether."""
