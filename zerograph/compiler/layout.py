@@ -59,11 +59,6 @@ class Update:
     group: Mapping[str, Any]
     optimizer: torch.optim.Optimizer
 
-    @property
-    def optimizer_name(self) -> str:
-        """The optimizer's name in the graph."""
-        return self.group_name.partition(".")[0]
-
     def numbers(self) -> dict[str, str]:
         """Return the name of each hyperparameter's input in the graph, by its name in the program."""
         return {number: f"{self.group_name}.{number}" for number in self.program.numbers}
@@ -202,7 +197,7 @@ class Layouts:
         one_by_one = first.program.mixes is not None
         shapes = [
             {
-                **(_state_shapes(store, parameter) if one_by_one else {}),
+                **_state_shapes(store, parameter),
                 **self.updates[parameter_names[id(parameter)]].program.shapes,
             }
             for parameter in store.parameters
@@ -358,7 +353,7 @@ class _ParameterState:
     Attributes:
         keeper: the optimizer that the state belongs to, or None.
         specs: the entries in the bucket.
-        shapes: the shapes of the entries; empty unless the parameter is updated ``one_by_one``.
+        shapes: the shapes of the entries.
         one_by_one: the update needs whole parameters.
         scalars: the present values of scalar entries.
         fresh: there is no state yet.
@@ -385,35 +380,30 @@ def _parameter_state(parameter: nn.Parameter, update: Update | None) -> _Paramet
     store = store_of(parameter)
     keeper = update.optimizer if update is not None else store.optimizer if store is not None else None
     # State of another optimizer does not count.
-    own = store is not None and store.optimizer is keeper
-    values: Mapping[str, Any]
-    if store is not None and own:
-        values = {} if store.fresh else {name: store.state[name] for name in store.specs}
-    else:
-        values = {} if keeper is None else plain_state(keeper, parameter)
+    own = store if store is not None and store.optimizer is keeper else None
+    values: Mapping[str, Any] = {} if keeper is None or own is not None else plain_state(keeper, parameter)
+    if own is not None and not own.fresh:
+        values = {name: own.state[name] for name in own.specs}
+    specs, shapes = _specs_and_shapes(own, parameter, values)
     if update is None:
-        specs = {} if store is None else store.specs
         one_by_one = store is not None and store.layout.one_by_one
-        shapes = _state_shapes(store, parameter) if store is not None and one_by_one else {}
-        scalars = () if one_by_one else _scalars(values, specs)
-        return _ParameterState(keeper, specs, shapes, one_by_one, scalars, not values)
-    program = update.program
-    if values and not set(program.state) <= set(values):
-        raise CaptureError(
-            f"{type(keeper).__name__} has {', '.join(values)} for a parameter of shape {tuple(parameter.shape)}, but "
-            f"its update needs {', '.join(program.state)}\n"
-            "Load a state that belongs to these hyperparameters, or none."
-        )
-    # Entries of another update of this optimizer stay, as in plain PyTorch: momentum, while it is set to 0.
-    own_store = store if own else None
-    unused = {name: value for name, value in values.items() if name not in program.state}
-    unused_specs = _specs_of(own_store, unused)
-    unused_shapes = {name: _unused_shape(own_store, parameter, name, values) for name in unused_specs}
-    specs = {**program.state, **unused_specs}
-    if program.mixes is not None:
-        return _ParameterState(keeper, specs, {**program.shapes, **unused_shapes}, True, (), not values)
-    _check_elementwise(parameter, keeper, own_store, specs, unused_shapes, fresh=not values)
-    return _ParameterState(keeper, specs, {}, False, _scalars(values, specs), not values)
+    else:
+        program = update.program
+        if values and not set(program.state) <= set(values):
+            raise CaptureError(
+                f"{type(keeper).__name__} has {', '.join(values)} for a parameter of shape {tuple(parameter.shape)}, "
+                f"but its update needs {', '.join(program.state)}\n"
+                "Load a state that belongs to these hyperparameters, or none."
+            )
+        # Entries of another update of this optimizer stay, as in plain PyTorch: momentum, while it is set to 0.
+        unused = [name for name in specs if name in values and name not in program.state]
+        unused_shapes = {name: shapes[name] for name in unused}
+        specs, shapes = {**program.state, **{name: specs[name] for name in unused}}, {**program.shapes, **unused_shapes}
+        one_by_one = program.mixes is not None
+        if not one_by_one:
+            _check_elementwise(parameter, keeper, own, specs, unused_shapes, fresh=not values)
+    scalars = [(name, float(values[name])) for name, spec in specs.items() if spec.scalar and name in values]
+    return _ParameterState(keeper, specs, shapes, one_by_one, () if one_by_one else tuple(scalars), not values)
 
 
 def _check_elementwise(
@@ -453,35 +443,23 @@ def _check_elementwise(
             )
 
 
-def _specs_of(store: Store | None, values: Mapping[str, Any]) -> dict[str, StateSpec]:
-    """Return the specs of state values. They belong to a store, or, if it is None, to a plain optimizer."""
+def _specs_and_shapes(
+    store: Store | None, parameter: nn.Parameter, values: Mapping[str, Any]
+) -> tuple[Mapping[str, StateSpec], Mapping[str, tuple[int, ...]]]:
+    """Return spec and shape of each entry of a parameter's state: in a store, or of a plain optimizer's values."""
     if store is not None:
-        return {name: store.specs[name] for name in values}
-    return {
-        name: StateSpec(not value.dim(), value.dtype, None, value.dtype)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _unused_shape(
-    store: Store | None, parameter: nn.Parameter, name: str, values: Mapping[str, Any]
-) -> tuple[int, ...]:
-    """Return the shape of an entry that the update does not use, in a store or, if it is None, a plain optimizer."""
-    if store is None:
-        return tuple(values[name].shape)
-    if store.layout.one_by_one:
-        return _state_shapes(store, parameter)[name]
-    return () if store.specs[name].scalar else tuple(parameter.shape)
+        return store.specs, _state_shapes(store, parameter)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    specs = {name: StateSpec(not one.dim(), one.dtype, None, one.dtype) for name, one in tensors.items()}
+    return specs, {name: tuple(one.shape) for name, one in tensors.items()}
 
 
 def _state_shapes(store: Store, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each entry of a parameter's state in a store."""
+    if not store.layout.one_by_one:
+        return {name: () if spec.scalar else tuple(parameter.shape) for name, spec in store.specs.items()}
     index = next(index for index, other in enumerate(store.parameters) if other is parameter)
     return {name: store.layouts[name].slots[index].shape if name in store.layouts else () for name in store.specs}
-
-
-def _scalars(values: Mapping[str, Any], specs: Mapping[str, StateSpec]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, float(values[name])) for name, spec in specs.items() if spec.scalar and name in values)
 
 
 def plain_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -260,7 +260,7 @@ def _bucket_update(planned: PlannedBucket) -> BucketUpdate:
         {name: layout for name, layout in planned.layouts.items() if name in entries},
         {name: layout for name, layout in planned.layouts.items() if name not in entries},
         {name: spec.dtype for name, spec in planned.specs.items() if name not in {*entries, *planned.layouts}},
-        planned.updates[0].optimizer_name,
+        planned.updates[0].group_name.partition(".")[0],
     )
 
 
