@@ -94,16 +94,15 @@ REFLECTION = _words("""
 
 
 @functools.cache
-def _is_allowed_in_python(module: str, name: str) -> bool:
-    """Return whether a function of a module in Python may be called.
+def refused_in_python(module: str, name: str) -> str:
+    """Return the name of a function of a module in Python that may not be called; empty if it may.
 
     Args:
-        module: its name.
+        module: the module's name.
         name: the function's, or that of its class.
     """
-    if f"{module}.{name}" in _FUNCTIONS_IN_PYTHON:
-        return True
-    return _is_in(module, _IN_PYTHON) and not _is_in(module, _REFUSED_IN_PYTHON) and name not in _REFUSED
+    is_allowed = _is_in(module, _IN_PYTHON) and not _is_in(module, _REFUSED_IN_PYTHON) and name not in _REFUSED
+    return "" if is_allowed or f"{module}.{name}" in _FUNCTIONS_IN_PYTHON else f"{module}.{name}"
 
 
 def _is_in(module: str, modules: frozenset[str]) -> bool:
@@ -162,8 +161,3 @@ def refused_in_c(function: Any) -> str:
     """Return the name of a function or a class in C that may not be called; empty if it may."""
     module, name = place_in_c(function)
     return "" if _is_allowed_in_c(module, name, isinstance(function, type)) else f"{module}.{name}"
-
-
-def refused_in_python(module: str, name: str) -> str:
-    """Return the name of a function in Python that may not be called; empty if it may."""
-    return "" if _is_allowed_in_python(module, name) else f"{module}.{name}"

@@ -37,12 +37,10 @@ _CLASSES: dict[str, type] = {
     )
 }
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# What a file refers to by its name in torch.
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # What nodes take as arguments besides nodes, plain values and containers: a graph's code has their texts.
-_ARGUMENTS = (float, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, *_SYMBOLIC, OpOverload)
-_LAYOUTS = {"strided": torch.strided}
-_MEMORY_FORMATS = {
-    name: getattr(torch, name) for name in ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
-}
+_ARGUMENTS = (float, complex, torch.device, *_CONSTANTS, *_SYMBOLIC, OpOverload)
 _PLAIN = frozenset({type(None), bool, int, str})
 _CONTAINERS: dict[str, type] = {"tuple": tuple, "list": list, "dict": dict}
 
@@ -93,14 +91,10 @@ class Writer:
     def _leaf(self, value: Any) -> Any:
         if isinstance(value, complex):
             return {"complex": [value.real.hex(), value.imag.hex()]}
-        if isinstance(value, torch.dtype):
-            return {"dtype": _name(value)}
+        if isinstance(value, _CONSTANTS):
+            return {"torch": _name(value)}
         if isinstance(value, torch.device):
             return {"device": str(value)}
-        if isinstance(value, torch.layout) and value is torch.strided:
-            return {"layout": "strided"}
-        if isinstance(value, torch.memory_format):
-            return {"memory_format": _name(value)}
         if isinstance(value, OpOverload):
             return {"op": operators.name_of(value)}
         if isinstance(value, (set, frozenset)):
@@ -192,10 +186,8 @@ class Reader:
             "#": self._entry,
             "float": float,
             "complex": lambda parts: complex(*map(float.fromhex, parts)),
-            "dtype": dtype_of,
+            "torch": _constant,
             "device": self.device,
-            "layout": _LAYOUTS.__getitem__,
-            "memory_format": _MEMORY_FORMATS.__getitem__,
             "op": operators.function_of,
             "set": lambda entries: {self.value(entry) for entry in entries},
             "Tensor": lambda _: Tensor,
@@ -266,7 +258,7 @@ class Reader:
         shape, stride, dtype, device = content
         with self.mode:
             return torch.empty_strided(
-                self.value(shape), self.value(stride), dtype=dtype_of(dtype), device=self.device(device)
+                self.value(shape), self.value(stride), dtype=_constant(dtype), device=self.device(device)
             )
 
     def tensor(self, encoded: Any) -> Tensor:
@@ -300,13 +292,13 @@ def _name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name.
+def _constant(name: str) -> Any:
+    """Return the dtype, layout or memory format of a name.
 
     Raises:
         ArtifactError: there is none.
     """
-    dtype = getattr(torch, name, None) if operators.IDENTIFIER.fullmatch(name) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ArtifactError(f"the file has a dtype {name!r:.60}, which torch does not have")
-    return dtype
+    constant = getattr(torch, name, None) if operators.IDENTIFIER.fullmatch(name) else None
+    if not isinstance(constant, _CONSTANTS):
+        raise ArtifactError(f"the file has {name!r:.60}, which is no dtype, layout or memory format of torch")
+    return constant

@@ -226,11 +226,6 @@ class Artifact:
     reader: Reader
     optional: bool
 
-    @property
-    def is_dynamic(self) -> bool:
-        """True if the step has dynamic dimensions."""
-        return bool(self.captured.sizes)
-
     def holds_for(self, batch: Batch) -> bool:
         """Return whether the traced graph is valid for the sizes of a batch."""
         totals = {name: sum(rows) for name, rows in batch.sizes.items()}
@@ -399,6 +394,6 @@ class LoadedArtifacts:
                     self._unused = None
                 return artifact
         # Dimensions may become dynamic in later calls only.
-        if self._unused is not None and not self._unused.is_dynamic:
+        if self._unused is not None and not self._unused.captured.sizes:
             self._unused.check(self._unused.differences(present))
         return None
