@@ -399,7 +399,7 @@ class _Loop:
         Raises:
             ConfigError: gradients are left, or there is a gradient scaler.
         """
-        if loop.has_gradients():
+        if any(map(loop.has_gradient, loop._watched)):
             raise ConfigError(
                 "zg.elastic(): gradients are left after train_step, which a snapshot does not hold\n"
                 "Accumulate inside of one call of train_step, and end it with optimizer.zero_grad()."

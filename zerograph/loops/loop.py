@@ -240,7 +240,7 @@ class Loop:
             self.adopt(optimizer)
         if gradients or split:
             update.run(gradients, split)
-            if update.changed_read:
+            if update._changed_read:
                 # What the loop has kept of ``parameter.data`` has the new values.
                 self._show()
         else:
@@ -311,10 +311,6 @@ class Loop:
             for one in parameters_of(optimizer)
         )
 
-    def has_gradients(self) -> bool:
-        """Return whether a parameter has a gradient."""
-        return any(map(self.has_gradient, self._watched))
-
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether this parameter has a gradient."""
         return parameter in self.gradients or stored_gradient(parameter) is not None
@@ -365,8 +361,9 @@ class Loop:
             return self._forward
         numbers = tuple(sorted(n for n, one in enumerate(self.optimizers) if any(one is other for other in optimizers)))
         if numbers not in self._updates:
-            self._updates[numbers] = Update(self.members, [self.optimizers[n] for n in numbers], self.config)
-            self._updates[numbers].noted = self.calls
+            update = Update(self.members, [self.optimizers[n] for n in numbers], self.config)
+            update._kinds_of_calls, update._take_calls = self.calls.graphs, self.calls.expect
+            self._updates[numbers] = update
         return self._updates[numbers]
 
     def open_state(self, state: StoredState) -> None:

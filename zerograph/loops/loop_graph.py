@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from zerograph.runtime.state import Store, load_part, stores_of
 from zerograph.runtime.tensor_hash import hash_bits
 from zerograph.state.stateful import interruptible
 from zerograph.state.threads import one_thread
-
-if TYPE_CHECKING:
-    from zerograph.state.checkpoint.written import Call
 
 
 class LoopGraph(ZeroGraph):
@@ -76,43 +73,16 @@ class LoopGraph(ZeroGraph):
         return "an update"
 
 
-class NotedCalls(Protocol):
-    """The calls of a loop."""
-
-    def graphs(self) -> list[Call]:
-        """Return the kinds of calls that are graphs."""
-
-    def expect(self, calls: Sequence[Call]) -> None:
-        """Run calls of these kinds as graphs from the first one on."""
-
-
 class Update(LoopGraph):
-    """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only.
-
-    Attributes:
-        noted: the calls of the loop, which a checkpoint of the update notes. None: it notes none.
-    """
+    """The update of optimizers by the gradients that a loop has computed; without optimizers, their modules only."""
 
     gradients: ClassVar[GradientUse] = "accumulated"
-    noted: NotedCalls | None = None
-    # No public attribute, on which a compiled step would depend.
+    # The last update has changed parameters whose memory the loop has in other tensors, on any rank.
     _changed_read = False
 
     def build(self) -> list[Tensor]:
         """Compute nothing: the gradients are there."""
         return []
-
-    def _kinds_of_calls(self) -> list[Call] | None:
-        return None if self.noted is None else self.noted.graphs()
-
-    def _take_calls(self, calls: list[Call]) -> None:
-        if self.noted is not None:
-            self.noted.expect(calls)
-
-    @property
-    def changed_read(self) -> bool:
-        """True if the last update has changed parameters whose memory the loop has in other tensors, on any rank."""
-        return self._changed_read
 
     @interruptible("a step")
     def run(self, gradients: Mapping[nn.Parameter, Tensor], split: Sequence[nn.Parameter]) -> Any:

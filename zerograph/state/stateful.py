@@ -87,6 +87,10 @@ class Stateful:
     _joined: tuple[Any, ...]
     # Returns further entries of a checkpoint's document.
     _position: Callable[[], Mapping[str, Any]]
+    # Returns the calls of a loop that are graphs, which a checkpoint notes; None if this is no graph of a loop.
+    _kinds_of_calls: Callable[[], list[Call] | None] = staticmethod(lambda: None)
+    # Takes those of a checkpoint.
+    _take_calls: Callable[[list[Call]], object] = staticmethod(lambda _: None)
     # Created by the first save.
     _saver: Saver | None
 
@@ -265,13 +269,6 @@ class Stateful:
         counts = (self.steps_done, self._passes_done, seed)
         members, job = self._adopted(), self._join()
         return Parts(members, self._optimizers, self._schedulers, self.config, counts, job, self._kinds_of_calls())
-
-    def _kinds_of_calls(self) -> list[Call] | None:
-        """Return the calls of a loop that are graphs, for a checkpoint; None if this is no graph of a loop."""
-        return None
-
-    def _take_calls(self, calls: list[Call]) -> None:
-        """Take the calls that were graphs where a checkpoint was saved."""
 
     @contextlib.contextmanager
     def full_parameters(self, *, modifier_rank: int | None = None) -> Iterator[None]:
