@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,7 +102,7 @@ class Compiler:
     _once: bool = False
     # Prepared and compiled steps by what they were captured for, and by their plan of buckets.
     _kept: dict[Hashable, dict[Hashable, Kept]] = field(default_factory=dict)
-    # While a step is compiled.
+    # While a step is compiled: may have the step; else it says whether to record the trace.
     _source: StepSource | None = None
 
     def __post_init__(self) -> None:
@@ -139,9 +138,14 @@ class Compiler:
         Raises:
             ZeroGraphError: on every rank, whichever rank found the problem.
         """
-        compiled = functools.partial(self._compiled, job, members, batch, key, doing, dependencies)
+
+        def compiled() -> CompiledStep:
+            required = requirements(members, dependencies.texts(), self.config, key.request, job.mesh, batch)
+            source = StepSource(job, members, batch, required, dependencies, self._once)
+            return self._compiled(source, key, doing, may_be_cached=may_be_cached, kept=kept)
+
         try:
-            return compiled(may_be_cached, kept)
+            return compiled()
         except RankMismatchError as error:
             # Without facts a rank has failed, and raises another error. What may not be cached is not sent either.
             if self._once or not error.facts or not may_be_cached or kept is not None:
@@ -149,36 +153,30 @@ class Compiler:
             self._once, first = True, error
             self._captures.clear()
         try:
-            return compiled(may_be_cached, kept)
+            return compiled()
         except RankMismatchError as again:
             # The ranks have other code or values: the first message says where their graphs differ.
             raise first if again.facts else again from None
 
     def _compiled(
-        self,
-        job: Job,
-        members: Members,
-        batch: Batch,
-        key: StepKey,
-        doing: str,
-        dependencies: Dependencies,
-        may_be_cached: bool,
-        kept: Kept | None,
+        self, source: StepSource, key: StepKey, doing: str, *, may_be_cached: bool, kept: Kept | None
     ) -> CompiledStep:
+        job, members, batch = source.job, source.members, source.batch
         problem: BaseException | None = None
         prepared: PreparedStep | None = None
         wire = selection.transport_of(job)
         comparison = compare_inputs(job, batch, doing) if key.request.compares_inputs else NO_COMPARISON
         target = Target(job.mesh, job.rank, wire.exchanges, wire.hosts, comparison)
         self.observer.started()
-        required = requirements(members, dependencies.texts(), self.config, key.request, job.mesh, batch)
-        source = StepSource(job, members, batch, required, dependencies, self._once)
         if may_be_cached and kept is None:
             source.look_up()
         try:
             if kept is None:
-                with job.liveness.busy(f"tracing and rewriting {doing}"), self._using(source):
-                    prepared = self.prepare(target, members, batch, key, required)
+                self._source = source
+                if source.interrupt is not None:
+                    raise source.interrupt
+                with job.liveness.busy(f"tracing and rewriting {doing}"):
+                    prepared = self.prepare(target, members, batch, key, source.required)
                 source.send(prepared)
                 with job.liveness.busy(f"compiling {doing} with the backend"):
                     backend, function = self._run_backend(members, prepared.graph)
@@ -188,6 +186,8 @@ class Compiler:
         except BaseException as error:
             problem = error
             source.decline()
+        finally:
+            self._source = None
         lines = [] if prepared is None else fingerprint(prepared.layout, prepared.graph)
         agree(job, f"running {doing}", digest(lines), lambda: {**source.code(prepared), **numbered(lines)}, problem)
         assert prepared is not None
@@ -212,16 +212,6 @@ class Compiler:
             return None
         prepared, backend, function = found
         return replace(prepared, layout=keep_gather_buffers(layout, prepared.graph.graph)), backend, function
-
-    @contextlib.contextmanager
-    def _using(self, source: StepSource) -> Iterator[None]:
-        """Prepare inside the block from a source's step; without one, record traces if their steps are kept."""
-        self._source = source
-        try:
-            source.check_interrupt()
-            yield
-        finally:
-            self._source = None
 
     def prepare(
         self, target: Target, members: Members, batch: Batch, key: StepKey, required: Mapping[str, str]

@@ -116,7 +116,8 @@ class StepSource:
     _waits: bool = False
     # Rank 0 reads and writes the cache.
     _uses_files: bool = False
-    _doubts: list[str] | None = None
+    # Why others could not tell whether the step is theirs.
+    _doubts: list[str] = field(default_factory=list)
     _before: Mapping[str, str] = field(default_factory=dict)
     _content: bytes = b""
 
@@ -205,11 +206,6 @@ class StepSource:
             if self.artifact is not None:
                 _tell(self.job, f"{self._name} is that of rank 0")
 
-    def check_interrupt(self) -> None:
-        """Raise the interrupt that came while this rank waited."""
-        if self.interrupt is not None:
-            raise self.interrupt
-
     def traced(self, trace: Recording | None) -> None:
         """Have each rank trace, as soon as rank 0's trace shows that its step cannot be sent.
 
@@ -227,7 +223,7 @@ class StepSource:
     @collection_paused()
     def send(self, step: PreparedStep) -> None:
         """Send the traced and rewritten step of rank 0 to the ranks that wait for it."""
-        if self.job.rank == 0 and self._waits:
+        if self._waits:
             # Why it cannot be sent is logged when it cannot be written either.
             with contextlib.suppress(Exception):
                 self._content = self._content_of(step)
@@ -236,8 +232,7 @@ class StepSource:
     def decline(self) -> None:
         """Have each rank trace: rank 0 has failed, and the others find out where."""
         with contextlib.suppress(CommunicationError):
-            if self.job.rank == 0:
-                self._answer(b"")
+            self._answer(b"")
 
     def _answer(self, content: bytes) -> None:
         """Send the content of rank 0's file, if the other ranks still wait for it; empty if each rank is to trace."""
@@ -286,29 +281,22 @@ class StepSource:
     @collection_paused()
     def keep(self, step: PreparedStep) -> None:
         """Write a step that rank 0 has traced to the cache. Log why not."""
-        trace = step.captured.recording
-        if trace is None or not self.records:
+        if step.captured.recording is None or not (self.records and self._uses_files):
             return
         try:
-            if self._uses_files:
-                self._write(step, trace)
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                content = self._content or self._content_of(step)
+            except Exception:
+                self._mark.touch(0o600)
+                raise
+            write_file(self._file, content)
+            self._mark.unlink(missing_ok=True)
+            _remove_oldest(self._file.parent, limit())
+            _tell(self.job, f"{self._name} is written")
         except Exception as error:
             # The step runs without it.
             _tell(self.job, f"the step is not kept: {error}")
-
-    def _write(self, step: PreparedStep, trace: Recording) -> None:
-        if self._doubts is None:
-            self._doubts = self.dependencies.doubts(trace)
-        self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            content = self._content or self._content_of(step)
-        except Exception:
-            self._mark.touch(0o600)
-            raise
-        write_file(self._file, content)
-        self._mark.unlink(missing_ok=True)
-        _remove_oldest(self._file.parent, limit())
-        _tell(self.job, f"{self._name} is written")
 
     def code(self, step: PreparedStep | None) -> dict[str, str]:
         """Return digests of what the trace of a step ran, by name, for messages about ranks that differ."""
