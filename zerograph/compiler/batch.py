@@ -79,11 +79,6 @@ class Batch:
     variant: int = 0
     passed: tuple[Tensor, ...] = ()
 
-    @property
-    def splits_sequence(self) -> bool:
-        """True if ranks split another dimension of an input than 0."""
-        return any(isinstance(entry, Split) and entry.dim > 0 for sbp in self.sbp for entry in sbp)
-
     def pattern(self) -> tuple[Hashable, Hashable]:
         """Return what must be equal on all ranks, and the marks.
 
@@ -184,7 +179,8 @@ def read_batch(
         PlacementError: a DTensor is on other ranks than the graph's, or split unevenly.
     """
     plain = batch_on(config, mesh)
-    named, tree = _flattened(arguments)
+    leaves, tree = pytree.tree_flatten_with_path(arguments)
+    named = [(_name(path), leaf) for path, leaf in leaves]
     constants = [(f"input {name}", f"{type(leaf).__name__} {leaf!r}") for name, leaf in named if _is_constant(leaf)]
     inputs = [(name, leaf) for name, leaf in named if not _is_constant(leaf)]
     parts = tuple(is_part(leaf) for _, leaf in inputs)
@@ -258,29 +254,6 @@ def _marks(leaf: Tensor, name: str) -> Marks:
 def _without_rows(tensor: Tensor, shape: Sequence[int | Dim], sizes: Mapping[str, tuple[int, ...]]) -> Tensor:
     others = [sum(sizes[size.name]) if isinstance(size, Dim) else size for size in shape[1:]]
     return tensor.new_empty((0, *others))
-
-
-# The names of the leaves, and the tree, by nesting.
-_nestings: dict[Any, tuple[list[str], pytree.TreeSpec]] = {}
-_MAX_NESTINGS = 1000
-
-
-def _flattened(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """Return the leaves with their names, and the tree.
-
-    The tree is cached by nesting, because ``tree_flatten_with_path`` takes long beside a small step.
-    """
-    leaves: list[Any] = []
-    nesting = collect_leaves(arguments, leaves)
-    cached = None if nesting is None else _nestings.get(nesting)
-    if cached is not None:
-        names, tree = cached
-        return list(zip(names, leaves, strict=True)), tree
-    leaves_by_path, tree = pytree.tree_flatten_with_path(arguments)
-    names = [_name(path) for path, _ in leaves_by_path]
-    if nesting is not None and len(_nestings) < _MAX_NESTINGS:
-        _nestings[nesting] = names, tree
-    return [(name, leaf) for name, (_, leaf) in zip(names, leaves_by_path, strict=True)], tree
 
 
 def collect_leaves(value: Any, leaves: list[Any]) -> Any:

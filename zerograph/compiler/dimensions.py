@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from zerograph.capture.trace import TensorSpec
 from zerograph.compiler.batch import Batch
+from zerograph.compiler.input_layout import split_sequences
 from zerograph.compiler.plain_inputs import replica_groups
 from zerograph.errors import InputError
 from zerograph.ir.dims import SMALLEST_DYNAMIC, Dim, SizeGuard
@@ -237,7 +238,7 @@ class _History:
         Raises:
             InputError: rows must be equal and are not, or a size is outside of the limits that the user declared.
         """
-        if self.refused is None and batch.splits_sequence:
+        if self.refused is None and split_sequences(batch.sbp):
             self.refused = "ranks split another dimension of an input than 0"
         reason = self.needs_equal_rows(mode)
         if call.uneven and reason is not None:

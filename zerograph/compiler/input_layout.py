@@ -116,6 +116,11 @@ def is_sequence(x: Tensor, length: int) -> bool:
     return x.dim() > _POSITIONS and x.shape[_POSITIONS] == length
 
 
+def split_sequences(inputs: Iterable[NdSbp]) -> bool:
+    """Return whether ranks split another dimension of an input than 0."""
+    return any(isinstance(entry, Split) and entry.dim > 0 for sbp in inputs for entry in sbp)
+
+
 def zero_dims_on(
     config: Config, mesh: Mesh, inputs: Sequence[NdSbp] = (), parameters: Sequence[NdSbp] = ()
 ) -> tuple[int, ...]:
@@ -137,6 +142,6 @@ def zero_dims_on(
         return dims
     split = dims_split(inputs) or dims_split([batch_on(config, mesh)])
     free = split - dims_split(parameters) or split or {mesh.dims - 1}
-    if any(isinstance(entry, Split) and entry.dim for sbp in inputs for entry in sbp):
+    if split_sequences(inputs):
         return (max(free, key=lambda dim: (mesh.shape[dim], -dim)),)
     return (max(free),)
