@@ -217,7 +217,7 @@ def store_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all groups of an optimizer."""
+    """Return the parameters of an optimizer in the order in which its ``state_dict()`` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -27,6 +27,7 @@ from zerograph.ir.annotate import annotate, annotated_sbp, annotation, copy_anno
 from zerograph.ir.sbp import NdSbp, broadcast, from_dtensor, is_dtensor, partial_sum, show
 from zerograph.optim.hyperparameters import text_of
 from zerograph.runtime.job.process_group import Job
+from zerograph.runtime.parameters import parameters_of
 from zerograph.runtime.state import adopt_shard, own_state, store_of, stores_of
 
 if TYPE_CHECKING:
@@ -300,12 +301,6 @@ def check_optimizers(members: Members, optimizers: Optimizers) -> None:
                     f"{names[id(parameter)]} is in two optimizers, {_title(optimizers, other)} and "
                     f"{_title(optimizers, number)}: put each parameter into one only"
                 )
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-    """Return the optimizer's parameters in the order in which its ``state_dict()`` numbers them."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def capture_facts(

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph.compiler.layout import plain_state
-from zerograph.compiler.members import Members, Optimizers, parameters_of
+from zerograph.compiler.members import Members, Optimizers
 from zerograph.compiler.plain_inputs import replica_groups
 from zerograph.errors import ReplicaError
 from zerograph.ir.buckets import Bucket, element_name, spans
@@ -21,6 +21,7 @@ from zerograph.ir.sbp import NdSbp, Split, all_broadcast, is_dtensor
 from zerograph.ir.slots import unravel
 from zerograph.runtime.job.differences import first_difference
 from zerograph.runtime.job.process_group import Job, digest, explaining_failures
+from zerograph.runtime.parameters import parameters_of
 from zerograph.runtime.state import TensorOrExtent, in_memory, store_of, stores_of, text_of
 from zerograph.runtime.tensor_hash import bytes_of, hash_bits
 

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph import _torch
 from zerograph.compiler.layout import plain_state
-from zerograph.compiler.members import Members, parameters_of
+from zerograph.compiler.members import Members
 from zerograph.errors import ConfigError
 from zerograph.ir.grad_scaler import GradScaler
 from zerograph.ir.sbp import is_dtensor
 from zerograph.runtime.checkpoint.file_tensor import FileTensor, open_safetensors
+from zerograph.runtime.parameters import parameters_of
 from zerograph.runtime.state import (
     Store,
     load_parameters,
@@ -167,7 +168,7 @@ def load_modules(members: Members, whole: Mapping[str, Tensor]) -> None:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what ``optimizer.state_dict()`` would be on one device. A collective."""
-    parameters = list(parameters_of(optimizer))
+    parameters = parameters_of(optimizer)
     states: dict[int, Mapping[str, Tensor]] = {}
     for store in stores_of(parameters):
         if store.optimizer is optimizer:
@@ -213,7 +214,7 @@ def _update_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[st
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Load a plain optimizer's state into the stores of its parameters, or into the optimizer. A collective."""
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = list(parameters_of(optimizer))
+    parameters = parameters_of(optimizer)
     saved = {p: state.get("state", {}).get(number, {}) for p, number in zip(parameters, numbers, strict=True)}
     groups, converted = convert_state(optimizer, state["param_groups"], saved)
     entries = {id(parameter): converted.get(parameter, {}) for parameter in parameters}

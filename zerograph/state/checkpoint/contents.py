@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerograph import _torch
 from zerograph.compiler.layout import plain_state
-from zerograph.compiler.members import Members, Optimizers, parameters_of
+from zerograph.compiler.members import Members, Optimizers
 from zerograph.errors import ConfigError
 from zerograph.ir.buckets import Bucket, spans
 from zerograph.ir.coded_state import saved_name
@@ -21,6 +21,7 @@ from zerograph.ir.slots import Slot
 from zerograph.runtime.checkpoint.pieces import Pieces, flat_of
 from zerograph.runtime.offload.files import Extent
 from zerograph.runtime.offload.transfers import read_to_overwrite, write
+from zerograph.runtime.parameters import parameters_of
 from zerograph.runtime.state import Store, TensorOrExtent, in_memory, store_of
 
 Flat = Callable[[], Tensor]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zerograph import _torch
 from zerograph.compiler.layout import stays_whole
-from zerograph.compiler.members import Members, Optimizers, parameters_of
+from zerograph.compiler.members import Members, Optimizers
 from zerograph.config import Config
 from zerograph.errors import CheckpointError, ConfigError
 from zerograph.ir.coded_state import decode_saved, plain_name, saved_codec, saved_name
@@ -26,7 +26,7 @@ from zerograph.runtime.checkpoint.remote import folder_of
 from zerograph.runtime.checkpoint.storage import NamedChunk, Reader
 from zerograph.runtime.job.differences import SHOWN_WITH
 from zerograph.runtime.job.process_group import Job, agreeing, explaining_failures
-from zerograph.runtime.parameters import SplitParameter
+from zerograph.runtime.parameters import SplitParameter, parameters_of
 from zerograph.runtime.state import Store, fill_in, load_states, own_state, plan_provisional_store, store_of, stores_of
 from zerograph.state import state_dict
 from zerograph.state.checkpoint.contents import Named, names_of, pieces_to_fill, plain_members
