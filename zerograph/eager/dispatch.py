@@ -63,7 +63,8 @@ def _operator(operator: OpOverload) -> Operator:
     returned = written[0] if written and len(results) == 1 and results[0].alias_info is not None else None
     special = _collective if operator.namespace in ("c10d", "_c10d_functional") else _SPECIAL.get(operator)
     if special is None and _torch.is_composite(operator):
-        special = functools.partial(_decomposed, operator)
+        # Torch has not taken it apart, as in inference mode.
+        special = lambda _, *args, **kwargs: operator.decompose(*args, **kwargs)  # noqa: E731
     if special is None and (without := _torch.overload_without_out(operator)) is not None:
         special = functools.partial(_into_out, *without)
     return Operator(
@@ -152,11 +153,7 @@ def _called(
     if program is None:
         return _run_gathered(kind, known, args, kwargs, now)
     if program.is_direct:
-        value = program.run(*[one.local if type(one) is kind else one for one in args], **kwargs)
-        if known.returned is None and type(program.outputs) is Spec:
-            result = kind(value, program.outputs)
-            return _noted_views(kind, result, known, args, kwargs) if known.views else result
-        results = (value,) if isinstance(value, Tensor) else value
+        results = program.run(*[one.local if type(one) is kind else one for one in args], **kwargs)
     elif program.arguments is None:
         results = program.run(*_parts(kind, program, tensors))
     else:
@@ -164,8 +161,7 @@ def _called(
         # The call's own numbers, which the key of a pointwise operator leaves out.
         given, rest = ((args, kwargs), iter(parts)) if program.keeps_arguments else (program.arguments, parts)
         positional, named = _filled(given, rest)
-        value = program.run(*positional, **named)
-        results = (value,) if isinstance(value, Tensor) else value
+        results = program.run(*positional, **named)
     if known.returned is not None:
         return args[known.returned]
     value = returned(kind, program, results)
@@ -345,9 +341,12 @@ def _filled(value: Any, parts: Any) -> Any:
     return value
 
 
-def returned(kind: type[GlobalTensor], program: Program, results: Sequence[Any]) -> Any:
-    """Return the results of a program as global tensors, in the structure that the operator returns."""
-    tensors = iter([result for result in results if isinstance(result, Tensor)])
+def returned(kind: type[GlobalTensor], program: Program, results: Any) -> Any:
+    """Return what a program has returned as global tensors, in the structure that the operator returns."""
+    if type(program.outputs) is Spec and isinstance(results, Tensor):
+        return kind(results, program.outputs)
+    several = [results] if isinstance(results, Tensor) else results
+    tensors = iter([one for one in several if isinstance(one, Tensor)])
     return pytree.tree_map_only(Spec, lambda spec: kind(next(tensors), spec), program.outputs)
 
 
@@ -533,11 +532,6 @@ def _collective(*_: Any, **__: Any) -> NoReturn:
         "Leave the call out, and count one process where its result is divided by the number of ranks. For an exchange "
         "of what each rank has, pass x.to_local()."
     )
-
-
-def _decomposed(operator: OpOverload, kind: type[GlobalTensor], *args: Any, **kwargs: Any) -> Any:
-    """Run an operator that torch has not taken apart, as in inference mode."""
-    return operator.decompose(*args, **kwargs)
 
 
 def _into_out(operator: OpOverload, names: Sequence[str], kind: type[GlobalTensor], *args: Any, **kwargs: Any) -> Any:
