@@ -156,7 +156,7 @@ def kept_steps(step: zg.ZeroGraph) -> int:
 def forget_steps(step: zg.ZeroGraph) -> None:
     """Let a graph trace and rewrite its next step anew."""
     step._steps._steps.clear()
-    step._steps._last = step._steps._snapshot = None
+    step._steps.last = step._steps._snapshot = None
     step._compiler._captures.clear()
     step._compiler._kept.clear()
 

@@ -84,6 +84,7 @@ class Steps:
         may_be_cached: the cache of steps may have the steps of calls.
         notes: numbers from 0 up, as many on each rank, that this rank sends with the comparison of its calls.
         notes_of_ranks: those of the last call, of each rank.
+        last: the last call, without its tensors; None before the first.
     """
 
     def __init__(
@@ -102,12 +103,12 @@ class Steps:
         self._tree: Tree | None = None
         self._dimensions = Dimensions()
         self._snapshot: Snapshot | None = None
-        self._last: Selection | None = None
+        self.last: Selection | None = None
 
     @property
     def are_recompiled(self) -> bool:
         """True if inputs of one kind have been compiled for as often as it is worth: constants change in each call."""
-        return self._recompiles.most >= RECOMPILE_LIMIT
+        return max(self._recompiles.counts.values(), default=0) >= RECOMPILE_LIMIT
 
     def members(self) -> Members:
         """Return the graph's present modules and tensors."""
@@ -190,9 +191,9 @@ class Steps:
             problem = error
         everybody = self._agree(call, selection, problem, doing, counts)
         assert selection is not None
-        last = self._last
+        last = self.last
         if last is None or last.step is None or selection.key is not last.key or everybody != last.everybody:
-            last = self._last = self._selected(job, selection, everybody, doing)
+            last = self.last = self._selected(job, selection, everybody, doing)
         else:
             selection.batch = selection.batch.resolved(last.batch.specs, last.batch.sizes, last.batch.variant)
         # On the second such call in a row, take a snapshot of the call.
@@ -206,11 +207,6 @@ class Steps:
         compiler = self._compiler
         of_optimizers = compiler.updates.all_attributes
         return Call(job, self._attributes(), compiler.optimizers, of_optimizers, compiler.config, request, arguments)
-
-    @property
-    def last_key(self) -> StepKey | None:
-        """The key of the step of the last call, besides sizes."""
-        return None if self._last is None else self._last.key
 
     def variant(self, job: Job, key: StepKey, batch: Batch, request: StepRequest, doing: str) -> CompiledStep:
         """Return the step of an earlier call for another request; compile it if there is none. A collective.
@@ -283,8 +279,8 @@ class Steps:
         is_static = call.config.virtual_ranks is not None or not self._compiler.runs_symbolic_sizes(members)
         layout, mode = layout_facts(members), False if is_static else call.config.dynamic_shapes
         key = StepKey(facts, call.config.key(), call.request, layout, batch.pattern(), mode)
-        if self._last is not None and key == self._last.key:
-            return Selection(batch, self._last.key, stores, members, repeated=True)
+        if self.last is not None and key == self.last.key:
+            return Selection(batch, self.last.key, stores, members, repeated=True)
         if call.job.size > 1:
             on_ranks = key.facts, key.config, key.request, key.pattern
             if on_ranks not in self._digests:
@@ -361,7 +357,7 @@ class Steps:
 
     def _find(self, selection: Selection) -> CompiledStep | None:
         """Return the step for a selection whose sizes are resolved, if there is one."""
-        key, batch, last = selection.key, selection.batch, self._last
+        key, batch, last = selection.key, selection.batch, self.last
         if (
             last is not None
             and key is last.key
@@ -420,17 +416,16 @@ class Steps:
 
 
 class Recompiles:
-    """Count the compilations for each kind of inputs, and keep the facts of the last one."""
+    """Count the compilations for each kind of inputs, and keep the facts of the last one.
+
+    Attributes:
+        counts: the compilations of each kind.
+    """
 
     def __init__(self) -> None:
-        self._counts: Counter[Hashable] = Counter()
+        self.counts: Counter[Hashable] = Counter()
         self._latest_facts: dict[Hashable, Mapping[str, str]] = {}
         self._size_changes: defaultdict[Hashable, list[SizeChange]] = defaultdict(list)
-
-    @property
-    def most(self) -> int:
-        """The most compilations for inputs of one kind."""
-        return max(self._counts.values(), default=0)
 
     def count(self, inputs: Hashable, members: Members, facts: Mapping[str, str], doing: str) -> None:
         """Count a compilation. At the eighth for inputs of one kind, warn once and name the ``facts`` that changed.
@@ -443,8 +438,8 @@ class Recompiles:
         """
         facts = {**facts, **first_updates(members)}
         before, self._latest_facts[inputs] = self._latest_facts.get(inputs, {}), facts
-        self._counts[inputs] += 1
-        if self._counts[inputs] == RECOMPILE_LIMIT:
+        self.counts[inputs] += 1
+        if self.counts[inputs] == RECOMPILE_LIMIT:
             changed = [
                 fact.partition(": ")[2] if name == NAMED_VALUES else name
                 for name, fact in facts.items()

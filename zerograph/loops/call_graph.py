@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from zerograph._torch import pytree
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep
 from zerograph.compiler.step_key import StepKey
-from zerograph.config import Config
 from zerograph.eager import dispatch
 from zerograph.eager.program import Slot
 from zerograph.eager.tensor import GlobalTensor
@@ -50,7 +49,7 @@ from zerograph.loops.containers import (
 from zerograph.loops.counted_draws import CountedDraws
 from zerograph.loops.global_parts import check_numbers
 from zerograph.loops.loop_graph import LoopGraph
-from zerograph.loops.split_gradients import SplitGradients, add_gradients
+from zerograph.loops.split_gradients import add_gradients
 from zerograph.passes.context import GradientUse
 from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.state import Store, stores_of
@@ -60,36 +59,10 @@ CHANGED_BEFORE_BACKWARD = (
     "a parameter was changed between the call of the model and backward(), which needs it as it was\n"
     "Call the model again, or change parameters after backward()."
 )
+# The class in :mod:`.loop`, which imports this module: the loop whose calls these are.
+Loop = Any
 # The result of the last trace. No part of the state that a trace can change.
 _TEMPLATE: ContextVar[Template | None] = ContextVar("template", default=None)
-
-
-class Owner(Protocol):
-    """The loop whose calls these are."""
-
-    modules: dict[str, nn.Module]
-    members: dict[str, nn.Module]
-    config: Config
-    gradients: SplitGradients
-
-    @property
-    def keeps_summands(self) -> bool:
-        """Return whether each rank keeps what it adds to the sums of gradients until these are read."""
-
-    def separate(self) -> Sequence[torch.optim.Optimizer]:
-        """Return the optimizers that share no parameter with an earlier one."""
-
-    def find_loose(self) -> None:
-        """Make the parameters of optimizers that no module has the loop's own."""
-
-    def as_global(self, args: Any, kwargs: Any, doing: str) -> tuple[Any, Any]:
-        """Return the arguments of a call, with global tensors in place of this rank's rows."""
-
-    def run_eagerly(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a call on global tensors."""
-
-    def hidden(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block inside which the parameters are split that the loop has made whole."""
 
 
 def _tie(result: Tensor, origin: Callable[[], Tensor]) -> Tensor:
@@ -209,7 +182,7 @@ class CallGraph(LoopGraph):
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Loop,
         optimizers: Sequence[torch.optim.Optimizer],
         name: str,
         kind: Kind,
@@ -293,9 +266,9 @@ class CallGraph(LoopGraph):
             template = self._kind.template = _TEMPLATE.get() or self._kind.template
             assert template is not None
             self._keep(step, template)
-        key = self._steps.last_key
-        assert key is not None
-        return Begun(self, self._checked(step), batch, list(tensors), key, self.used, parameters)
+        last = self._steps.last
+        assert last is not None
+        return Begun(self, self._checked(step), batch, list(tensors), last.key, self.used, parameters)
 
     def variant(self, begun: Begun, used: frozenset[int]) -> Begun:
         """Return a call that has begun for a backward from other results. A collective.

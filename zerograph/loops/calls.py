@@ -21,7 +21,7 @@ from zerograph.compiler.members import SharedMemoryError
 from zerograph.eager.tensor import GlobalTensor
 from zerograph.eager.world import world
 from zerograph.errors import CaptureError, CommunicationError, RankMismatchError, ReplicaError
-from zerograph.loops.call_graph import Begun, CallGraph, Kind, Owner, is_rows
+from zerograph.loops.call_graph import Begun, CallGraph, Kind, Loop, is_rows
 from zerograph.loops.containers import PLAIN
 from zerograph.runtime.parameters import parameters_of
 
@@ -38,7 +38,7 @@ class Calls:
         latest: the graph of the last training call of each module.
     """
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Loop) -> None:
         self._owner = owner
         self.latest: dict[nn.Module, CallGraph] = {}
         self._kinds: dict[Hashable, Kind] = {}
@@ -79,7 +79,7 @@ class Calls:
                     return begun.run()
         with contextlib.nullcontext() if kind.draws is None else kind.draws.of_a_call():
             result = self._owner.run_eagerly(module, args, kwargs)
-        if kind.draws is not None and not kind.draws.has_drawn:
+        if kind.draws is not None and kind.draws.draws.seed is None:
             kind.draws = None
         return result if kind.is_eager else kind.watched(result, tensors, [*module.buffers()])
 

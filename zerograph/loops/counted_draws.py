@@ -19,18 +19,16 @@ class CountedDraws(TorchDispatchMode):
     """Draw by a number of torch's generator and the count of the operator, as a graph does.
 
     So a loop that resumes draws the same numbers, though its first calls run operator by operator again.
+
+    Attributes:
+        draws: the numbers of the last call that the mode has counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._draws = random_operators.Draws(draw_seed=self._draw_seed)
-        self._all = random_operators.table(self._draws)
+        self.draws = random_operators.Draws(draw_seed=self._draw_seed)
+        self._all = random_operators.table(self.draws)
         self._table: Mapping[Any, Callable[..., Any]] = {}
-
-    @property
-    def has_drawn(self) -> bool:
-        """True if an operator of the last call has drawn a number that the mode has counted."""
-        return self._draws.seed is not None
 
     def _draw_seed(self) -> torch.Tensor:
         # It compares the states of the ranks' generators, which is no save of the call's.
@@ -64,7 +62,7 @@ class CountedDraws(TorchDispatchMode):
 
             return call
 
-        self._table, self._draws.seed, self._draws.count = self._all, None, 0
+        self._table, self.draws.seed, self.draws.count = self._all, None, 0
         own: tuple[Callable[..., Any], ...] = (torch.get_rng_state, torch.set_rng_state, torch.manual_seed)
         with _torch.replaced_generator(*map(uncounted, own)), self:
             yield
