@@ -37,9 +37,7 @@ def clean(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
         CaptureError: it draws random numbers that no graph can repeat, or changes a parameter in place.
     """
     refuse_others(graph)
-    _drop_gradient_writes(graph)
-    _drop_restored(graph)
-    _refuse_changed_parameters(graph)
+    _settle_writes(graph)
     _strip_detaches(graph)
     mark_edits(graph)
     join_mixed_overflows(graph, trained)
@@ -50,21 +48,38 @@ def clean(graph: fx.Graph, trained: Mapping[str, Collection[str]]) -> None:
     graph.eliminate_dead_code()
 
 
-def _drop_restored(graph: fx.Graph) -> None:
-    """Erase writes that give a parameter its old value back after a change for a while."""
+def _settle_writes(graph: fx.Graph) -> None:
+    """Erase writes to gradients, whose new values the update reads, and those that restore a parameter after a change.
+
+    Raises:
+        CaptureError: a write changes a parameter.
+    """
     for write, target, value in list(writes(graph)):
-        if meta(target)["role"].kind != "parameter":
-            continue
-        while value.op == "call_function" and value.target in _SAME_VALUE:
-            source = value.args[_SAME_VALUE[value.target]]
-            if not isinstance(source, fx.Node):
-                break
-            before, after = source.meta["val"], value.meta["val"]
-            if before.shape != after.shape or before.dtype != after.dtype:
-                break
-            value = source
-        if value is target:
+        kind = meta(target)["role"].kind
+        if kind == "gradient":
+            graph.erase_node(write)
+        elif kind == "parameter" and _has_value_of(value, target):
             replace_node(write, target)
+        elif kind == "parameter":
+            raise CaptureError(
+                f"build() changes the {meta(target)['role']} in place\n"
+                "Parameters change through optimizers only. To compute at other values for a while, keep "
+                "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
+                "torch.func.functional_call; else make it a buffer, or change it outside build()."
+            )
+
+
+def _has_value_of(value: fx.Node, target: fx.Node) -> bool:
+    """Return whether a node has the value of another one, through copies and views that keep shape and dtype."""
+    while value.op == "call_function" and value.target in _SAME_VALUE:
+        source = value.args[_SAME_VALUE[value.target]]
+        if not isinstance(source, fx.Node):
+            break
+        before, after = source.meta["val"], value.meta["val"]
+        if before.shape != after.shape or before.dtype != after.dtype:
+            break
+        value = source
+    return value is target
 
 
 # Operators whose result has the values of one of their arguments, and the position of that argument.
@@ -75,24 +90,6 @@ _SAME_VALUE: dict[Any, int] = {
     aten.alias.default: 0,
     aten.view.default: 0,
 }
-
-
-def _drop_gradient_writes(graph: fx.Graph) -> None:
-    """Erase writes to gradients that are inputs: the update reads their new values."""
-    for write, target, _ in list(writes(graph)):
-        if meta(target)["role"].kind == "gradient":
-            graph.erase_node(write)
-
-
-def _refuse_changed_parameters(graph: fx.Graph) -> None:
-    for _, target, _ in writes(graph):
-        if meta(target)["role"].kind == "parameter":
-            raise CaptureError(
-                f"build() changes the {meta(target)['role']} in place\n"
-                "Parameters change through optimizers only. To compute at other values for a while, keep "
-                "old = p.detach().clone() and write it back with p.copy_(old) (p.sub_() rounds), or use "
-                "torch.func.functional_call; else make it a buffer, or change it outside build()."
-            )
 
 
 def _strip_detaches(graph: fx.Graph) -> None:

@@ -83,8 +83,8 @@ def take_computed(graph: fx.GraphModule, stored: Mapping[str, Tensor]) -> dict[s
     return computed
 
 
-def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor], others: Collection[str] = ()) -> None:
-    """Refuse a graph that reads a tensor of an earlier trace, which has no values.
+def refuse_constants(graph: fx.GraphModule, stored: Mapping[str, Tensor], others: Collection[str] = ()) -> None:
+    """Refuse a graph that reads a parameter of no module, or a tensor of an earlier trace, which has no values.
 
     Args:
         graph: the graph.
@@ -99,6 +99,12 @@ def refuse_fakes(graph: fx.GraphModule, stored: Mapping[str, Tensor], others: Co
         if isinstance(constant, _torch.FakeTensor):
             path = next((path for path, tensor in stored.items() if tensor is constant), None)
             raise stored_tensor_read(path, constant, others)
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            raise CaptureError(
+                f"build() computes with a parameter of shape {tuple(constant.shape)} that belongs to no module of the "
+                "graph\nAssign the module that holds it to an attribute of the graph in __init__ (a plain list or dict "
+                "hides modules: use nn.ModuleList or nn.ModuleDict)."
+            )
 
 
 def stored_tensor_read(path: str | None, tensor: Tensor, others: Collection[str] = ()) -> CaptureError:

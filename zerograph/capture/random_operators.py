@@ -113,9 +113,6 @@ class _RandomOperators:
         angle = math.pi * (self.draws.uniform(x.shape, x.device, torch.float64) - 0.5)
         return (median + sigma * angle.tan()).to(_floating(x.dtype))
 
-    def log_normal(self, x: Tensor, mean: float = 1.0, std: float = 2.0) -> Tensor:
-        return self.normal(x, mean, std).exp()
-
     def random(self, x: Tensor, low: int, high: int | None) -> Tensor:
         if high is None:
             raise refusal("build() draws over the whole range of a dtype (random_)", "Give random_() its bounds.")
@@ -126,9 +123,6 @@ class _RandomOperators:
 
     def randn(self, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         return self.draws.normal(size, device, _floating(dtype))
-
-    def normal_sized(self, mean: float, std: float, size: Sequence[int], **options: Any) -> Tensor:
-        return self.randn(size, **options) * std + mean
 
     def randint(
         self, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
@@ -173,11 +167,11 @@ def table(draws: Draws) -> dict[Any, Callable[..., Any]]:
         aten.normal.Tensor_float: operators.normal_of,
         aten.normal.float_Tensor: operators.normal_of,
         aten.normal.Tensor_Tensor: operators.normal_of,
-        aten.normal.float_float: operators.normal_sized,
+        aten.normal.float_float: lambda mean, std, size, **options: operators.randn(size, **options) * std + mean,
         aten.exponential_.default: _written(operators.exponential),
         aten.geometric_.default: _written(operators.geometric),
         aten.cauchy_.default: _written(operators.cauchy),
-        aten.log_normal_.default: _written(operators.log_normal),
+        aten.log_normal_.default: _written(lambda x, mean=1.0, std=2.0: operators.normal(x, mean, std).exp()),
         getattr(aten.random_, "from"): _written(operators.random),
         aten.random_.to: _written(lambda x, high: operators.random(x, 0, high)),
         aten.rand.default: operators.rand,

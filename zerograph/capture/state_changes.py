@@ -44,7 +44,7 @@ from torch import Tensor, fx, nn
 from zerograph import _torch
 from zerograph.base import source
 from zerograph.base.sizes import LARGE
-from zerograph.capture.module_attributes import lost_tensors, refuse_fakes
+from zerograph.capture.module_attributes import lost_tensors, refuse_constants
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
@@ -384,7 +384,7 @@ class StateComparison:
         restore_generators(self._before.random.values())
         with lines_that_change(lambda: [place.read() for place in new]) as lines:
             second = retrace()
-        refuse_fakes(second, {}, [place.name for place in new if place.is_length or place.read() == _TENSOR])
+        refuse_constants(second, {}, [place.name for place in new if place.is_length or place.read() == _TENSOR])
         changed = after.changed(Snapshot(self._state))
         same = same_graph(traced, second)
         if not changed and same:

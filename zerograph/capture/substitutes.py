@@ -456,14 +456,11 @@ def _keeps_steps(node: fx.Node, source: fx.Node) -> bool:
     if node.target in (aten.view.default, aten.unsqueeze.default):
         return bool(source.meta["val"].dim() == 1)
     if node.target is aten.expand.default:
-        return source.meta["val"].dim() > 1 and not _is_one(source.meta["val"].shape[-1])
+        size = source.meta["val"].shape[-1] if source.meta["val"].dim() > 1 else 1
+        return not isinstance(size, int) or size != 1
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
         return not isinstance(node.args[1], fx.Node) or not isinstance(node.args[1].meta["val"], Tensor)
     return node.target in (aten._to_copy.default, aten.clone.default)
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)

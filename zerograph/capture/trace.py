@@ -196,8 +196,7 @@ class Capture:
             tracer.python_state.check_restorable()
         with tracer.environment(), refused_output() if self.pure else contextlib.nullcontext():
             graph, trace, stored = self._traced(tracer)
-            _refuse_foreign_parameters(graph)
-            module_attributes.refuse_fakes(graph, stored)
+            module_attributes.refuse_constants(graph, stored)
             if self.pure:
                 # A table that depends on no input is not kept either.
                 tracer.python_state.check_unchanged(trace.attributes)
@@ -387,7 +386,8 @@ class _Tracer:
         with self._inside_build(trace, state, backward):
             if capture.accumulated:
                 backward.unscale()
-            with self._autocast():
+            dtype = capture.amp_dtype
+            with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype):
                 leaves, trace.output_spec = pytree.tree_flatten(capture.build(*args, **kwargs))
             if capture.clip_grad_norm is not None and any(tensor.grad is not None for tensor in parameters.values()):
                 nn.utils.clip_grad_norm_(list(parameters.values()), capture.clip_grad_norm)
@@ -404,7 +404,11 @@ class _Tracer:
         losses, updating = trace.norms, list[Tensor]()
         if capture.checked:
             scalars = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.dim()]
-            losses, updating = [*losses, *backward.roots, *scalars], backward.checked_gradients(gradients)
+            losses, updating = [*losses, *backward.roots, *scalars], list(gradients.values())
+            if capture.scaled:
+                # In gradients without an optimizer an overflow looks like any other cause.
+                updated = set().union(*capture.trained.values())
+                updating = [gradient for name, gradient in gradients.items() if name in updated]
         if losses or updating:
             checks += finite_check.residues(losses, updating, backward.overflows)
         trace.checks = [role for role, _ in checks]
@@ -442,7 +446,7 @@ class _Tracer:
                 )
             ),
             self._draws.replacing_torchs(),
-            backward.replacing_torchs(),
+            _torch.replaced_backward(backward.run),
             torch.enable_grad(),
         ):
             yield
@@ -450,10 +454,6 @@ class _Tracer:
     def _replaced(self, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
         aliased = {alias: tensors[name] for alias, name in self._capture.aliases.items()}
         return _torch.with_tensors(self._capture.root, dict(tensors) | aliased)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        dtype = self._capture.amp_dtype
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
 
 
 def _copy_attributes(original: Tensor, fake: Tensor) -> None:
@@ -487,17 +487,6 @@ def _swapped_groups(groups: ParameterGroups, tensors: Mapping[str, Tensor]) -> I
     finally:
         for (_, group, _), parameters in zip(groups, before, strict=True):
             group["params"] = parameters
-
-
-def _refuse_foreign_parameters(graph: fx.GraphModule) -> None:
-    for node in graph.graph.find_nodes(op="get_attr"):
-        constant = getattr(graph, str(node.target))
-        if isinstance(constant, Tensor) and constant.requires_grad:
-            raise CaptureError(
-                f"build() computes with a parameter of shape {tuple(constant.shape)} that belongs to no module of the "
-                "graph\nAssign the module that holds it to an attribute of the graph in __init__ (a plain list or dict "
-                "hides modules: use nn.ModuleList or nn.ModuleDict)."
-            )
 
 
 def other_hints(
@@ -564,19 +553,8 @@ class Backward:
         self._device, self._scale, self._expected_calls = device, scale, expected_calls
         self._parameters, self._trained = parameters, trained
 
-    def replacing_torchs(self) -> contextlib.AbstractContextManager[Any]:
-        """Make ``loss.backward()`` and ``torch.autograd.backward`` run this."""
-        return _torch.replaced_backward(self._run)
-
-    def checked_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the gradients to check for finite values.
-
-        Under loss scaling these are the gradients with an optimizer: in others an overflow looks like any other cause.
-        """
-        updated = {name for names in self._trained.values() for name in names}
-        return [gradient for name, gradient in gradients.items() if self._scale is None or name in updated]
-
-    def _run(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def run(self, original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Run ``torch.autograd.backward``, the ``original``, from the scaled tensors."""
         if _torch.backward_sequence_number() is not None:
             # A reentrant checkpoint calls backward() inside backward(): its gradients are scaled already.
             original(tensors, *args, **kwargs)
