@@ -26,7 +26,7 @@ from zerograph._torch import pytree
 from zerograph.base import source
 from zerograph.base.recording import followed, unfollowed
 from zerograph.capture.random_operators import known_truth, note_comparison
-from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused
+from zerograph.capture.refused_calls import COLLECTIVE_NAMESPACES, collective_refused, is_asked_by_user
 from zerograph.errors import CaptureError, InputError, ZeroGraphError
 from zerograph.ir.metadata import Origin
 from zerograph.passes.rules.registry import rule_of
@@ -216,7 +216,8 @@ class FunctionMode(TorchFunctionMode):
             truth = passing(sys._getframe(1), is_number=func is Tensor.item and args[0].dtype != torch.bool)
             if truth is not None:
                 return truth
-        if func in _READS and (func not in _TEXTS or _is_asked_by_user()):
+        # Libraries put tensors into messages that nobody reads.
+        if func in _READS and (func not in _TEXTS or is_asked_by_user(sys._getframe(1), _makes_texts)):
             raise self._refused(_READS[func])
         is_list = func in _OF_NUMBERS and len(args) > 0 and isinstance(args[0], (list, tuple))
         if is_list and any(isinstance(one, _torch.FakeTensor) for one in pytree.tree_leaves(args[0])):
@@ -240,18 +241,6 @@ _READS = {
     Tensor.__reduce_ex__: "pickle",
 }
 _OF_TEXTS = (__file__, *(sys.modules[name].__file__ for name in ("torch._tensor", "torch.overrides")))
-
-
-def _is_asked_by_user() -> bool:
-    """Return whether the user's own code asks for a text, be it through logging, pprint or a dataclass.
-
-    Libraries put tensors into messages that nobody reads.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _makes_texts(frame):
-        frame = frame.f_back
-    file = "" if frame is None else frame.f_code.co_filename
-    return source.is_users(file) and not source.is_installed(file)
 
 
 def _makes_texts(frame: FrameType) -> bool:

@@ -53,12 +53,9 @@ def refused_output() -> contextlib.AbstractContextManager[None]:
     tracing = threading.get_ident()
 
     def refuse(what: str) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and source.is_standard(frame.f_code.co_filename):
-            frame = frame.f_back
-        name = "" if frame is None else frame.f_code.co_filename
+        is_asked = is_asked_by_user(sys._getframe(2), lambda frame: source.is_standard(frame.f_code.co_filename))
         # Another thread may print what it likes.
-        if threading.get_ident() == tracing and source.is_users(name) and not source.is_installed(name):
+        if threading.get_ident() == tracing and is_asked:
             raise CaptureError(f"a call {what}")
 
     def refusing(function: Callable[..., Any], what: str) -> Callable[..., Any]:
@@ -70,6 +67,14 @@ def refused_output() -> contextlib.AbstractContextManager[None]:
 
     output = [(owner, name, refusing(getattr(owner, name), what)) for owner, name, what in _OUTPUT]
     return replaced([*output, (sys, "stdout", _Stream(sys.stdout, refusing(sys.stdout.write, "prints")))])
+
+
+def is_asked_by_user(frame: FrameType | None, is_between: Callable[[FrameType], bool]) -> bool:
+    """Return whether the user's own code makes a call, be it through frames between."""
+    while frame is not None and is_between(frame):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return source.is_users(file) and not source.is_installed(file)
 
 
 class _Stream:
