@@ -126,15 +126,12 @@ class GraphReader:
         return _torch.graph_module(root, graph)
 
     def _node(self, graph: fx.Graph, root: nn.Module, entry: Mapping[str, Any], nodes: Sequence[fx.Node]) -> fx.Node:
-        op, name = entry["op"], entry["name"]
-        # Names are part of the code that a graph generates.
-        target = entry["target"]
-        for text in (name, target):
-            _check_name(text)
+        op, name, target = entry["op"], entry["name"], entry["target"]
         args = self.reader.value(entry["args"], nodes)
         kwargs = self.reader.value(entry.get("kwargs", {"d": []}), nodes)
-        for key in kwargs:
-            _check_name(key)
+        # Names are part of the code that a graph generates.
+        for text in (name, target, *kwargs):
+            _check_name(text)
         function: Any = target
         if op == "call_function":
             function = operators.function_of(target)

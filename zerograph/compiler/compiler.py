@@ -249,7 +249,6 @@ class Compiler:
             update_seconds=update_seconds,
             blocks=self._blocks(members) if captured.gradients else (),
             backend=self._resolve_backend(members)[1],
-            micro_batches=self.micro_batches(mesh),
             request=request,
             warn=self._warn,
             requirements=required,
@@ -279,10 +278,11 @@ class Compiler:
         """Prepare the step within the memory budget, if the configuration has one."""
         if artifact is not None and (step := preparation.from_artifact(artifact)) is not None:
             return step
-        config, members = self.config, preparation.layouts.members
+        config, layouts = self.config, preparation.layouts
+        members = layouts.members
         specs = members.specs(members.parameters)
-        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in preparation.layouts.updates)
-        may_recompute = config.memory.activation_checkpointing == "auto" and bool(preparation.captured.gradients)
+        total = sum(specs[name].numel * specs[name].dtype.itemsize for name in layouts.updates)
+        may_recompute = config.memory.activation_checkpointing == "auto" and bool(layouts.captured.gradients)
         on_accelerator = any(members.device(parameter).type != "cpu" for parameter in members.parameters.values())
         return search_memory(
             preparation.prepare,

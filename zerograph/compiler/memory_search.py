@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -41,15 +41,8 @@ class MemoryCandidate:
     offload_activations: bool
 
 
-class Emitted(Protocol):
-    """A step with the graph that a rank runs."""
-
-    @property
-    def emitted(self) -> fx.Graph:
-        """The graph."""
-
-
-Step = TypeVar("Step", bound=Emitted)
+# A prepared step, whose module imports this one.
+Step = TypeVar("Step")
 Prepare = Callable[[MemoryCandidate], Step | MemoryBudgetError]
 
 
@@ -151,14 +144,14 @@ def _with_larger_buckets(prepare: Prepare[Step], candidate: MemoryCandidate, def
         larger = prepare(replace(candidate, bucket_size=size))
         if isinstance(larger, MemoryBudgetError):
             break
-        (count, sent), (best_count, best_sent) = traffic(larger), traffic(best)
+        (count, sent), (best_count, best_sent) = _traffic(larger), _traffic(best)
         if count >= best_count or sent > best_sent:
             break
         best = larger
     return best
 
 
-def traffic(step: Emitted) -> tuple[int, float]:
+def _traffic(step: Any) -> tuple[int, float]:
     """Return the number of collectives in one run of a step, and the bytes that each rank sends in them."""
     runs = collective_runs(step.emitted)
     return sum(times for _, times in runs), sum(meta(node)["boxing"].sent * times for node, times in runs)

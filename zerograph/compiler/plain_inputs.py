@@ -265,30 +265,24 @@ def explain_failure(batch: Batch, comparison: Comparison) -> Iterator[None]:
     except ZeroGraphError:
         raise
     except Exception as error:
-        _raise_input_error(error, batch, comparison)
-        raise
-
-
-def _raise_input_error(error: Exception, batch: Batch, comparison: Comparison) -> None:
-    """Raise an error that names the inputs that explain that of ``build()``: empty ones, or with unequal rows."""
-    parts = [number for number in range(len(batch.tensors)) if is_part(batch, number)]
-    specs = zip(batch.names, batch.specs, strict=True)
-    if named := [f"  {name}: {spec.shape}" for name, spec in specs if 0 in spec.shape]:
-        problem = "These inputs have no elements:"
-        advice = "Leave such a batch out on all ranks, or pad it to one element."
-    elif len({len(batch.tensors[number]) for number in parts}) > 1:
-        try:
-            check_inputs(batch, parts, comparison, lambda message: None)
-        except InputError as input_error:
-            raise input_error from error
-        named = [f"  {batch.names[number]}: {tuple(batch.tensors[number].shape)}" for number in parts]
-        problem = "The inputs have unequal numbers of rows in dimension 0, along which the batch is split:"
-        advice = (
-            "Pass equally many samples in all inputs of the batch. Pass a tensor that is not part of the batch as "
-            "zg.replicated(x), if every rank holds all of it."
-        )
-    else:
-        return
-    place = "   ".join(raising_line(error.__traceback__))
-    lines = [f"build() failed: {type(error).__name__}: {error}", f"  {place}", problem, *named, advice]
-    raise InputError("\n".join(lines)) from error
+        parts = [number for number in range(len(batch.tensors)) if is_part(batch, number)]
+        specs = zip(batch.names, batch.specs, strict=True)
+        if named := [f"  {name}: {spec.shape}" for name, spec in specs if 0 in spec.shape]:
+            problem = "These inputs have no elements:"
+            advice = "Leave such a batch out on all ranks, or pad it to one element."
+        elif len({len(batch.tensors[number]) for number in parts}) > 1:
+            try:
+                check_inputs(batch, parts, comparison, lambda message: None)
+            except InputError as input_error:
+                raise input_error from error
+            named = [f"  {batch.names[number]}: {tuple(batch.tensors[number].shape)}" for number in parts]
+            problem = "The inputs have unequal numbers of rows in dimension 0, along which the batch is split:"
+            advice = (
+                "Pass equally many samples in all inputs of the batch. Pass a tensor that is not part of the batch as "
+                "zg.replicated(x), if every rank holds all of it."
+            )
+        else:
+            raise
+        place = "   ".join(raising_line(error.__traceback__))
+        lines = [f"build() failed: {type(error).__name__}: {error}", f"  {place}", problem, *named, advice]
+        raise InputError("\n".join(lines)) from error

@@ -17,7 +17,6 @@ from torch import fx
 
 from zerograph._torch import OpOverload
 from zerograph.base.contexts import collection_paused
-from zerograph.capture.captured import Captured
 from zerograph.compiler.artifacts import Artifact
 from zerograph.compiler.batch import Batch
 from zerograph.compiler.compiled import CompiledStep, PreparedStep
@@ -109,7 +108,6 @@ class Preparation:
         update_seconds: seconds that tracing the updates took.
         blocks: names of the blocks that the model repeats.
         backend: compiles the emitted graph.
-        micro_batches: number of micro-batches.
         request: what the caller asks for.
         warn: shows a message to the user.
         requirements: see :class:`zerograph.compiler.compiled.PreparedStep`.
@@ -123,21 +121,15 @@ class Preparation:
     update_seconds: float
     blocks: tuple[str, ...]
     backend: backends.Backend
-    micro_batches: int
     request: StepRequest
     warn: Callable[[str], None]
     requirements: Mapping[str, str]
     # Several bucket sizes may give the same layout. The graphs of a step that exceeds the budget are not kept.
     _results: dict[tuple[Any, ...], PreparedStep | MemoryBudgetError] = field(default_factory=dict)
 
-    @property
-    def captured(self) -> Captured:
-        """The captured graph."""
-        return self.layouts.captured
-
     def prepare(self, candidate: MemoryCandidate) -> PreparedStep | MemoryBudgetError:
         """Return the candidate's step, or the error if it does not keep the memory budget."""
-        captured, layout = self.captured, self._lay_out(candidate)
+        captured, layout = self.layouts.captured, self._lay_out(candidate)
         buckets = tuple(planned.layout for planned in layout)
         sizes = () if captured.sizes is None else tuple(captured.sizes.largest_sizes().items())
         key = buckets, candidate.min_recompute_bytes, candidate.offload_activations, sizes
@@ -152,7 +144,7 @@ class Preparation:
         layout = self._lay_out(candidate)
         context = self._context(candidate, layout, self.warn)
         try:
-            passes = artifact.passes(self.captured, context)
+            passes = artifact.passes(self.layouts.captured, context)
         except ArtifactError:
             if not artifact.optional:
                 raise
@@ -179,8 +171,8 @@ class Preparation:
             show(message)
 
         context = self._context(candidate, layout, warn)
-        with self.observer.passes(self.captured.graph, context, self.target.rank):
-            passes = run_pipeline(self.captured.graph, context, self.capture_seconds)
+        with self.observer.passes(self.layouts.captured.graph, context, self.target.rank):
+            passes = run_pipeline(self.layouts.captured.graph, context, self.capture_seconds)
         return self._prepared(candidate, layout, context, passes, messages)
 
     def _prepared(
@@ -192,7 +184,7 @@ class Preparation:
         messages: Iterable[str],
     ) -> PreparedStep:
         return PreparedStep(
-            captured=self.captured,
+            captured=self.layouts.captured,
             passes=passes,
             context=context,
             aliases=self.layouts.members.aliases,
@@ -209,6 +201,7 @@ class Preparation:
     ) -> Context:
         config, gradients, trains = self.layouts.config, self.request.gradients, self.layouts.trains
         updates = gradients in ("update", "accumulated")
+        checks = output_with_role(self.layouts.captured.graph.graph, "check", NOT_FINITE.name)
         return Context(
             mesh=self.target.mesh,
             policy=replace(config.policy if trains else OFF, dims=self.layouts.zero_dims),
@@ -216,9 +209,9 @@ class Preparation:
             updates={planned.layout.name: _bucket_update(planned) for planned in layout if planned.updates},
             batch=BatchLayout(
                 inputs=self.batch.sbp,
-                micro_batches=self.micro_batches,
+                micro_batches=self.batch.micro_batches,
                 cut=self.batch.cut,
-                packed=self.micro_batches > 1 and config.accumulation_outputs == "packed",
+                packed=self.batch.micro_batches > 1 and config.accumulation_outputs == "packed",
                 early_outputs=self.request.early_outputs,
                 attention=config.mesh.context_parallel_method,
                 expert_capacity=config.mesh.expert_capacity,
@@ -229,7 +222,7 @@ class Preparation:
                 # A sum of many slices in the narrow dtype of their computation would lose digits.
                 reduce_dtype=config.precision.reduce_dtype or (None if config.virtual_ranks is None else torch.float32),
                 scaler=config.scaler if trains and updates else None,
-                checked=updates and output_with_role(self.captured.graph.graph, "check", NOT_FINITE.name) is not None,
+                checked=updates and checks is not None,
                 wire=config.precision.wire,
             ),
             memory=MemoryOptions(
