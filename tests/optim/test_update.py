@@ -381,7 +381,7 @@ class Rebinding(torch.optim.Optimizer):
 def as_plainly(
     make: Callable[[nn.Module], torch.optim.Optimizer], change: Callable[[Any, int], object] = lambda *_: None
 ) -> tuple[Any, Any, Step]:
-    """Train plainly and in a graph, and compare the losses.
+    """Train plainly and in a graph, and compare the losses, and the parameters in the end.
 
     Args:
         change: is called with the optimizer and the number of a step before it.
@@ -397,6 +397,8 @@ def as_plainly(
         change(mine, number)
         losses.append([*train_plainly(nets[0], plain, [batch]), step(*batch)])
     torch.testing.assert_close(*map(list, zip(*losses, strict=True)), rtol=1e-12, atol=1e-12)
+    trained = step.state_dict()["modules"]["model"]
+    torch.testing.assert_close(trained, dict(nets[0].state_dict()), rtol=1e-12, atol=1e-12)
     return plain, mine, step
 
 
