@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import random
+import re
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -173,16 +175,28 @@ def plain_losses_of(act: Callable[[Any, Tensor], Tensor], steps: int) -> list[fl
     return [update_by(optimizer, act(made, made(*inputs([4])).square().mean())).item() for _ in range(steps)]
 
 
+def together(makes: Iterable[Callable[[], Any]]) -> Callable[[Any, Tensor], Tensor]:
+    """Return what counts in several places, one after another."""
+    acts = [make() for make in makes]
+    return lambda made, loss: functools.reduce(lambda loss, act: act(made, loss), acts, loss)
+
+
+# In one step all that have a place of their own.
 @needs_lines
-@pytest.mark.parametrize("where", COUNTERS)
-def test_a_counter_of_calls_counts_as_in_plain_pytorch_with_a_warning(where: str) -> None:
-    make, name, code = COUNTERS[where]
-    expected = plain_losses_of(make(), 4)
+@pytest.mark.parametrize("beside_tensors", [False, True])
+def test_counters_of_calls_count_as_in_plain_pytorch_with_a_warning(beside_tensors: bool) -> None:
+    makes, names, codes = zip(
+        *(row for key, row in COUNTERS.items() if ("tensor" in key) == beside_tensors), strict=True
+    )
+    expected = plain_losses_of(together(makes), 4)
     _from_the_beginning.__wrapped__()  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match=f"build.. changes Python state .*: {name}\n") as told:
-        losses, _ = losses_of(make(), 4)
+    with pytest.warns(UserWarning, match=r"build\(\) changes Python state") as told:
+        losses, _ = losses_of(together(makes), 4)
     assert losses == pytest.approx(expected, rel=1e-12)
-    assert any(code in str(one.message) for one in told)
+    (text,) = (str(one.message) for one in told if "build() changes Python state that differs" in str(one.message))
+    for name, code in zip(names, codes, strict=True):
+        assert re.search(rf"(: |, ){name}[,\n]", text), (name, text)
+        assert code in text
 
 
 def test_a_list_whose_length_decides_is_followed() -> None:

@@ -170,7 +170,8 @@ def alone(name: str, slices: int) -> Run:
 # Of each number of ranks its stages; one case shows that all agree.
 Stages = dict[int, tuple[int, ...]]
 EVERYWHERE: Stages = {1: (3,), 2: STAGES, 4: STAGES}
-SOMEWHERE: tuple[Stages, ...] = ({2: STAGES, 4: (3,)}, {2: (0,)}, {2: (2,)}, {2: (3,)})
+# One slice on each of four ranks: test_a_checkpoint_of_two_ranks_goes_on_with_the_same_bits_on_one_and_on_four.
+SOMEWHERE: tuple[Stages, ...] = ({2: STAGES}, {2: (0,)}, {2: (2,)}, {2: (3,)})
 # Sums of slices 3 and 4, or 4 to 7, are those of two ranks: of 12 slices a rank has 6, 4 or 3.
 ACROSS: Stages = {2: (0, 3), 3: (2,), 4: (2,)}
 # The first of 3 ranks has two of 4 slices. The others compute one more than their own, and do not add it.

@@ -198,6 +198,16 @@ def numbered_by_texts(state: dict[str, Any]) -> None:
     state["optimizers"][0]["state"] = {str(number): one for number, one in held.items()}
 
 
+@functools.cache
+def scheduled(schedule: Callable[[torch.optim.Optimizer], Any]) -> tuple[Scheduled, dict[str, Any]]:
+    """Return a graph after two steps, of which what is refused changes nothing, and its state after the first."""
+    step = Scheduled(schedule)
+    step(torch.ones(4, 3))
+    state = copy.deepcopy(step.state_dict())
+    step(torch.ones(4, 3))
+    return step, state
+
+
 def inner_lacks(state: dict[str, Any]) -> None:
     state["lr_schedulers"][0]["_schedulers"][0].pop("lr_lambdas")
 
@@ -229,11 +239,8 @@ def inner_lacks(state: dict[str, Any]) -> None:
 def test_an_entry_that_could_not_be_one_changes_nothing(
     schedule: Callable[[torch.optim.Optimizer], Any], change: Callable[[dict[str, Any]], None], words: str
 ) -> None:
-    step = Scheduled(schedule)
-    step(torch.ones(4, 3))
-    state = copy.deepcopy(step.state_dict())
-    step(torch.ones(4, 3))
-    before = copy.deepcopy(step.state_dict())
+    step, state = scheduled(schedule)
+    before, state = copy.deepcopy(step.state_dict()), copy.deepcopy(state)
     change(state)
     with pytest.raises(zg.ConfigError, match=words):
         step.load_state_dict(state)
