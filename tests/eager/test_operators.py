@@ -257,8 +257,8 @@ def metadata_of_sizes_that_change() -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zerograph.eager.world._MOST_PROGRAMS", 4)
         counts = []
-        for first in (1, 13, 25):
-            for length in range(first, first + 12):
+        for first in (1, 7, 13):
+            for length in range(first, first + 6):
                 (zg.global_tensor(torch.ones(4, length), zg.sbp.split(0)) * 2).sum(0).tanh()
             counts.append(live())
     return counts[-1] - counts[0]
