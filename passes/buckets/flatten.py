@@ -17,7 +17,7 @@ from zerograph.ir.evaluate import evaluate
 from zerograph.ir.gradient_edits import Edited, edited_gradients
 from zerograph.ir.metadata import Origin, Role, TensorRef, meta, origin
 from zerograph.ir.precision import is_cast, looks_up_rows
-from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, positions, replace_node
+from zerograph.ir.rewrite import drop_unused, emit, fake, first_computed, keywords, replace_node
 from zerograph.ir.sbp import Sbp, Signature, broadcast
 from zerograph.ir.slots import Slot, row_views
 from zerograph.ir.step_graph import inputs_by_name, output_nodes, placeholders
@@ -51,8 +51,7 @@ def flatten(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     ]
     compute_total_norms(graph, gradients, context.mesh.dims, in_blocks=context.batch.slices is not None)
     # In the order of the reductions: updates run while the last gradient is still being reduced.
-    order = positions(graph)
-    for gradient in sorted(gradients, key=lambda gradient: order[gradient.reduced]):
+    for gradient in sorted(gradients, key=lambda gradient: gradient.reduced):
         with graph.inserting_before(graph.output_node()):
             final = _moved_home(graph, gradient.final(graph), gradient.bucket)
         bucket, update = gradient.bucket, context.updates[gradient.bucket.name]

@@ -17,7 +17,7 @@ from zerograph._torch import OpOverload
 from zerograph.ir.alias import is_view
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import emit, positions, replace_node
+from zerograph.ir.rewrite import emit, replace_node
 from zerograph.ir.sbp import Broadcast
 from zerograph.ir.step_graph import nbytes, placeholders, writes
 from zerograph.passes.context import Context
@@ -61,21 +61,20 @@ class _Sum:
 def coalesce(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Merge small all-reduces over the same ranks whose results only reach state writes and outputs."""
     graph = module.graph
-    order = positions(graph)
     ends = {graph.output_node(), *(write for write, _, _ in writes(graph))}
     # The updates of owners change parameters in place.
     updates = (node for node in graph.find_nodes(op="call_module") if loop_of(node) is None)
-    end = min((*ends, *updates), key=order.__getitem__)
+    end = min((*ends, *updates))
     starts = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
     sums = [late for start in starts if (late := _deferrable(start, ends)) and late.source < end]
     moved: set[fx.Node] = set()
     for _, group in groupby(sorted(sums, key=attrgetter("kind")), key=attrgetter("kind")):
-        together = sorted(group, key=lambda member: order[member.start])
+        together = sorted(group, key=attrgetter("start"))
         if len(together) > 1:
-            _merge(graph, together, end, order)
+            _merge(graph, together, end)
             moved.update(*(member.followers for member in together))
-    for node in sorted(moved, key=order.__getitem__):
-        if order[node] < order[end]:
+    for node in sorted(moved):
+        if node < end:
             end.prepend(node)
     return module
 
@@ -111,7 +110,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags or is_view(node))
 
 
-def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node, order: dict[fx.Node, int]) -> None:
+def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node) -> None:
     """Emit one all-reduce after the last source; cut its result into the parts at the end of the step."""
     first = sums[0]
     sizes = [member.source.meta["val"].numel() for member in sums]
@@ -119,7 +118,7 @@ def _merge(graph: fx.Graph, sums: list[_Sum], end: fx.Node, order: dict[fx.Node,
     def new(target: OpOverload, *args: object, like: fx.Node) -> fx.Node:
         return emit(graph, target, args, origin(first.start), sbp=meta(like)["sbp"])
 
-    last = max([*(member.source for member in sums), placeholders(graph)[-1]], key=order.__getitem__)
+    last = max([*(member.source for member in sums), placeholders(graph)[-1]])
     with graph.inserting_before(last.next):
         flat = [new(aten.reshape.default, member.source, [-1], like=member.source) for member in sums]
         joined = new(aten.cat.default, flat, like=first.source)

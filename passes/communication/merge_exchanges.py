@@ -17,7 +17,7 @@ from torch import fx
 
 from zerograph.ir.alias import WAIT
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import closure, emit_like, positions
+from zerograph.ir.rewrite import closure, emit_like
 from zerograph.ir.step_graph import nbytes
 from zerograph.passes.context import Context
 from zerograph.passes.edits import joined_boxing, move_after
@@ -79,7 +79,6 @@ def merge_exchanges(module: fx.GraphModule, context: Context) -> fx.GraphModule:
 
 def _hoist_siblings(graph: fx.Graph) -> None:
     """Start exchanges of the results of one operator, gradients of queries, keys and values, one after the other."""
-    order = positions(graph)
     latest: dict[tuple[Any, ...], tuple[fx.Node, fx.Node]] = {}
     moved: set[fx.Node] = set()
     for start in graph.find_nodes(op="call_function", target=EXCHANGE):
@@ -88,18 +87,18 @@ def _hoist_siblings(graph: fx.Graph) -> None:
         key = exchange.producer, exchange.kind
         first, last = latest.get(key, (start, start))
         if first is not start:
-            following = partial(_after, first=first, order=order)
+            following = partial(_after, first=first)
             sources = closure(following(start), following) - moved
             if not all(node.target in _MOVES or node.target is operator.getitem for node in sources):
                 continue
-            move_after([*sorted(sources, key=order.__getitem__), start], last)
+            move_after([*sorted(sources), start], last)
             moved |= sources
         latest[key] = first, start
 
 
-def _after(node: fx.Node, first: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+def _after(node: fx.Node, first: fx.Node) -> list[fx.Node]:
     """Return the inputs of a node that come after ``first``."""
-    return [source for source in node.all_input_nodes if order[source] > order[first]]
+    return [source for source in node.all_input_nodes if first < source]
 
 
 def _groups(graph: fx.Graph) -> Iterator[list[_Exchange]]:

@@ -16,7 +16,7 @@ from torch import fx
 from zerograph.ir.alias import WAIT, readers, viewed
 from zerograph.ir.metadata import meta, origin
 from zerograph.ir.pause import GRADIENT_OF, PAUSE, pause_of
-from zerograph.ir.rewrite import ancestors, emit, emit_like, first_computed, positions, replace_node
+from zerograph.ir.rewrite import ancestors, emit, emit_like, first_computed, replace_node
 from zerograph.ir.step_graph import output_nodes, writes
 from zerograph.passes.context import Context
 from zerograph.passes.edits import move_after
@@ -29,15 +29,15 @@ def pause_before_backward(module: fx.GraphModule, context: Context) -> fx.GraphM
     graph = module.graph
     values = output_nodes(graph)[: context.batch.early_outputs]
     gradients = graph.find_nodes(op="call_function", target=GRADIENT_OF)
-    order, copies = positions(graph), _writes_of_forward(graph, gradients)
+    copies = _writes_of_forward(graph, gradients)
     wanted = [*values, *copies]
     needed = ancestors(wanted) | set(wanted)
-    computed = sorted((node for node in needed if node.op != "placeholder"), key=order.__getitem__)
+    computed = sorted(node for node in needed if node.op != "placeholder")
     backward = [node for node in graph.nodes if node.op == "call_function" and origin(node).phase == "backward"]
-    first = min((order[node] for node in backward if node not in needed), default=len(order))
-    place = max((node for node in computed if order[node] < first), key=order.__getitem__)
+    first = min((node for node in backward if node not in needed), default=graph.output_node())
+    place = max(node for node in computed if node < first)
     # What follows in backward only makes an output of a value: a collective, for instance.
-    place = move_after([node for node in computed if order[node] > first], place)
+    place = move_after([node for node in computed if first < node], place)
     results, places = [node.args[0] for node in gradients], [node.args[1] for node in gradients]
     with graph.inserting_after(place):
         pause = emit(graph, PAUSE, (values, results, places), origin(place))

@@ -10,7 +10,7 @@ from torch import fx
 from zerograph.ir.alias import WAIT
 from zerograph.ir.loop import accumulate, collect
 from zerograph.ir.metadata import has_role, meta
-from zerograph.ir.rewrite import ancestors, closure, positions
+from zerograph.ir.rewrite import ancestors, closure
 from zerograph.ir.sbp import PartialSum
 from zerograph.ir.step_graph import gathers_bucket, placeholders, sent_forms, source_bucket
 from zerograph.ops import blocks
@@ -72,14 +72,13 @@ def _advance_batch_collectives(graph: fx.Graph) -> fx.Node:
     These are sums of scalars and lookups of rows. A count of valid tokens, summed where the model reads it, would let
     each rank wait for the slowest in the middle of the step. Rows would wait for all gathers that started before.
     """
-    order = positions(graph)
     place = placeholders(graph)[-1]
     moved: set[fx.Node] = set()
     for start in _starts(graph):
         looked_up = "looked_up" in start.all_input_nodes[0].meta
         if start.meta["val"].dim() and not looked_up:
             continue
-        sources = sorted(ancestors([start]), key=order.__getitem__)
+        sources = sorted(ancestors([start]))
         if all(_leads_to_rows(node) if looked_up else _depends_on_batch(node) for node in sources):
             moving = [node for node in (*sources, start) if node.op != "placeholder" and node not in moved]
             place = move_after(moving, place)
@@ -110,9 +109,8 @@ def _prefetch_gathers(graph: fx.Graph, place: fx.Node, *, one_by_one: bool) -> N
             Else all start at once, but those that gather further: gathered buckets are alive at the step's peak anyway.
             A gather whose result is gathered further starts one bucket earlier, so that both overlap computation.
     """
-    order = positions(graph)
     starts = [start for start in _starts(graph) if _reads_bucket(start) or (one_by_one and _gathers_further(start))]
-    gathers = sorted(starts, key=order.__getitem__)
+    gathers = sorted(starts)
     sources: dict[fx.Node, fx.Node] = {}
     for start in gathers:
         if _gathers_further(start) and _reads_bucket(origin := _source_gather(start)):
@@ -159,12 +157,11 @@ def _bound_gradient_buckets(graph: fx.Graph) -> None:
 
     The wait frees the input of the reduction.
     """
-    order = positions(graph)
     reduced = set(_starts(graph))
     joined = [node for node in graph.nodes if "gradient" in node.meta and not reduced.isdisjoint(node.users)]
-    opened = {node: min(_partial_sources(node), key=order.__getitem__) for node in joined}
+    opened = {node: min(_partial_sources(node)) for node in joined}
     starts = {node: next(user for user in node.users if user in reduced) for node in joined}
-    events = [(order[opened[node]], 0, node) for node in joined] + [(order[starts[node]], 1, node) for node in joined]
+    events = [(opened[node], 0, node) for node in joined] + [(starts[node], 1, node) for node in joined]
     filling = 0
     in_flight: deque[fx.Node] = deque()
     for _, closing, node in sorted(events, key=lambda event: event[:2]):
@@ -175,7 +172,7 @@ def _bound_gradient_buckets(graph: fx.Graph) -> None:
         while in_flight and filling + len(in_flight) >= _GRADIENT_BUCKETS:
             wait = _wait_of(in_flight.popleft())
             # The wait may be early enough already if a second collective, along another mesh dimension, reads it.
-            if order[wait] > order[opened[node]]:
+            if opened[node] < wait:
                 move_before(wait, opened[node])
         filling += 1
 

@@ -25,7 +25,7 @@ from zerograph.ir.buckets import Bucket
 from zerograph.ir.loop import loop_of
 from zerograph.ir.memory import profile
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import emit, fake, positions
+from zerograph.ir.rewrite import emit, fake
 from zerograph.ir.sbp import all_broadcast
 from zerograph.ir.step_graph import inputs_by_name, nbytes, placeholders
 from zerograph.ops.offload import FETCH, WAIT_TRANSFER, WRITE_BACK
@@ -189,8 +189,7 @@ def _fetch_early(graph: fx.Graph, fetches: Sequence[fx.Node], context: Context) 
     usage = profile(graph)
     limit = usage.peak if context.memory.budget is None else min(usage.peak, context.memory.budget)
     available = limit - sum(nbytes(node.meta["val"]) for node in fetches)
-    order = positions(graph)
-    first, last = order[placeholders(graph)[-1]] + 1, order[fetches[0]]
+    first, last = map(usage.nodes.index, (placeholders(graph)[-1].next, fetches[0]))
     place = last
     while place > first and usage.bytes[place - 1] <= available:
         place -= 1

@@ -14,7 +14,7 @@ from torch import fx
 from zerograph._torch import written_arguments
 from zerograph.ir.alias import base_of
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import emit, emit_like, positions, replace_node
+from zerograph.ir.rewrite import emit, emit_like, replace_node
 from zerograph.ops.offload import PACK
 from zerograph.passes.context import Context
 
@@ -38,21 +38,19 @@ def _is_copy(node: fx.Node) -> bool:
 
 def _runs(graph: fx.Graph, copies: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, list[fx.Node]]]:
     """Yield copies of one dtype that can be one transfer, and the node after which their sources have their values."""
-    order = positions(graph)
     written: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         for argument in written_arguments(node):
             written.setdefault(base_of(argument), []).append(node)
-    runs: dict[object, tuple[fx.Node, int, list[fx.Node]]] = {}
+    runs: dict[object, tuple[fx.Node, fx.Node, list[fx.Node]]] = {}
     for copy in copies:
         source = copy.all_input_nodes[0]
-        writes = [node for node in written.get(base_of(source), ()) if order[node] < order[copy]]
-        ready = max([source, *writes], key=order.__getitem__)
-        read = min(map(order.__getitem__, copy.users), default=order[copy] + 1)
+        writes = [node for node in written.get(base_of(source), ()) if node < copy]
+        ready, read = max([source, *writes]), min(copy.users, default=copy.next)
         key = copy.meta["val"].device, copy.meta["val"].dtype
         place, first_read, run = runs.get(key, (ready, read, []))
-        latest = max(place, ready, key=order.__getitem__)
-        if order[latest] >= min(first_read, read):
+        latest = max(place, ready)
+        if min(first_read, read) <= latest:
             yield place, run
             latest, first_read, run = ready, read, []
         runs[key] = latest, min(first_read, read), [*run, copy]

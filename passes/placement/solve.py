@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx
 
-from zerograph.ir.rewrite import positions
 from zerograph.ir.sbp import Sbp, Signature
 from zerograph.passes.placement.cost import signature_cost
 from zerograph.passes.placement.problem import PlacementProblem, TensorId
@@ -41,7 +40,6 @@ def improve(problem: PlacementProblem, candidates: Candidates) -> None:
         problem: a complete placement, which is changed.
         candidates: the signatures of each operator whose placement is free.
     """
-    order = positions(problem.graph)
     solved: set[tuple[fx.Node, ...]] = set()
     cache: _Cache = {}
     boxed = {reader: tensors for reader in candidates if (tensors := _boxed_inputs(problem, reader))}
@@ -49,7 +47,7 @@ def improve(problem: PlacementProblem, candidates: Candidates) -> None:
     for _ in range(_MOST_CHAINS):
         if not pending:
             return
-        chain = tuple(_chain(problem, *pending.pop(), candidates, order))
+        chain = tuple(_chain(problem, *pending.pop(), candidates))
         if chain not in solved:
             solved.add(chain)
             if _solve(problem, chain, candidates, cache):
@@ -57,9 +55,7 @@ def improve(problem: PlacementProblem, candidates: Candidates) -> None:
                 solved = {other for other in solved if set(chain).isdisjoint(other)}
                 for reader in _chain_and_readers(problem, chain):
                     boxed[reader] = _boxed_inputs(problem, reader) if reader in candidates else []
-                pending = [
-                    (reader, tensor) for reader in sorted(boxed, key=order.__getitem__) for tensor in boxed[reader]
-                ]
+                pending = [(reader, tensor) for reader in sorted(boxed) for tensor in boxed[reader]]
 
 
 def _boxed_inputs(problem: PlacementProblem, reader: fx.Node) -> list[TensorId]:
@@ -77,9 +73,7 @@ def _chain_and_readers(problem: PlacementProblem, chain: Sequence[fx.Node]) -> s
     return {*chain, *(reader for tensor in outputs for reader in problem.readers(tensor))}
 
 
-def _chain(
-    problem: PlacementProblem, reader: fx.Node, tensor: TensorId, candidates: Candidates, order: dict[fx.Node, int]
-) -> list[fx.Node]:
+def _chain(problem: PlacementProblem, reader: fx.Node, tensor: TensorId, candidates: Candidates) -> list[fx.Node]:
     """Return the operators before and after the boxing of ``tensor`` for ``reader``, along the largest tensors."""
     chain = [reader]
     source: fx.Node | None = tensor[0]
@@ -90,12 +84,12 @@ def _chain(
     node: fx.Node | None = reader
     while node is not None and len(chain) < 2 * _REACH:
         users = [
-            (problem.nbytes(output), -order[user], user)
+            (-problem.nbytes(output), user)
             for output in problem.tensors_of(node)
             for user in problem.readers(output)
+            if user in candidates and user not in chain
         ]
-        users = [entry for entry in users if entry[2] in candidates and entry[2] not in chain]
-        node = max(users)[2] if users else None
+        node = min(users)[1] if users else None
         if node is not None:
             chain.append(node)
     return chain

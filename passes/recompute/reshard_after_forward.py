@@ -19,7 +19,7 @@ from torch import fx
 
 from zerograph.ir.alias import is_view_or_copy
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import closure, drop_unused, positions
+from zerograph.ir.rewrite import closure, drop_unused
 from zerograph.ir.sbp import Split
 from zerograph.ir.step_graph import gathers_bucket, source_bucket
 from zerograph.passes.context import Context
@@ -35,8 +35,8 @@ def reshard_after_forward(module: fx.GraphModule, context: Context) -> fx.GraphM
         return module
     graph = module.graph
     gathers = bucket_gathers(graph)
-    order = positions(graph)
-    uses = {gather: sorted(_uses(gather), key=order.__getitem__) for gather in gathers}
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    uses = {gather: sorted(_uses(gather)) for gather in gathers}
     used = sorted(order[use] for gather in gathers for use in uses[gather])
     for gather in gathers:
         later = _after_widest_gap(uses[gather], order, used)

@@ -139,11 +139,6 @@ def first_computed(graph: fx.Graph) -> fx.Node:
     return node
 
 
-def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the position of every node in execution order."""
-    return {node: index for index, node in enumerate(graph.nodes)}
-
-
 def occurrences(node: fx.Node, source: fx.Node) -> int:
     """Return how many operands of the node are ``source``."""
     operands: list[fx.Node] = []
