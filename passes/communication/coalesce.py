@@ -17,7 +17,7 @@ from zerograph._torch import OpOverload
 from zerograph.ir.alias import is_view
 from zerograph.ir.loop import loop_of
 from zerograph.ir.metadata import meta, origin
-from zerograph.ir.rewrite import emit, replace_node
+from zerograph.ir.rewrite import closure, emit, replace_node
 from zerograph.ir.sbp import Broadcast
 from zerograph.ir.step_graph import nbytes, placeholders, writes
 from zerograph.passes.context import Context
@@ -84,21 +84,12 @@ def _deferrable(start: fx.Node, ends: set[fx.Node]) -> _Sum | None:
     (wait,), (source,) = start.users, start.all_input_nodes
     if not all(isinstance(sbp, Broadcast) for sbp in meta(wait)["sbp"]) or not _GRADIENTS.isdisjoint(source.meta):
         return None
-    followers: set[fx.Node] = set()
-    stack = [start]
-    while stack:
-        node = stack.pop()
-        if not _is_small(node):
-            return None
-        for user in node.users:
-            if user in ends:
-                continue
-            if user is not wait and not _is_pointwise(user):
-                return None
-            if user not in followers:
-                followers.add(user)
-                stack.append(user)
-    return _Sum(start, wait, followers - {wait})
+
+    def fits(node: fx.Node) -> bool:
+        return _is_small(node) and (node in (start, wait) or _is_pointwise(node))
+
+    reached = closure([start], lambda node: node.users.keys() - ends if fits(node) else ())
+    return _Sum(start, wait, reached - {start, wait}) if all(map(fits, reached)) else None
 
 
 def _is_small(node: fx.Node) -> bool:
