@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -166,20 +165,12 @@ class _Finder:
 
     def _views(self, flat: fx.Node, bucket: Bucket, slot: Slot) -> tuple[list[fx.Node], list[fx.Node]]:
         """Return the nodes that are the parameter, and the nodes between the bucket and them, in order."""
-        views: list[fx.Node] = []
-        predecessors: dict[fx.Node, fx.Node] = {}
-        stack = [flat]
-        while stack:
-            node = stack.pop()
-            for user in self.table.readers(node):
-                if user in predecessors:
-                    continue
-                predecessors[user] = node
-                parameter = meta(user).get("parameter")
-                if parameter == slot.name:
-                    views.append(user)
-                elif parameter is None and (_is_form(user) or user.target in (FETCH, TRANSFER)):
-                    stack.append(user)
+
+        def leads_on(user: fx.Node) -> bool:
+            return "parameter" not in user.meta and (_is_form(user) or user.target in (FETCH, TRANSFER))
+
+        predecessors = {user: node for node, user in self._readers(flat, leads_on)}
+        views = [user for user in predecessors if meta(user).get("parameter") == slot.name]
         path: dict[fx.Node, None] = {}
         for view in views:
             node = view
@@ -207,7 +198,7 @@ class _Finder:
 
     def _used(self, view: fx.Node) -> Iterator[Event]:
         """Yield the computations that read a value, also through its views, casts and transposes."""
-        for form, user in self._readers(view, _TRANSFERS):
+        for form, user in self._readers(view, lambda user: _is_form(user) and user.target not in _TRANSFERS):
             if user.op == "output" or (_is_form(user) and user.target not in _TRANSFERS):
                 continue
             note = operator_name(user)
@@ -217,7 +208,7 @@ class _Finder:
 
     def _uses(self, node: fx.Node) -> Iterator[Event]:
         """Yield the events of :meth:`_used`, and where the value is moved, freed or returned."""
-        for form, user in self._readers(node):
+        for form, user in self._readers(node, _is_form):
             if user.op == "output":
                 yield self._event("returned", user)
             elif _is_form(user):
@@ -226,8 +217,8 @@ class _Finder:
                 yield self._event("used", user, note=operator_name(user))
         yield from self._freed(node)
 
-    def _readers(self, value: fx.Node, ends: Collection[Any] = ()) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Yield (form of a value, reader), other forms included, each once; do not look past the operators ``ends``."""
+    def _readers(self, value: fx.Node, leads_on: Callable[[fx.Node], bool]) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """Yield (form of a value, reader), each reader once: those of a value, and of its readers that lead on."""
         seen: set[fx.Node] = set()
         stack = [value]
         while stack:
@@ -236,7 +227,7 @@ class _Finder:
                 if user not in seen:
                     seen.add(user)
                     yield form, user
-                    if _is_form(user) and user.target not in ends:
+                    if leads_on(user):
                         stack.append(user)
 
     def _freed(self, node: fx.Node) -> Iterator[Event]:
