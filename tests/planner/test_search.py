@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -41,12 +42,19 @@ def plan(**arguments: Any) -> zg.Plan:
     return zg.plan(Wide, X, world_size=RANKS, **{"device": "a100", "headroom": 0, **arguments})
 
 
-def offloaded(**arguments: Any) -> zg.Plan:
-    return plan(stage=2, offload=Offload("cpu"), **arguments)
+# Plans that several tests read, and nobody may change.
+@functools.cache
+def offloaded() -> zg.Plan:
+    return plan(stage=2, offload=Offload("cpu"))
+
+
+@functools.cache
+def at_stage(stage: Any) -> zg.Plan:
+    return plan(stage=stage)
 
 
 def test_what_rests_on_the_cpu_counts_there_and_not_on_the_device() -> None:
-    found, here = offloaded(), plan(stage=2)
+    found, here = offloaded(), at_stage(2)
     assert here.memory.at_rest == ON_DEVICE
     assert found.memory.at_rest == 0
     assert found.host is not None
@@ -87,7 +95,7 @@ def names(found: zg.Plan) -> set[str]:
 
 
 def test_an_accelerator_offloads_what_does_not_fit() -> None:
-    needs = {name: made().memory.peak for name, made in (("here", lambda: plan(stage=3)), ("there", offloaded))}
+    needs = {"here": at_stage(3).memory.peak, "there": offloaded().memory.peak}
     found = plan(stage="auto", fit=needs["there"])
     assert needs["there"] < needs["here"]
     assert found.fits
@@ -100,7 +108,7 @@ def test_an_accelerator_offloads_what_does_not_fit() -> None:
 
 
 def test_a_search_leaves_the_headroom_free() -> None:
-    needs = {stage: plan(stage=stage).memory.peak for stage in ("off", 3)}
+    needs = {stage: at_stage(stage).memory.peak for stage in ("off", 3)}
     assert needs[3] < needs["off"]
     found = plan(stage="auto", fit=needs[3] + 2 * 2**30, headroom=None)
     assert found.headroom == 2 * 2**30
@@ -184,8 +192,8 @@ def slow_cpu() -> Machine:
 
 def test_what_the_cpu_alone_makes_slower_is_not_compiled() -> None:
     # Stage 3 fits as it is, others do not: with their state on a CPU this slow they might, but much later.
-    limit = plan(stage=3).memory.peak
-    assert plan(stage=1).memory.peak > limit
+    limit = at_stage(3).memory.peak
+    assert at_stage(1).memory.peak > limit
     found = plan(stage="auto", fit=limit, device=slow_cpu())
     lost = {one.stage: one for one in found.alternatives if one.trade_offs == "optimizer on the CPU"}
     assert lost["1"].plan is None
