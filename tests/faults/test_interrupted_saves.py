@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 import zerograph as zg
-from tests.models import TrainStep, adam_step, batches, part
+from tests.models import batches, part
 from tests.pool import Pool
+from tests.state.test_save_folders import new_step
 
 INTERRUPTS = {"Ctrl-C": KeyboardInterrupt(), "sys.exit": SystemExit(3)}
 # What of a save is interrupted, and whether the new checkpoint is the one that is read then.
@@ -21,10 +22,6 @@ PLACES = {
     "the index": ("zerograph.runtime.checkpoint.index.write", False),
     "behind the index": ("zerograph.state.checkpoint.save.tidy", True),
 }
-
-
-def new_step(stage: int = 0) -> TrainStep:
-    return adam_step("mlp", stage, backend="eager")
 
 
 def raising(error: BaseException) -> Any:

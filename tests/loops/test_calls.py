@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zerograph as zg
 from tests.harness import LossStep, are_graphs, sliced
 from tests.loops.scripts import Prepare, assert_like_one_process, prepare_at, samples, seeded, unprepared
-from tests.loops.test_habits import update
+from tests.loops.test_habits import perceptron as plain, update
 from tests.pool import Pool
 from zerograph.runtime.parameters import stored_gradient
 from zerograph.runtime.state import stores_of
@@ -26,10 +26,6 @@ from zerograph.runtime.state import stores_of
 
 def noisy() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
-
-
-def plain() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 class Growing(nn.Module):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zerograph as zg
 from tests.models import part
+from tests.optim.test_update import unprepared
 from tests.pool import Pool
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -36,10 +37,6 @@ def train(model: Any, optimizer: Any, steps: int, rows: Any = part) -> list[floa
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def unprepared(*objects: Any) -> tuple[Any, ...]:
-    return objects
 
 
 def resumed(prepare: Any) -> tuple[dict[str, Any], list[list[float]]]:

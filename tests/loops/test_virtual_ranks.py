@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zerograph as zg
+from tests.equivalence import test_virtual_ranks as of_virtual_ranks
 from tests.equivalence.test_virtual_ranks import Recurrent, Run, assert_equal, dropout, fused, masked_loss, mean_loss
 from tests.harness import are_graphs, sliced
 from tests.models import MODELS, adamw, batches, part
@@ -27,12 +28,6 @@ SLICES, BATCH = 4, 8
 
 def text(x: Tensor) -> str:
     return text_of(x.full_tensor() if isinstance(x, zg.GlobalTensor) else x.detach())
-
-
-def all_pairs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Computes with whole tensors between the call of the model and backward."""
-    rows = F.normalize(model(x), dim=1)
-    return F.cross_entropy(rows @ rows.T * 5, torch.arange(len(x)))
 
 
 def noisy_median_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -53,7 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT in bf16": ("gpt_of_one_block", {"amp_dtype": torch.bfloat16}),
     "recurrent": ("mlp", {"model": Recurrent}),
     "weighted mean": ("mlp", {"loss": masked_loss}),
-    "all pairs": ("mlp", {"loss": all_pairs}),
+    # Computes with whole tensors between the call of the model and backward.
+    "all pairs": ("mlp", {"loss": of_virtual_ranks.loss_of_pairs}),
     "operators of the loop": ("mlp", {"loss": noisy_median_loss}),
     "fused AdamW": ("mlp", {"optimizer": fused}),
     "accumulation": ("mlp", {"accumulation": 2}),

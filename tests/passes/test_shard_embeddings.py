@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import zerograph as zg
+from tests.compiler.test_any_batch import own
 from tests.harness import each_stage, prepare, sliced
 from tests.models import TrainStep, part, update_by
 from tests.passes.test_traffic import sent
@@ -122,10 +122,6 @@ def train_unequal(stage: int) -> tuple[list[Tensor], dict[str, Tensor], int, int
 
 def unequal_batches() -> list[tuple[tuple[int, int], tuple[Tensor, Tensor]]]:
     return [(rows, batches(sum(rows))[0]) for rows in ROWS_OF_RANKS]
-
-
-def own(rows: tuple[int, int], whole: Tensor) -> Tensor:
-    return whole.split(list(rows))[zg.rank()]
 
 
 def test_unequal_parts_look_rows_up_in_pieces_too(pool: Pool) -> None:

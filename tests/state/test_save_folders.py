@@ -19,11 +19,11 @@ from tests.pool import Pool
 from zerograph.runtime.checkpoint import lock as locks, storage
 
 
-def new_step() -> TrainStep:
-    return adam_step("mlp", 0, backend="eager")
+def new_step(stage: int = 0) -> TrainStep:
+    return adam_step("mlp", stage, backend="eager")
 
 
-def saved(step: TrainStep, folder: Path, at: int, keep: int | None = 2) -> None:
+def saved(step: TrainStep, folder: Path | str, at: int, keep: int | None = 2) -> None:
     step.steps_done = at
     step.save(folder, keep=keep)
 

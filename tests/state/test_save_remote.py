@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 
 import zerograph as zg
 from tests import object_store
-from tests.models import TrainStep, adam_step, batches, part
+from tests.models import TrainStep, batches, part
 from tests.pool import Pool
 from tests.scripts import run_apart
+from tests.state.test_save_folders import new_step, saved
 from zerograph.__main__ import app
 from zerograph.runtime.checkpoint import index, lock as locks, storage
 from zerograph.runtime.checkpoint.remote import RemotePath, folder_of
@@ -36,15 +37,6 @@ URL = "objects://bucket/run"
 def store(tmp_path: Path) -> Path:
     object_store.use(tmp_path)
     return tmp_path
-
-
-def new_step(stage: int = 0) -> TrainStep:
-    return adam_step("mlp", stage, backend="eager")
-
-
-def saved(step: TrainStep, url: str, at: int, keep: int | None = 2) -> None:
-    step.steps_done = at
-    step.save(url, keep=keep)
 
 
 def keys(store: Path) -> list[str]:
