@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -249,22 +250,42 @@ def test_damaged_and_tampered_files_are_refused(
     assert "run" not in capfd.readouterr().out
 
 
-def test_callbacks_of_the_garbage_collector_are_no_part_of_a_trace() -> None:
-    def called() -> None:
-        pass
+class Left:
+    """In a cycle, which only a collection finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.read = time.monotonic()
+
+
+def test_what_a_garbage_collection_runs_is_no_part_of_a_trace() -> None:
+    ran = []
 
     def callback(phase: str, info: dict[str, int]) -> None:
-        called()
+        ran.append(phase)
 
-    gc.collect()  # finalizers of objects that earlier tests left are no callbacks
+    def many() -> int:
+        return len([[number] for number in range(10_000)])
+
+    thresholds = gc.get_threshold()
+
     gc.callbacks.append(callback)
+    gc.set_threshold(100, 10, 10)
     try:
         with recorded() as recording:
-            followed(gc.collect)()
-            followed(nn.functional.softmax)(torch.ones(2), dim=0)
+            ran.clear()
+            Left()
+            followed(many)()
+            assert not ran
+        gc.collect()
     finally:
+        gc.set_threshold(*thresholds)
         gc.callbacks.remove(callback)
-    assert [code.co_name for code in recording.codes] == ["softmax"]
+    assert ran
+    assert {code.co_name for code in recording.codes} <= {"many", "<listcomp>"}
+    assert not recording.doubts
 
 
 def test_a_method_of_modules_that_dynamo_replaces_has_the_digest_of_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import operator
 import os
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from zerograph.base import source
-from zerograph.base.contexts import replaced
+from zerograph.base.contexts import collection_paused, replaced
 from zerograph.errors import ArtifactError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -144,7 +143,8 @@ def recorded(
 ) -> Iterator[Recording]:
     """Record what functions of :func:`followed` run inside the block.
 
-    Callbacks of the garbage collector are not called inside: they run wherever a collection starts.
+    The garbage collector does not run inside: its callbacks, and finalizers of what others have left, would run
+    wherever a collection starts, as if the code there called them.
 
     Args:
         counts, refused_in_python, refused_in_c: see :class:`Recording`.
@@ -156,7 +156,6 @@ def recorded(
     if sys.getprofile() is not None:
         raise ArtifactError("a profiler of Python is active: export the step without it")
     recording = Recording(counts, refused_in_python, refused_in_c)
-    callbacks = gc.callbacks[:]
     environment = type(os.environ)
     read, keys = environment.__getitem__, environment.__iter__
 
@@ -172,16 +171,15 @@ def recorded(
             recording.doubts["the code reads all environment variables"] = None
         return keys(variables)
 
-    gc.callbacks.clear()
-    try:
-        with replaced([(environment, "__getitem__", read_noted), (environment, "__iter__", keys_noted)]):
-            _running = recording
-            try:
-                yield recording
-            finally:
-                _running = None
-    finally:
-        gc.callbacks[:] = callbacks
+    with (
+        collection_paused(),
+        replaced([(environment, "__getitem__", read_noted), (environment, "__iter__", keys_noted)]),
+    ):
+        _running = recording
+        try:
+            yield recording
+        finally:
+            _running = None
 
 
 def followed(function: F) -> F:
