@@ -73,7 +73,7 @@ def dispatch(x: Tensor, ids: Tensor, groups: int, experts: int) -> Tensor:
         groups: number of groups.
         experts: number of experts of all ranks.
     """
-    return x.expand(groups, *x.shape).clone()
+    return x.expand(groups, *x.shape).clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("zerograph::combine", mutates_args=())
@@ -92,7 +92,7 @@ def gather_ids(ids: Tensor) -> Tensor:
     Ranks gather them inside of it. In a micro-batch these are the tokens that all ranks have in it, which are no slice
     of the batch: no boxing may gather them.
     """
-    return ids.clone()
+    return ids.clone(memory_format=torch.contiguous_format)
 
 
 @gather_ids.register_fake
