@@ -126,7 +126,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: zg.register_rule(torch.relu, "m -> m"), "takes an operator"),
     (lambda: zg.register_rule(torch.ops.aten.lgamma.default, 3), "the rule 3: give a text"),  # type: ignore[call-overload]
     (lambda: zg.register_rule(torch.ops.aten.lgamma.default, "m -> m -> m"), "one arrow '->'"),
-    (lambda: zg.register_rule(torch.ops.aten.lgamma.default, "m, n -> m"), "names 2 inputs; .* has 1"),
+    (lambda: zg.register_rule(torch.ops.aten.lgamma.default, "m, n -> m"), "names 2 inputs, there are 1"),
     (lambda: zg.register_rule(torch.ops.aten.lgamma.out, "m, m -> m"), "writes to its arguments: give the rule"),
     (lambda: zg.register_rule(torch.ops.aten.lgamma.default)(3), "decorates a function of the operands, not 3"),  # type: ignore[arg-type]
 ]
