@@ -37,8 +37,8 @@ def test_results_have_the_strides_of_the_trace(operator: Any, number: int) -> No
     args, kwargs = pytree.tree_map(real, SAMPLES[operator][number])
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.numel()]
-    for place in places:
-        changed = [turned(leaf) if i == place else leaf for i, leaf in enumerate(leaves)]
+    for turning in (*([place] for place in places), places):
+        changed = [turned(leaf) if i in turning else leaf for i, leaf in enumerate(leaves)]
         given = [leaf for leaf in changed if isinstance(leaf, Tensor)]
 
         def run(*tensors: Tensor, changed: list[Any] = changed) -> list[Any]:

@@ -50,7 +50,8 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.norm.ScalarOpt_dim_dtype: _norm,
         aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
         **{loss: _by_sample(loss) for loss in _MARGIN_LOSSES},
-        **{operator: functools.partial(_of_contiguous, operator) for operator in _OTHER_STRIDES},
+        **{operator: functools.partial(_of_contiguous, operator) for operator in (*_OF_UNLIKE, *_OF_TRANSPOSED)},
+        aten.index.Tensor: lambda x, indices: _of_contiguous(functools.partial(aten.index.Tensor, x), indices),
         aten.rrelu_with_noise_functional.default: _rrelu,
         # The operator only reads the kernel's status and raises.
         aten._linalg_check_errors.default: lambda *_, **__: None,
@@ -157,11 +158,15 @@ _MARGIN_LOSSES = (
     *(aten.multi_margin_loss.default, aten.multi_margin_loss_backward.default),
     *(aten.multilabel_margin_loss_forward.default, aten.multilabel_margin_loss_backward.default),
 )
-# Their kernels give other strides than torch says while it traces, where tensors are transposed: views would fail.
-_OTHER_STRIDES = (
+# Their kernels give other strides than torch says while it traces, so that views would fail: where tensors have unlike
+# strides, and where any is transposed.
+_OF_UNLIKE = (
     *(aten.elu_backward.default, aten.hardsigmoid_backward.default, aten.hardswish_backward.default),
-    *(aten.hardtanh_backward.default, aten.index.Tensor, aten.log_sigmoid_forward.default, aten.logit_backward.default),
-    *(aten._log_softmax_backward_data.default, aten.native_layer_norm_backward.default, aten.softplus_backward.default),
+    *(aten.hardtanh_backward.default, aten.logit_backward.default, aten.softplus_backward.default),
+)
+_OF_TRANSPOSED = (
+    *(aten.log_sigmoid_forward.default, aten._log_softmax_backward_data.default),
+    aten.native_layer_norm_backward.default,
 )
 _STATIC_SHAPES = (aten._unsafe_index, aten.complex, aten.polar)
 
@@ -270,11 +275,14 @@ def _norm(
 _NONE, _MEAN = 0, 1
 
 
-def _of_contiguous(operator: Any, *args: Any, **options: Any) -> Any:
+def _of_contiguous(operator: Any, *args: Any) -> Any:
     """Run an operator on contiguous tensors, of which a trace and a kernel make results of equal strides."""
-    if all(one.is_contiguous() for one in pytree.tree_leaves(args) if isinstance(one, Tensor)):
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    if all(one.is_contiguous() for one in tensors):
         return NotImplemented
-    return operator(*pytree.tree_map_only(Tensor, Tensor.contiguous, args), **options)
+    if operator in _OF_UNLIKE and all(one.stride() == tensors[0].stride() for one in tensors):
+        return NotImplemented
+    return operator(*pytree.tree_map_only(Tensor, Tensor.contiguous, args))
 
 
 def _by_sample(operator: Any) -> Callable[..., Any]:
