@@ -19,7 +19,6 @@ import zerograph
 from zerograph import _torch
 from zerograph.artifact.digest import ADDED, Digest, short
 from zerograph.base import source
-from zerograph.base.names import values_of
 
 # Variables that torch reads in C, or when it is imported.
 _READ_BY_TORCH = ("TORCH", "PYTORCH", "ATEN_", "DISABLE_ADDMM", "CUBLAS_WORKSPACE")
@@ -44,7 +43,6 @@ def process_texts() -> dict[str, str]:
         "the settings of torch": str(_torch.trace_settings()),
         "the environment variables of torch": _environment(),
         "the functions of torch that were replaced": ", ".join(_replaced(Digest())) or "none",
-        "the functions of torch.optim": _of_updates(),
         "the settings of Python's modules": _ambient(),
         "the functions of torch by name": short("\n".join(_by_name())),
         "the kernels of torch's operators": short("\n".join(_torch.python_kernels())),
@@ -81,12 +79,6 @@ def _ambient() -> str:
     errors = [entry[1:] for entry in warnings.filters if entry[0] == "error"]
     precision = getattr(getattr(sys.modules.get("mpmath"), "mp", None), "prec", None)
     return f"{of_decimal} {traps} {locale.setlocale(locale.LC_ALL)} {errors} {precision} {sys.flags.optimize}"
-
-
-def _of_updates() -> str:
-    """Return the digest of what is in ``torch.optim``: no trace of an update is recorded."""
-    modules = [module for name, module in sorted(sys.modules.items()) if f"{name}.".startswith("torch.optim.")]
-    return Digest().everything_of([values_of(vars(module)) for module in modules])
 
 
 def _replaced(digest: Digest) -> list[str]:

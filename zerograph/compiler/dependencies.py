@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from zerograph import _torch
 from zerograph.artifact import process
 from zerograph.artifact.code import digests, names_of, own_names, read_names, unseen
 from zerograph.artifact.digest import Digest
+from zerograph.base.names import values_of
 from zerograph.base.recording import Recording
 from zerograph.capture.places import PLAIN, attributes_of
 from zerograph.compiler.members import Members, Optimizers
@@ -143,6 +145,10 @@ class Dependencies:
             texts[f"optimizer {number}"] = " ".join(
                 [digest.everything_of(type(optimizer)), digest.of(attributes), digest.of(groups), repr(constructed)]
             )
+            # No trace of an update is recorded: the modules count whole in which torch's optimizers are.
+            names = [kind.__module__ for kind in type(optimizer).__mro__]
+            spaces = [values_of(vars(sys.modules[name])) for name in names if name.startswith("torch.optim.")]
+            texts[f"torch.optim for optimizer {number}"] = Digest().everything_of(spaces)
         texts["passes of the user"] = " ".join(digest.everything_of(edit.run) for edit in self.config.passes)
         texts["rules of the user"] = " ".join(
             f"{operator} {digest.everything_of([rule.notation, rule.linear, rule.batch])}"
