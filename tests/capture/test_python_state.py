@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -384,6 +385,27 @@ def test_an_assertion_that_pytest_rewrote_does_not_reach_pytest() -> None:
     assert "@pytest_ar" in globals()
     names = [place.name for place, *_ in walk(PythonState(checked, nn.Module(), []).places())]
     assert not [name for name in names if "_config" in name]
+
+
+class Activations(collections.OrderedDict[str, Any]):
+    """Activations by name, as transformers keeps them: reading an entry makes a module of it."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Activations(relu=nn.ReLU, gelu=nn.GELU)
+
+
+def test_a_dict_that_makes_what_it_returns_keeps_its_entries() -> None:
+    def activated(made: Any, loss: Tensor) -> Tensor:
+        CACHE["calls"] = 1.0
+        return ACTIVATIONS["relu"](loss)  # type: ignore[no-any-return]
+
+    losses, step = losses_of(activated, 3)
+    assert losses == pytest.approx(plain_losses_of(activated, 3), rel=1e-12)
+    assert compilations_of(step) == 1
+    assert dict(ACTIVATIONS.items()) == {"relu": nn.ReLU, "gelu": nn.GELU}
 
 
 class Trained(nn.Module):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, compress
 from typing import Any
+
+
+def dict_class(one: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Return the class whose methods read and write a dict's own entries: a subclass may make others of them."""
+    return OrderedDict if isinstance(one, OrderedDict) else dict
 
 
 class Dictionaries:

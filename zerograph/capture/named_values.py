@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph._torch import dict_version, global_hooks
+from zerograph.base.dictionaries import dict_class
 from zerograph.capture.places import (
     CACHES,
     CONTAINERS,
@@ -219,7 +220,8 @@ def _has_objects(holder: Any, steps: Sequence[Step], values: Sequence[Any]) -> C
     if kind == "call":
         return lambda: holder() is values[0]
     table = getattr(holder, "__dict__", {}) if kind == "attr" else holder
-    get: Callable[[Any], Any] = table.__getitem__
+    read = dict_class(table).__getitem__ if isinstance(table, dict) else operator.getitem
+    get: Callable[[Any], Any] = functools.partial(read, table)
     if kind == "attr" and not all(key in table for key in keys):
         # In slots.
         get = functools.partial(getattr, holder)

@@ -36,6 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zerograph._torch import FakeTensor, global_hooks, hook_tables, module_hooks
 from zerograph.base import source
+from zerograph.base.dictionaries import dict_class
 from zerograph.base.names import EveryName, computes_names, globals_in, modules_imported_in, names_in, texts_of
 from zerograph.base.sizes import LARGE
 from zerograph.capture.wrappers import is_seen_through
@@ -184,7 +185,7 @@ def _follow(value: Any, steps: Iterable[Step]) -> Any:
                 attributes = getattr(value, "__dict__", {})
                 value = attributes[key] if key in attributes else getattr(value, key)
             else:
-                value = value[key]
+                value = dict_class(value).__getitem__(value, key) if isinstance(value, dict) else value[key]
     except (LookupError, AttributeError, TypeError, ValueError):
         return MISSING
     return value

@@ -43,6 +43,7 @@ from torch import Tensor, fx, nn
 
 from zerograph import _torch
 from zerograph.base import source
+from zerograph.base.dictionaries import dict_class
 from zerograph.base.sizes import LARGE
 from zerograph.capture.module_attributes import lost_tensors, refuse_constants
 from zerograph.capture.places import (
@@ -553,16 +554,16 @@ def restore_entries(value: Any, before: dict[Any, Any], is_lost: Callable[[Any],
             value.extend(before.values())
         return
     for key in changed:
-        entries = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        kind, entries = dict_class(value), value if isinstance(value, dict) else getattr(value, "__dict__", {})
         is_slot = entries is not value and isinstance(getattr(type(value), key, None), types.MemberDescriptorType)
         if is_slot and key in before:
             object.__setattr__(value, key, before[key])
         elif is_slot:
             object.__delattr__(value, key)
         elif key in before:
-            entries[key] = before[key]
+            kind.__setitem__(entries, key, before[key])
         else:
-            del entries[key]
+            kind.__delitem__(entries, key)
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -593,8 +594,7 @@ def _is_array(value: Any) -> bool:
 def entries_of(value: Any) -> dict[Any, Any]:
     """Return the entries of a container by key or number, or the attributes of an object."""
     if isinstance(value, dict):
-        # Not the dict itself: its class may have another get().
-        return dict(value)
+        return dict(dict_class(value).items(value))
     return dict(enumerate(value)) if isinstance(value, (list, deque)) else object_attributes(value)
 
 
