@@ -13,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+import zerograph as zg
 from tests.faults.lost_ranks import Failing, note_time, noted_time, run
 from tests.harness import told
 from tests.models import TrainStep, adam_step, adamw, batches, make, part
 from tests.pool import Pool
+from zerograph.integrations.state import whole_state
+from zerograph.loops.prepare import loop_of
 from zerograph.runtime.job.reports import Answers, name_ranks
 from zerograph.runtime.wire import collectives
 from zerograph.state import state_dict
@@ -165,6 +168,27 @@ def test_after_an_interrupt_within_an_exchange_of_a_state_no_rank_goes_on(pool: 
     for words in pool.run_afresh(2, interrupt_while_gathering):
         assert "first in where the step before broke off" in words
         assert "rank 1: gathering state outside a step, rank 1, interrupted by KeyboardInterrupt" in words
+
+
+def save_after_an_interrupt() -> tuple[str, float]:
+    """Return the error of a rank that goes on, and of one that saves the whole model after its interrupt; how late."""
+    model = make("mlp")
+    prepared, optimizer = zg.prepare(model, adamw(model), config=zg.Config(stage=3, timeout=2 * SOON))
+    x = part(batches("mlp", 1)[0][0])
+    prepared(x).square().mean().backward()
+    optimizer.step()
+    began = time.monotonic()
+    loop = loop_of(prepared)
+    assert loop is not None
+    alone = (lambda: whole_state(prepared, loop, here=True)) if dist.get_rank() == 1 else (lambda: prepared(x))
+    return told(alone)[1], time.monotonic() - began
+
+
+def test_nobody_waits_for_a_rank_that_saves_the_model_after_its_interrupt(pool: Pool) -> None:
+    """As a trainer does whose callback saves on exceptions."""
+    for words, seconds in pool.run_afresh(2, save_after_an_interrupt):
+        assert "saving bucket 0 of a model" in words
+        assert seconds < SOON
 
 
 def step_in_forked_child() -> tuple[str, float, float]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zerograph.base import cache
 from zerograph.base.source import warn_user
 from zerograph.loops.loop import Loop
+from zerograph.runtime.job.process_group import agree
 from zerograph.runtime.state import gather_parts, store_of, stores_of
 
 
@@ -61,7 +62,9 @@ def whole_state(
     names = [name for name, value in entries.items() if wanted is None or wanted(name, value)]
     parameters = [entries[name] for name in names if isinstance(entries[name], nn.Parameter)]
     needed, whole = {id(parameter) for parameter in parameters}, dict[int, Tensor]()
-    for store in stores_of(parameters):
+    for number, store in enumerate(stores_of(parameters)):
+        # A rank that was interrupted may save alone, as a callback of Lightning does.
+        agree(store.job, f"saving bucket {number} of a model", 0, dict)
         indices = [index for index, parameter in enumerate(store.parameters) if id(parameter) in needed]
         for index, part in gather_parts(store, indices):
             if here:
