@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import json
 import multiprocessing as mp
 import os
-import pickle
 import platform
 import random
 import signal
@@ -602,7 +602,7 @@ class Launchers:
         self.arguments: dict[str, Any] = {"folder": folder, "faults": faults, "options": options, "hosts": self.names}
         self.arguments |= {"least": 1, "most": 2 * len(hosts), "restarts": 0, "patience": 5.0}
         self.arguments |= {"port": 29500, "shared": shared}
-        self.processes: dict[Host, subprocess.Popen[bytes]] = {}
+        self.processes: dict[Host, mp.process.BaseProcess] = {}
 
     def __enter__(self) -> Launchers:
         for host in self.hosts:
@@ -612,13 +612,12 @@ class Launchers:
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait()
+            process.join()
 
     def start(self, host: Host) -> None:
-        arguments = pickle.dumps(self.arguments | {"host": self.names[self.hosts.index(host)]})
-        program = f"from tests.faults.elastic_jobs import *; sys.exit(supervise(**pickle.loads({arguments!r})))"
-        place = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-        self.processes[host] = subprocess.Popen([*host.enter(), sys.executable, "-c", program], env=place)
+        arguments = self.arguments | {"host": self.names[self.hosts.index(host)]}
+        self.processes[host] = mp.get_context("forkserver").Process(target=_supervise_on, args=(host, arguments))
+        self.processes[host].start()
 
     def kill(self, host: Host, number: int = signal.SIGKILL) -> None:
         """Send a signal to a launcher, and to no worker."""
@@ -627,7 +626,7 @@ class Launchers:
         (launcher,) = Path(f"/proc/{entered}/task/{entered}/children").read_text().split()
         os.kill(int(launcher), number)
         if number == signal.SIGKILL:
-            self.processes[host].wait()
+            self.processes[host].join()
 
     def start_again(self, host: Host) -> None:
         """Start a host's launcher again; the ranks hold until it has come."""
@@ -647,18 +646,38 @@ class Launchers:
 
     def wait(self) -> tuple[Outcome, list[int]]:
         """Wait for the end of all launchers; return the outcome, and the exit codes. No process is left."""
-        try:
-            codes = [self.processes[host].wait(PATIENCE) for host in self.hosts]
-        except subprocess.TimeoutExpired as error:
+        for host in self.hosts:
+            self.processes[host].join(PATIENCE)
+        codes = [code for host in self.hosts if (code := self.processes[host].exitcode) is not None]
+        if len(codes) < len(self.hosts):
             for host in self.hosts:
                 host.signal(signal.SIGUSR1)
             time.sleep(1.0)
-            raise AssertionError(f"it hangs\n{read(self.folder, 0).output}") from error
+            raise AssertionError(f"it hangs\n{read(self.folder, 0).output}")
         limit = time.monotonic() + 5.0
         while any(runs(process) for host in self.hosts for process in host.processes()):
             assert time.monotonic() < limit, "processes are left"
             time.sleep(0.05)
         return read(self.folder, codes[0]), codes
+
+
+def _supervise_on(host: Host, arguments: Mapping[str, Any]) -> None:
+    """Run a launcher in the namespaces of a host, forked off what has imported everything, and end as it does."""
+    where, libc = os.getcwd(), ctypes.CDLL(None, use_errno=True)
+    for place in [os.open(f"/proc/{host.first}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "pid", "mnt")]:
+        if libc.setns(place, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(place)
+    os.chdir(where)
+    # Only children are in another namespace of processes.
+    launcher = os.fork()
+    if not launcher:
+        try:
+            os._exit(supervise(**arguments))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])))
 
 
 def runs(process: int) -> bool:
