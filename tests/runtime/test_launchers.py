@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zerograph as zg
@@ -205,16 +207,34 @@ if os.environ["RANK"] == "3" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) <
 """
 
 
-def started(places: list[dict[str, str]]) -> list[tuple[str, str]]:
+def start(file: Path, place: dict[str, str]) -> mp.process.BaseProcess:
+    """Run the script in a process with these variables, forked off what has imported everything; it prints to files."""
+    process = mp.get_context("forkserver").Process(target=_run_script, args=(file, place))
+    process.start()
+    return process
+
+
+def _run_script(file: Path, place: dict[str, str]) -> None:
+    for number, name in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(file.with_suffix(name), os.O_CREAT | os.O_WRONLY), number)
+    for name in [name for name in os.environ if name in TORCH or "SLURM" in name]:
+        del os.environ[name]
+    os.environ |= place
+    torch.set_num_threads(1)
+    try:
+        exec(SCRIPT, {"__name__": "__main__"})
+    except KeyboardInterrupt:
+        # As Python ends then.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def started(folder: Path, places: list[dict[str, str]]) -> list[tuple[str, str]]:
     """Return standard output and error of the script in processes with these variables."""
-    plain = {name: value for name, value in os.environ.items() if name not in TORCH and "SLURM" not in name}
-    plain |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT]
-    processes = [
-        subprocess.Popen(command, env=plain | one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for one in places
-    ]
-    return [process.communicate(timeout=300) for process in processes]
+    files = [folder / f"rank{number}" for number in range(len(places))]
+    for process in [start(file, place) for file, place in zip(files, places, strict=True)]:
+        process.join(300)
+    return [(file.with_suffix(".out").read_text(), file.with_suffix(".err").read_text()) for file in files]
 
 
 def free_port() -> str:
@@ -234,9 +254,9 @@ def of_mpirun(rank: int) -> dict[str, str]:
 
 
 @sliced("launched", [of_slurm], [of_mpirun])
-def test_ranks_meet_without_options_and_rank_0_says_where(launched: object) -> None:
+def test_ranks_meet_without_options_and_rank_0_says_where(launched: object, tmp_path: Path) -> None:
     port = {"MASTER_PORT": free_port()}
-    first, second = started([launched(rank) | port for rank in range(2)])  # type: ignore[operator]
+    first, second = started(tmp_path, [launched(rank) | port for rank in range(2)])  # type: ignore[operator]
     assert (first[0], second[0]) == ("0 2 3\n", "1 2 3\n")
     name, host = ("srun", "localhost") if launched is of_slurm else ("mpirun (Open MPI)", "127.0.0.1")
     line = f"zerograph: rank 0 of 2, started by {name}; rendezvous at {host}:{port['MASTER_PORT']}; device cpu"
@@ -245,7 +265,7 @@ def test_ranks_meet_without_options_and_rank_0_says_where(launched: object) -> N
 
 
 @pytest.mark.long
-def test_ranks_that_agents_of_two_hosts_start_again_meet_in_the_same_store() -> None:
+def test_ranks_that_agents_of_two_hosts_start_again_meet_in_the_same_store(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -253,25 +273,28 @@ def test_ranks_that_agents_of_two_hosts_start_again_meet_in_the_same_store() -> 
     store.append(environment._ASKED, "dead ")
     for counts in (("0", "0"), ("1", "0")):
         ranks = enumerate(counts)
-        results = started([place | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count} for rank, count in ranks])
+        asked = [place | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": count} for rank, count in ranks]
+        results = started(tmp_path, asked)
         assert [output for output, _ in results] == ["0 2 3\n", "1 2 3\n"], results
 
 
-def test_ctrl_c_ends_a_rank_that_waits_for_the_others() -> None:
+def test_ctrl_c_ends_a_rank_that_waits_for_the_others(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": str(ROOT)}
-    plain = {name: value for name, value in os.environ.items() if name not in TORCH}
-    with subprocess.Popen([sys.executable, "-c", SCRIPT], env=plain | place, stderr=subprocess.PIPE, text=True) as rank:
-        assert rank.stderr is not None
-        assert "rank 0 of 2" in rank.stderr.readline()
+    place |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    rank, said = start(tmp_path / "rank", place), tmp_path / "rank.err"
+    try:
+        while not (said.exists() and "rank 0 of 2" in said.read_text()):
+            assert rank.is_alive()
+            time.sleep(0.02)
         # It has come, and blocks from now on.
         time.sleep(1)
-        rank.send_signal(signal.SIGINT)
-        try:
-            assert rank.wait(20) == -signal.SIGINT
-        finally:
-            rank.kill()
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGINT)
+        rank.join(20)
+        assert rank.exitcode == -signal.SIGINT
+    finally:
+        rank.kill()
 
 
 @pytest.mark.long
