@@ -14,7 +14,19 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
-__all__ = ["ActionChains", "By", "Keys", "drawn", "eventually", "folded", "opened", "row", "rows", "tooltip"]
+__all__ = [
+    "ActionChains",
+    "By",
+    "Keys",
+    "drawn",
+    "eventually",
+    "folded",
+    "opened",
+    "row",
+    "rows",
+    "still_open",
+    "tooltip",
+]
 
 
 def opened(browser: Any, path: Path) -> None:
@@ -22,6 +34,14 @@ def opened(browser: Any, path: Path) -> None:
     browser.get_log("browser"), browser.get_log("performance")
     browser.get(path.as_uri())
     eventually(lambda: browser.execute_script("return document.documentElement.dataset.ready !== undefined"))
+    browser.shared = None
+
+
+def still_open(browser: Any, path: Path) -> None:
+    """Open a page unless it is open, and nothing but tests that do so themselves has touched it."""
+    if getattr(browser, "shared", None) != path:
+        opened(browser, path)
+        browser.shared = path
 
 
 def eventually(true: Callable[[], Any], seconds: float = 60.0) -> None:

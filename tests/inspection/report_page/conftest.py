@@ -57,9 +57,9 @@ def path(step: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a GPT of five equal layers."""
+    """The page of a GPT of four equal layers."""
     written = tmp_path_factory.mktemp("deep") / "step.html"
-    report.write(prepared(1, layers=5), written, title="TrainGpt", machine="h100")
+    report.write(prepared(1, layers=4), written, title="TrainGpt", machine="h100")
     return written
 
 
@@ -74,13 +74,23 @@ def page(browser: Any, path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
+def shared(browser: Any, path: Path) -> Iterator[Any]:
+    """The page as other tests that share it have left it: something may be selected, and no module is closed."""
+    from tests.inspection.report_page.browser import still_open
+
+    still_open(browser, path)
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+@pytest.fixture
 def narrow(browser: Any, deep: Path) -> Iterator[Any]:
-    """The page on a screen of 420 x 900 pixels."""
-    from tests.inspection.report_page.browser import opened
+    """The page on a screen of 420 x 900 pixels, as other tests of it have left it."""
+    from tests.inspection.report_page.browser import still_open
 
     screen = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    opened(browser, deep)
+    still_open(browser, deep)
     yield browser
     assert browser.get_log("browser") == []
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -25,13 +25,6 @@ def test_arrow_keys_go_through_the_modules_before_any_click(page: Any) -> None:
     assert int(third) == page.execute_script("return report.graph.visible[2].row")
 
 
-def test_keys_act_on_the_row_that_tab_reached(page: Any) -> None:
-    page.execute_script("document.querySelector('#tree [tabindex=\"0\"]').focus()")
-    ActionChains(page).send_keys(Keys.END).perform()
-    last = page.switch_to.active_element.get_attribute("data-row")
-    assert int(last) == page.execute_script("return report.graph.visible.at(-1).row")
-
-
 def test_after_a_jump_to_the_peak_the_open_row_is_named_beside_it(page: Any) -> None:
     page.find_element(By.ID, "peak").click()
     place = page.execute_script(
@@ -89,19 +82,12 @@ def test_a_name_is_shown_before_the_file_beside_it(browser: Any, tmp_path: Path)
     assert all(shown >= min(whole, 60) for shown, whole in widths)
 
 
-def test_the_legend_names_the_colours_of_compute_and_collectives(page: Any) -> None:
-    legend = page.find_element(By.ID, "kinds").text
-    drawn_kinds = page.execute_script("return [...new Set(report.charts.byTime.map(eventColor))]")
-    assert {"--forward", "--backward", "--update", "--all-gather", "--reduce-scatter"} <= set(drawn_kinds)
-    assert all(color.removeprefix("--") in legend for color in drawn_kinds)
-
-
 def test_equal_layers_are_one_row_until_it_is_clicked(browser: Any, deep: Path) -> None:
     opened(browser, deep)
     (fold,) = folded(browser)
-    assert fold["times"] == 5
-    assert "\N{MULTIPLICATION SIGN}5" in browser.find_element(By.CSS_SELECTOR, f'[data-row="{fold["id"]}"]').text
-    layers = [f"model.blocks.{number}" for number in range(5)]
+    assert fold["times"] == 4
+    assert "\N{MULTIPLICATION SIGN}4" in browser.find_element(By.CSS_SELECTOR, f'[data-row="{fold["id"]}"]').text
+    layers = [f"model.blocks.{number}" for number in range(4)]
     assert not set(layers) & set(rows(browser))
     browser.find_element(By.CSS_SELECTOR, f'[data-row="{fold["id"]}"]').click()
     assert set(layers) <= set(rows(browser))
@@ -122,7 +108,7 @@ def test_edges_of_constants_are_hidden_until_hovered(browser: Any, deep: Path) -
     shown = f"const one = report.graph.cy.$id(report.graph.shownAs[{found}.index]);"
     opacities = "return one.outgoers('edge').map((edge) => edge.numericStyle('opacity'))"
     hidden = browser.execute_script(shown + "return one.outgoers('edge.constant').length")
-    assert hidden >= 5
+    assert hidden >= 4
     assert browser.execute_script(shown + opacities).count(0) == hidden
     assert 0 not in browser.execute_script(shown + "report.graph.near(one);" + opacities)
 
@@ -169,8 +155,22 @@ def test_the_page_speaks_of_predictions(page: Any) -> None:
         assert word not in text
 
 
-def test_names_of_passes_do_not_overlap(page: Any) -> None:
-    boxes = page.execute_script(
+def test_keys_act_on_the_row_that_tab_reached(shared: Any) -> None:
+    shared.execute_script("document.querySelector('#tree [tabindex=\"0\"]').focus()")
+    ActionChains(shared).send_keys(Keys.END).perform()
+    last = shared.switch_to.active_element.get_attribute("data-row")
+    assert int(last) == shared.execute_script("return report.graph.visible.at(-1).row")
+
+
+def test_the_legend_names_the_colours_of_compute_and_collectives(shared: Any) -> None:
+    legend = shared.find_element(By.ID, "kinds").text
+    drawn_kinds = shared.execute_script("return [...new Set(report.charts.byTime.map(eventColor))]")
+    assert {"--forward", "--backward", "--update", "--all-gather", "--reduce-scatter"} <= set(drawn_kinds)
+    assert all(color.removeprefix("--") in legend for color in drawn_kinds)
+
+
+def test_names_of_passes_do_not_overlap(shared: Any) -> None:
+    boxes = shared.execute_script(
         "return [...document.querySelectorAll('#ticks span')].filter((one) => one.style.visibility !== 'hidden')"
         ".map((one) => { const box = one.getBoundingClientRect(); return [box.top, box.left, box.right]; })"
     )

@@ -51,25 +51,32 @@ def test_an_open_leaf_shows_the_nodes_in_it(page: Any, step: Prepared) -> None:
     assert inside <= drawn(page)
 
 
-def test_searching_for_a_parameter_finds_its_use(page: Any) -> None:
-    search = page.find_element(By.ID, "search")
+def searching(page: Any) -> Any:
+    """Return the field of the search, empty."""
+    field = page.find_element(By.ID, "search")
+    field.clear()
+    return field
+
+
+def test_searching_for_a_parameter_finds_its_use(shared: Any) -> None:
+    search = searching(shared)
     search.send_keys("blocks.1.up.weight")
-    assert "model.blocks.1.up.weight" in page.find_element(By.ID, "results").text
+    assert "model.blocks.1.up.weight" in shared.find_element(By.ID, "results").text
     search.send_keys(Keys.ENTER)
-    assert "model.blocks.1.up.weight" in page.find_element(By.ID, "details").text
-    assert page.execute_script("return report.graph.selected") in drawn(page)
+    assert "model.blocks.1.up.weight" in shared.find_element(By.ID, "details").text
+    assert shared.execute_script("return report.graph.selected") in drawn(shared)
 
 
-def test_searching_for_a_source_line_finds_the_nodes_of_it(page: Any) -> None:
-    search = page.find_element(By.ID, "search")
+def test_searching_for_a_source_line_finds_the_nodes_of_it(shared: Any) -> None:
+    search = searching(shared)
     search.send_keys("scaled_dot_product_attention models.py")
     search.send_keys(Keys.ENTER)
-    assert "F.scaled_dot_product_attention(" in page.find_element(By.ID, "details").text
+    assert "F.scaled_dot_product_attention(" in shared.find_element(By.ID, "details").text
 
 
-def test_searching_for_what_is_not_there_says_so(page: Any) -> None:
-    page.find_element(By.ID, "search").send_keys("no such tensor")
-    assert "Nothing in the graph" in page.find_element(By.ID, "results").text
+def test_searching_for_what_is_not_there_says_so(shared: Any) -> None:
+    searching(shared).send_keys("no such tensor")
+    assert "Nothing in the graph" in shared.find_element(By.ID, "results").text
 
 
 def test_switching_the_pass_shows_its_graph(page: Any, step: Prepared) -> None:
@@ -86,9 +93,9 @@ def test_switching_the_pass_shows_its_graph(page: Any, step: Prepared) -> None:
     assert page.execute_script("return report.graph.graph.nodes.filter((node) => node.boxing).length") == boxing
 
 
-def test_hovering_over_the_peak_names_what_is_held(page: Any, step: Prepared) -> None:
-    ActionChains(page).move_to_element(page.find_element(By.ID, "peak")).perform()
-    said = tooltip(page)
+def test_hovering_over_the_peak_names_what_is_held(shared: Any, step: Prepared) -> None:
+    ActionChains(shared).move_to_element(shared.find_element(By.ID, "peak")).perform()
+    said = tooltip(shared)
     assert "held, the most" in said
     memory = profile(step.graph.graph).memory()
     assert memory.node in said
@@ -110,17 +117,19 @@ def test_hovering_over_the_graph_names_a_box(page: Any) -> None:
     assert "model.tokens" in tooltip(page)
 
 
-def test_a_contributor_of_the_peak_leads_to_its_node(page: Any) -> None:
-    first = page.find_element(By.CSS_SELECTOR, "#contributors td .link")
+def test_a_contributor_of_the_peak_leads_to_its_node(shared: Any) -> None:
+    first = shared.find_element(By.CSS_SELECTOR, "#contributors td .link")
     first.click()
-    assert page.find_element(By.CSS_SELECTOR, "#details h2").text == first.text
+    assert shared.find_element(By.CSS_SELECTOR, "#details h2").text == first.text
 
 
-def test_the_time_line_can_be_laid_over_nodes_instead(page: Any) -> None:
-    over = page.find_elements(By.CSS_SELECTOR, "#axis [role=radio]")
+def test_the_time_line_can_be_laid_over_nodes_instead(shared: Any) -> None:
+    over = shared.find_elements(By.CSS_SELECTOR, "#axis [role=radio]")
     assert over[0].get_attribute("aria-checked") == "true"
-    over[1].click()
-    assert page.find_elements(By.CSS_SELECTOR, "#axis [role=radio]")[1].get_attribute("aria-checked") == "true"
+    for number in (1, 0):
+        shared.find_elements(By.CSS_SELECTOR, "#axis [role=radio]")[number].click()
+        checked = shared.find_elements(By.CSS_SELECTOR, "#axis [role=radio]")[number]
+        assert checked.get_attribute("aria-checked") == "true"
 
 
 def test_a_step_without_parameters_time_or_backward_has_its_page(browser: Any, tmp_path: Path) -> None:

@@ -25,36 +25,36 @@ def saved(page: Any, button: Any, folder: Path) -> Path:
     return file
 
 
-def test_the_graph_is_saved_as_svg_with_all_that_is_open(page: Any, tmp_path: Path) -> None:
-    file = saved(page, page.find_element(By.ID, "svg"), tmp_path)
+def test_the_graph_is_saved_as_svg_with_all_that_is_open(shared: Any, tmp_path: Path) -> None:
+    file = saved(shared, shared.find_element(By.ID, "svg"), tmp_path)
     assert file.name == f"TrainGpt-{PIPELINE[-1].name}.svg"
     drawing = ElementTree.parse(file).getroot()
     texts = [one.text or "" for one in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[0] == f"TrainGpt: the graph after {PIPELINE[-1].name}"
     assert any("written" in text for text in texts)
-    labels = page.execute_script("return report.graph.visible.map((one) => report.model.rows[one.row].label)")
+    labels = shared.execute_script("return report.graph.visible.map((one) => report.model.rows[one.row].label)")
     # Also of rows below the edge of the screen.
     assert all(any(text.endswith(label[-6:]) for text in texts) for label in labels)
     shapes = [*drawing.iter("{http://www.w3.org/2000/svg}polygon")]
-    assert len(shapes) == page.execute_script("return report.graph.cy.nodes('.boxing').length")
+    assert len(shapes) == shared.execute_script("return report.graph.cy.nodes('.boxing').length")
 
 
-def test_the_graph_is_saved_as_png(page: Any, tmp_path: Path) -> None:
-    content = saved(page, page.find_element(By.ID, "png"), tmp_path).read_bytes()
+def test_the_graph_is_saved_as_png(shared: Any, tmp_path: Path) -> None:
+    content = saved(shared, shared.find_element(By.ID, "png"), tmp_path).read_bytes()
     assert content.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", content[16:24])
     assert min(width, height) > 500
 
 
-def test_the_chart_is_saved_as_svg_with_its_legend(page: Any, tmp_path: Path) -> None:
-    (button,) = [one for one in page.find_elements(By.CSS_SELECTOR, "#axis button") if one.text == "SVG"]
-    file = saved(page, button, tmp_path)
+def test_the_chart_is_saved_as_svg_with_its_legend(shared: Any, tmp_path: Path) -> None:
+    (button,) = [one for one in shared.find_elements(By.CSS_SELECTOR, "#axis button") if one.text == "SVG"]
+    file = saved(shared, button, tmp_path)
     drawing = ElementTree.parse(file).getroot()
     texts = {one.text for one in drawing.iter("{http://www.w3.org/2000/svg}text")}
     assert {"activations", "forward", "backward", "all-gather", "compute", "collectives"} <= texts
-    assert page.find_element(By.ID, "peak").text in texts
+    assert shared.find_element(By.ID, "peak").text in texts
     colors = {one.get("fill") for one in drawing.iter("{http://www.w3.org/2000/svg}rect")}
-    assert page.execute_script("return palette()('--memory-activations')") in colors
+    assert shared.execute_script("return palette()('--memory-activations')") in colors
 
 
 def test_a_picture_has_hostile_names_as_text(browser: Any, tmp_path: Path) -> None:
