@@ -54,8 +54,8 @@ def test_parts_of_a_split_keep_the_whole() -> None:
 
 # What the benchmark has in real sizes (benchmarks/memory.py), small.
 MODELS = {
-    "gpt small": _gpt(layers=2, width=32, vocabulary=128, context=16),
-    "gpt mid": _gpt(layers=2, width=64, vocabulary=256, context=32),
+    "gpt small": _gpt(layers=1, width=32, vocabulary=128, context=16),
+    "gpt mid": _gpt(layers=1, width=64, vocabulary=256, context=32),
 }
 
 
