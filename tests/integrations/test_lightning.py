@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,35 @@ def test_the_steps_are_those_of_one_process(
     checkpoint = str(tmp_path / "zero" / "epoch=0.ckpt")
     resumed = run(tmp_path / "one", 1, zero, accumulation, checkpoint, kind)
     assert resumed == pytest.approx(run(tmp_path / "again", 1, None, accumulation, checkpoint, kind), abs=1e-5)
+
+
+class Terminated(Net):
+    """One rank gets SIGTERM in its third step, as from a scheduler that ends one host first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def terminate(folder: Path) -> int:
+    from zerograph.integrations.lightning import ZeroStrategy
+
+    callback = pl.callbacks.OnExceptionCheckpoint(folder)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ZeroStrategy(zero={"stage": 3, "timeout": 20}),
+        callbacks=[callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(Terminated(), DataLoader(samples(28), batch_size=2))
+    return int(torch.load(callback.ckpt_path, weights_only=True)["global_step"])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_all_ranks_end_and_save_after_the_step_in_which_one_gets_sigterm(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, on_ranks, terminate, tmp_path) == [4, 4]

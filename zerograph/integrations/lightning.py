@@ -43,6 +43,8 @@ class ZeroStrategy(DDPStrategy):
     """
 
     precision_plugin: Any
+    # Whether this rank has got SIGTERM.
+    _is_terminated = False
 
     def __init__(self, stage: int | str = DEFAULT_STAGE, *, zero: Zero = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -63,6 +65,9 @@ class ZeroStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """Move the model to its device and prepare it with its optimizers."""
         self._check(trainer)
+        if self.world_size > 1:
+            # It would wait for the other ranks inside of the handler, which may be inside of an exchange with this one.
+            trainer._signal_connector._sigterm_notifier_fn = self._note_termination
         # Every rank reads its rows of the whole batches.
         trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
@@ -160,8 +165,19 @@ class ZeroStrategy(DDPStrategy):
             raise ConfigError(f"ZeroStrategy does not support precision={precision!r}: use '32-true' or 'bf16-mixed'")
 
     def _run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step of the module on global tensors, in the precision of the options."""
+        """Run a step of the module on global tensors, in the precision of the options.
+
+        After it Lightning ends on all ranks if one has got SIGTERM before.
+        """
+        if self.world_size > 1 and self.reduce_boolean_decision(self._is_terminated, all=False):
+            self.lightning_module.trainer._signal_connector.received_sigterm = True
         return self._loop.call(getattr(self.lightning_module, name), args, kwargs)
+
+    def _note_termination(self, number: int, _: object) -> None:
+        """Note SIGTERM until the next step, and pass it on to the processes that this one has started."""
+        if not self._is_terminated and self.launcher is not None:
+            self.launcher.kill(number)
+        self._is_terminated = True
 
     def _log_whole(self, module: Any) -> None:
         """Let a module log whole values."""
