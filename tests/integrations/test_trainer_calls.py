@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ from tests.pool import Pool
 
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'zerograph[transformers]'")
 
-from tests.integrations import test_accelerate
+from tests.integrations import test_accelerate, trainers
 from tests.integrations.frameworks import on_ranks
 from tests.integrations.test_transformers import assert_equal, run
+from zerograph.integrations.state import last_complete
 
 
 def on_stages(name: str, folder: Path, stages: list[int], options: dict[str, Any]) -> list[Any]:
@@ -89,3 +93,38 @@ def test_gathered_values_have_each_sample_once_and_are_equal_on_all_ranks(pool: 
     for labels, error in pool.run(2, gathered):
         assert labels == test_accelerate.samples(13).tensors[1].tolist()
         assert "accelerator.gather()" in error
+
+
+def terminated(folder: Path) -> int:
+    """Train until rank 1 gets SIGTERM in its second step; return the number of steps."""
+
+    def terminate() -> int:
+        from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
+
+        class Terminating(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                if state.global_step == 1 and args.process_index == 1:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                elif state.global_step > 1:
+                    time.sleep(0.2)
+
+        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, **tokens))
+        trainer = trainers.trainer_class(2)(
+            model=model,
+            args=trainers.arguments(folder, 2, enable_jit_checkpoint=True, num_train_epochs=20),
+            train_dataset=trainers.texts(37),
+            callbacks=[Terminating()],
+            zero={"stage": 2, "timeout": 20},
+        )
+        trainer._saves_on_signal.kill_wait = 0.0
+        trainer.train()
+        return int(trainer.state.global_step)
+
+    return on_ranks(terminate)  # type: ignore[no-any-return]
+
+
+def test_sigterm_of_one_rank_saves_a_checkpoint_on_all_after_the_same_step(pool: Pool, tmp_path: Path) -> None:
+    steps, other = pool.run(2, terminated, tmp_path)
+    assert steps == other < 10
+    assert last_complete(tmp_path) == str(tmp_path / f"checkpoint-{steps - 1}")

@@ -56,6 +56,10 @@ class ZeroTrainerMixin(_Mixed):
         self._accelerator_arguments: dict[str, Any] = {}
         self._generates = any(kind.__name__ in GENERATING for kind in type(self).__mro__)
         super().__init__(*args, **kwargs)
+        managers = (getattr(one, "jit_manager", None) for one in self.callback_handler.callbacks)
+        self._saves_on_signal = next((one for one in managers if one is not None), None)
+        if self._saves_on_signal is not None:
+            self._saves_on_signal._enable_checkpoint = self.accelerator.set_trigger
         # On the instance, so that methods of subclasses are inside.
         name = "training_step"
         setattr(self, name, functools.partial(self._step_with_value, getattr(self, name)))
@@ -90,6 +94,9 @@ class ZeroTrainerMixin(_Mixed):
 
     def _step_with_value(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make a training step; its loss is whole, since the trainer reads it several times."""
+        if self._saves_on_signal is not None and self.accelerator.check_trigger():
+            # Of any rank. All save together, after this step.
+            self._saves_on_signal.is_checkpoint_requested = True
         return whole(step(*args, **kwargs))
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
