@@ -5,6 +5,7 @@ Only where nodes run one by one: a compiler assigns memory itself, and fuses bet
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,19 +22,22 @@ aten = torch.ops.aten
 def reuse_temporaries(module: fx.GraphModule, context: Context) -> fx.GraphModule:
     """Overwrite a temporary by its only reader, if the backend runs node by node."""
     if context.backend.node_by_node:
+        temporaries: set[fx.Node] = set()
         for node in module.graph.nodes:
-            _write_over_operand(node)
+            _write_over_operand(node, temporaries)
+            if _is_temporary(node, temporaries):
+                temporaries.add(node)
     return module
 
 
-def _write_over_operand(node: fx.Node) -> None:
+def _write_over_operand(node: fx.Node, temporaries: Collection[fx.Node]) -> None:
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node) or set(source.users) != {node} or occurrences(node, source) > 1:
         return
     value, old = node.meta["val"], source.meta["val"]
     if not isinstance(value, Tensor) or not isinstance(old, Tensor) or _kind(value) != _kind(old):
         return
-    if not _is_temporary(source):
+    if source not in temporaries:
         return
     form = _SCATTERS.get(node.target) or in_place_of(node, source)
     if form is not None:
@@ -48,15 +52,15 @@ def _kind(value: Tensor) -> tuple[Any, ...]:
     return value.shape, value.stride(), value.dtype
 
 
-def _is_temporary(node: fx.Node) -> bool:
+def _is_temporary(node: fx.Node, temporaries: Collection[fx.Node]) -> bool:
     """Return whether the node's value is in memory that the graph allocated, with one reader at a time."""
     if node.target in _FRESH:
         return True
-    if not isinstance(node.target, OpOverload) or not isinstance(node.meta["val"], Tensor):
+    if not isinstance(node.target, OpOverload) or not isinstance(node.meta.get("val"), Tensor):
         return False
     if node.target.is_view or is_mutable(node.target):
         source = node.args[0]
-        return isinstance(source, fx.Node) and set(source.users) == {node} and _is_temporary(source)
+        return isinstance(source, fx.Node) and set(source.users) == {node} and source in temporaries
     return torch.Tag.pointwise in node.target.tags
 
 

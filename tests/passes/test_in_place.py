@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from tests.harness import LossStep, prepare, stores_of
 from tests.models import TrainStep, batches, make, part
 from tests.pool import Pool
 from zerograph.ir.step_graph import is_collective
+from zerograph.passes.memory.reuse_temporaries import reuse_temporaries
 from zerograph.passes.recompute import recompute_cheap
 from zerograph.runtime.wire import collectives
 
@@ -171,3 +173,16 @@ def test_a_schedule_of_another_hyperparameter_runs_the_plain_operators() -> None
         optimizer.param_groups[0]["betas"] = (0.9 - number / 100, 0.999)
         step(x, y)
     assert not _targets(step)[aten._fused_adamw_.tensor_lr]
+
+
+def test_a_chain_may_have_any_length() -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = torch.empty(2)
+    for _ in range(1500):
+        node = graph.call_function(aten.exp.default, (node,))
+        node.meta["val"] = torch.empty(2)
+    graph.output((node,))
+    context: Any = SimpleNamespace(backend=SimpleNamespace(node_by_node=True))
+    reuse_temporaries(fx.GraphModule({}, graph), context)
+    assert len(graph.find_nodes(op="call_function", target=aten.exp_.default)) == 1499
