@@ -150,3 +150,17 @@ def test_forms_are_found_by_what_they_take() -> None:
     assert _torch.functional_overload(aten.pow_.Scalar) is aten.pow.Tensor_Scalar
     assert _torch.in_place_overload(aten.add.Tensor) is aten.add_.Tensor
     assert _torch.functional_overload(aten.add.Tensor) is None
+
+
+def test_only_what_shares_memory_with_a_write_is_traced_again() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        made = (x * y).exp()
+        x[1:].add_(made[1:])
+        return made.sin()
+
+    with _torch.fake_mode():
+        traced = _torch.trace(function, [torch.empty(4, 4), torch.empty(4, 4)])
+        values = {id(node.meta["val"]): node for node in traced.graph.nodes if node.op == "call_function"}
+        graph = functionalize.without_mutation(traced).graph
+    copied = [values[id(node.meta["val"])].name for node in graph.nodes if id(node.meta.get("val")) in values]
+    assert copied == ["mul", "exp", "slice_2", "sin"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +25,7 @@ def without_mutation(graph: fx.GraphModule) -> fx.GraphModule:
     """Return the graph without mutation, except for final ``copy_`` nodes that write to its inputs.
 
     If all writes are to whole tensors, nodes of the graph itself are replaced. A write through a view changes aliases:
-    for such a graph torch functionalizes, with a second trace as long as the first.
+    for such a graph torch functionalizes, with a second trace of all that may share memory with what is written.
     """
     out_of_place = {node: _out_of_place(node) for node in graph.graph.nodes if _torch.written_arguments(node)}
     if not out_of_place:
@@ -33,7 +33,8 @@ def without_mutation(graph: fx.GraphModule) -> fx.GraphModule:
     replaced = {node: form for node, form in out_of_place.items() if form is not None}
     tensor_of = _tensors(graph.graph, replaced)
     if len(replaced) < len(out_of_place) or _written_through_views(graph.graph, replaced, tensor_of):
-        return _torch.functional_trace(graph, [node.meta["val"] for node in placeholders(graph.graph)])
+        values = [node.meta["val"] for node in placeholders(graph.graph)]
+        return _torch.functional_trace(graph, values, _sharing_memory(graph.graph, out_of_place))
     _replace_writes(graph.graph, replaced, tensor_of)
     return graph
 
@@ -92,6 +93,22 @@ def _may_have_aliases(node: fx.Node) -> bool:
     """Return True for constants, and for calls without a schema that declares aliases."""
     plain = isinstance(node.target, _torch.OpOverload) or node.target is operator.getitem
     return node.op == "get_attr" or (node.op == "call_function" and not plain)
+
+
+def _sharing_memory(graph: fx.Graph, writing: Collection[fx.Node]) -> set[fx.Node]:
+    """Return the nodes to trace again: see :func:`zerograph._torch.functional_trace`."""
+    families: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        families[node] = {node}
+        aliased = [*_torch.viewed_arguments(node), *_torch.written_arguments(node)]
+        for source in node.all_input_nodes:
+            whole = source.op != "get_attr" and isinstance(source.meta["val"], Tensor)
+            if (source in aliased or not whole or _may_have_aliases(node)) and node.op != "output":
+                small, large = sorted((families[node], families[source]), key=len)
+                if small is not large:
+                    large |= small
+                    families.update(dict.fromkeys(small, large))
+    return set().union(*(families[node] for node in graph.nodes if node in writing or node.op == "get_attr"))
 
 
 def _replace_writes(
