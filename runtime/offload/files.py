@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import secrets
 import socket
 import threading
 import weakref
@@ -161,7 +162,8 @@ def open_file(folder: str, rank: int, *, keep: bool) -> StateFile:
 def _create(folder: Path, rank: int, keep: bool) -> StateFile:
     if not folder.is_dir():
         raise OffloadError(f"nvme_path {str(folder)!r} is no directory\nCreate it on every machine, on a fast disk.")
-    path = folder / f"zerograph-{socket.gethostname()}-{os.getpid()}-{next(_numbers)}-rank{rank}.state"
+    # Drawn: jobs in containers have the process numbers of earlier ones, which may have left files.
+    path = folder / f"zerograph-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}-rank{rank}.state"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor, direct = _open(path, flags)

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import gc
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,17 @@ def test_graphs_of_a_process_share_a_file(tmp_path: Path) -> None:
     file = open_file(str(tmp_path), 0, keep=False)
     assert open_file(f"{tmp_path}/.", 0, keep=False) is file
     assert os.listdir(tmp_path) == [file.path.name]
+
+
+def test_a_file_that_an_earlier_process_of_the_number_has_left_stays(tmp_path: Path) -> None:
+    name = open_file(str(tmp_path), 0, keep=True).path.name
+    again = (
+        f"import sys, os; from zerograph.runtime.offload.files import open_file; os.getpid = lambda: {os.getpid()}; "
+    )
+    again += "print(open_file(sys.argv[1], 0, keep=True).path.name)"
+    other = subprocess.run([sys.executable, "-c", again, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() != name
+    assert len(os.listdir(tmp_path)) == 2
 
 
 def test_a_forked_child_writes_into_a_file_of_its_own(tmp_path: Path) -> None:
