@@ -371,7 +371,8 @@ class ZeroGraph(Inspected):
         self._refuse_where_nothing_runs()
         job = self._join()
         job.check_alive()
-        if self.config.zero.stage == "auto":
+        is_chosen, options = self.config.zero.stage == "auto", self.config.options()
+        if is_chosen:
             # Imported here because few programs need the planner.
             from zerograph.planner.search import choose
 
@@ -385,7 +386,12 @@ class ZeroGraph(Inspected):
                 self._latest.check_files()
 
         compilations = self._compilations
-        step, batch = self._steps.ready(job, (args, kwargs), self._request, self._doing(), self._counts, checks)
+        try:
+            step, batch = self._steps.ready(job, (args, kwargs), self._request, self._doing(), self._counts, checks)
+        except BaseException:
+            if is_chosen:
+                self.config.set(**options)
+            raise
         self._latest = step
         self._share_seed(job)
         if self._compilations > compilations:

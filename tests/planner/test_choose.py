@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zerograph as zg
 from tests.harness import LossStep, mean_of_squares, sliced
@@ -139,6 +139,21 @@ def test_where_nothing_fits_it_says_what_was_tried(pool: Pool) -> None:
 def test_on_the_cpu_it_needs_a_budget(pool: Pool) -> None:
     for message in pool.run(2, refused, None):
         assert "needs config.memory.memory_budget" in message
+
+
+def test_where_the_chosen_step_is_not_compiled_the_stage_is_chosen_again() -> None:
+    def fails(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        raise ValueError("not today")
+
+    step = Wide(4)
+    step.config.set(stage="auto", memory_budget=10**8, backend=fails)
+    before = step.config.options()
+    with pytest.raises(zg.CaptureError, match="not today"):
+        step(torch.ones(2, 64))
+    assert step.config.options() == before
+    step.config.backend = "eager"
+    step(torch.ones(2, 64))
+    assert step.config.zero.stage != "auto"
 
 
 def test_before_the_first_call_nothing_is_chosen() -> None:

@@ -214,6 +214,10 @@ def test_auto_finds_the_fastest_that_fits() -> None:
     # Four layers, and as much again: it is not compiled.
     assert lost["off"] == "does not fit: 65.0 KiB stored, and 65.0 KiB of gradients"
 
+    within = plan(stage="auto", memory_budget=needs[3])
+    assert within.fits
+    assert within.usable == needs[3]
+
     none = plan(stage="auto", fit=1000)
     assert not none.fits
     assert all("does not fit" in one.verdict for one in none.alternatives)

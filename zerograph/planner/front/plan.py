@@ -126,7 +126,8 @@ def plan(
             there included, and stage 2 for a module.
         device: a built-in machine, a YAML file, or a :class:`Machine`.
         loss: function from the module's output to the loss; None if the output is the loss, or has it as ``loss``.
-        fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory of ``device``.
+        fit: the size of a rank's device, in bytes or as ``"80GB"``, instead of the memory of ``device``. With
+            ``stage="auto"`` a smaller ``memory_budget`` counts.
         headroom: part of it that stays free for the device's context, NCCL's buffers and fragmentation, in bytes or
             as ``"4GiB"``; None for 8 %, and at least 2 GiB, of an accelerator, and 0 for a CPU.
         nvme_path: with ``stage="auto"``, a directory to which optimizer state and parameters may be offloaded, as by
@@ -166,6 +167,9 @@ def plan(
             raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
     if (options.get("stage", graph.config.zero.stage) if stage is None else stage) == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
+        budget = in_bytes(options.get("memory_budget", graph.config.memory.memory_budget) or described.device.usable)
+        if budget is not None and budget < described.device.usable:
+            described = replace(described, device=replace(described.device, memory=budget, headroom=0))
         free = mesh is None and is_free
 
         def plan_of(batch: Any) -> Plan:
