@@ -371,8 +371,8 @@ class ZeroGraph(Inspected):
         self._refuse_where_nothing_runs()
         job = self._join()
         job.check_alive()
-        is_chosen, options = self.config.zero.stage == "auto", self.config.options()
-        if is_chosen:
+        before = self.config.options() if self.config.zero.stage == "auto" else {}
+        if before:
             # Imported here because few programs need the planner.
             from zerograph.planner.search import choose
 
@@ -389,8 +389,7 @@ class ZeroGraph(Inspected):
         try:
             step, batch = self._steps.ready(job, (args, kwargs), self._request, self._doing(), self._counts, checks)
         except BaseException:
-            if is_chosen:
-                self.config.set(**options)
+            self.config.set(**before)
             raise
         self._latest = step
         self._share_seed(job)
