@@ -47,7 +47,7 @@ X = torch.zeros(32, 64)
 @pytest.fixture(scope="module")
 def large() -> dict[int, zg.Plan]:
     """A GPT of 7.5 B parameters on 64 ranks, by stage: as a graph, captured once, and at stage 3 as a module."""
-    model = gpt(2, 16640)
+    model = gpt(1, 22848)
     step, batch = LossStep(model, ADAMW(model.parameters()), loss=loss_of_tokens), tuple(tokens(1).values())
     plans = {stage: zg.plan(step, batch, world_size=64, stage=stage, **MIXED) for stage in (0, 1, 2)}
     return {**plans, 3: zg.plan(model, tokens(1), ADAMW, world_size=64, stage=3, **MIXED)}
