@@ -77,15 +77,15 @@ def test_shards_of_whole_parameters_stay_so(pool: Pool) -> None:
 
 def with_rows(budget: int, rows: tuple[int, int]) -> tuple[float, float, int]:
     batch = torch.randn(sum(rows), 64, generator=torch.Generator().manual_seed(1)).split(rows)[zg.rank()]
-    plain, auto = Wide(4), Wide(4)
+    plain, auto = Wide(2), Wide(2)
     auto.config.set(stage="auto", memory_budget=budget)
     return plain(batch).item(), auto(batch).item(), auto.inspect.memory.peak
 
 
-@sliced("rows", [(48, 0)], [(64, 32)])
+@sliced("rows", [(48, 0)], [(48, 32)])
 def test_ranks_with_unequal_rows_choose_alike(pool: Pool, rows: tuple[int, int]) -> None:
-    # Recomputation is needed for the rows of the first rank only.
-    budget = 25 * LAYER // 2
+    # For the rows of the first rank alone it takes stage 3: for half of all rows stage 1 would do.
+    budget = 29 * LAYER // 4
     for expected, found, peak in pool.run(2, with_rows, budget, rows):
         assert found == pytest.approx(expected, rel=1e-6)
         assert peak <= budget
@@ -93,7 +93,7 @@ def test_ranks_with_unequal_rows_choose_alike(pool: Pool, rows: tuple[int, int])
 
 def narrow() -> LossStep:
     torch.manual_seed(0)
-    blocks = (one for _ in range(3) for one in (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
+    blocks = (one for _ in range(2) for one in (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)))
     model = nn.Sequential(nn.Linear(64, 16), *blocks)
     return LossStep(model, torch.optim.AdamW(model.parameters()), loss=mean_of_squares)
 
