@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.inspection.report_page.browser import By, Keys, opened, row
+from tests.inspection.report_page.browser import By, Keys, opened, row, still_open
 from tests.inspection.test_report import prepared
 from zerograph.inspection import report
 
@@ -20,7 +20,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_steps_stand_side_by_side(browser: Any, two: Path) -> None:
-    opened(browser, two)
+    still_open(browser, two)
     frames = browser.find_elements(By.TAG_NAME, "iframe")
     assert [frame.get_attribute("title") for frame in frames] == ["TrainGpt, stage 2", "TrainGpt, stage 3"]
     boxes = [frame.rect for frame in frames]
@@ -38,7 +38,7 @@ def test_two_steps_stand_side_by_side(browser: Any, two: Path) -> None:
 
 
 def test_steps_side_by_side_are_compared_in_numbers(browser: Any, two: Path) -> None:
-    opened(browser, two)
+    still_open(browser, two)
     labels, *steps = [
         [cell.text for cell in line.find_elements(By.CSS_SELECTOR, "th, td")]
         for line in browser.find_elements(By.CSS_SELECTOR, "#compared tr")
@@ -49,6 +49,14 @@ def test_steps_side_by_side_are_compared_in_numbers(browser: Any, two: Path) -> 
     digits = 1 if abs(ratio) < 10 else 0
     assert shown.endswith(f" {'+' if ratio > 0 else chr(8722)}{abs(ratio):.{digits}f} %")
     assert steps[0][labels.index("ranks")] == steps[1][labels.index("ranks")] == "4"
+
+
+def test_steps_side_by_side_have_one_scale(browser: Any, two: Path) -> None:
+    still_open(browser, two)
+    scales = browser.execute_script("return reports.map((one) => [one.charts.most, one.charts.end])")
+    assert scales[0] == scales[1]
+    own = browser.execute_script("return reports.map((one) => [one.charts.peakBytes, one.charts.ownEnd])")
+    assert scales[0] == [max(one[0] for one in own), max(one[1] for one in own)]
 
 
 def test_what_is_done_in_one_step_is_done_in_the_other(browser: Any, two: Path) -> None:
@@ -65,14 +73,6 @@ def test_what_is_done_in_one_step_is_done_in_the_other(browser: Any, two: Path) 
     row(browser, "model").click()
     browser.switch_to.default_content()
     assert all("model.norm" in shown for shown in browser.execute_script(titles))
-
-
-def test_steps_side_by_side_have_one_scale(browser: Any, two: Path) -> None:
-    opened(browser, two)
-    scales = browser.execute_script("return reports.map((one) => [one.charts.most, one.charts.end])")
-    assert scales[0] == scales[1]
-    own = browser.execute_script("return reports.map((one) => [one.charts.peakBytes, one.charts.ownEnd])")
-    assert scales[0] == [max(one[0] for one in own), max(one[1] for one in own)]
 
 
 def test_a_narrow_screen_has_both_steps(browser: Any, two: Path) -> None:
