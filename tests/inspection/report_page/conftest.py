@@ -63,34 +63,31 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written
 
 
-@pytest.fixture
-def page(browser: Any, path: Path) -> Iterator[Any]:
-    """The page just opened; what it complains about afterwards is a failure."""
-    from tests.inspection.report_page.browser import opened
+def shown(browser: Any, path: Path, opens: str) -> Iterator[Any]:
+    """Yield a page; what it complains about afterwards is a failure."""
+    from tests.inspection.report_page import browser as pages
 
-    opened(browser, path)
+    getattr(pages, opens)(browser, path)
     yield browser
     assert browser.get_log("browser") == []
+
+
+@pytest.fixture
+def page(browser: Any, path: Path) -> Iterator[Any]:
+    """The page just opened."""
+    yield from shown(browser, path, "opened")
 
 
 @pytest.fixture
 def shared(browser: Any, path: Path) -> Iterator[Any]:
     """The page as other tests that share it have left it: something may be selected, and no module is closed."""
-    from tests.inspection.report_page.browser import still_open
-
-    still_open(browser, path)
-    yield browser
-    assert browser.get_log("browser") == []
+    yield from shown(browser, path, "still_open")
 
 
 @pytest.fixture
 def narrow(browser: Any, deep: Path) -> Iterator[Any]:
     """The page on a screen of 420 x 900 pixels, as other tests of it have left it."""
-    from tests.inspection.report_page.browser import still_open
-
     screen = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    still_open(browser, deep)
-    yield browser
-    assert browser.get_log("browser") == []
+    yield from shown(browser, deep, "still_open")
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
