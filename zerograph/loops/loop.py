@@ -215,9 +215,12 @@ class Loop:
             return run(*args, **kwargs)
 
     def loader(self, loader: Iterable[Any]) -> SplitLoader:
-        """Return a loader of global tensors."""
+        """Return a loader of global tensors; one that is prepared already as it is, with its position."""
         self._use_slices(self.config)
         self.has_loader, world().rows_of_ranks = True, False
+        if isinstance(loader, GlobalLoader):
+            loader._config = self.config
+            return loader
         return (GlobalIterator if isinstance(loader, Iterator) else GlobalLoader)(loader, self.config)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
