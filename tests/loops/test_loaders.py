@@ -537,7 +537,7 @@ def test_a_thread_of_its_own_that_reads_batches_is_an_error(pool: Pool) -> None:
 
 
 def prepared_once_more() -> list[list[float]]:
-    """Return the batches of a loader that two calls have prepared, and the rest after a position of the first."""
+    """Return the batches of a loader that two calls have prepared, the rest after a position, and as others read it."""
     model = nn.Linear(1, 1)
     model, loader = zg.prepare(model, DataLoader(TensorDataset(torch.arange(10.0)), batch_size=4))
     next(iter(loader))
@@ -545,10 +545,13 @@ def prepared_once_more() -> list[list[float]]:
     model, again = zg.prepare(model, loader, stage=3)
     seen = [zg.gather(x).tolist() for (x,) in again]
     loader.load_state_dict(position)
-    _, again = zg.prepare(model, loader)
-    return [*seen, *(zg.gather(x).tolist() for (x,) in again)]
+    model, again = zg.prepare(model, loader)
+    seen += [zg.gather(x).tolist() for (x,) in again]
+    _, noted = zg.prepare(model, ((x, torch.arange(len(x))) for (x,) in loader))
+    return seen + [zg.gather(one).tolist() for batch in noted for one in batch]
 
 
 def test_a_loader_that_is_prepared_again_has_the_same_batches_and_its_position(pool: Pool) -> None:
     batches = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
-    assert pool.run(2, prepared_once_more) == [batches + batches[1:]] * 2
+    noted = [one for batch in batches for one in (batch, [*range(len(batch))])]
+    assert pool.run(2, prepared_once_more) == [batches + batches[1:] + noted] * 2

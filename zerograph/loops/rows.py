@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from zerograph.eager.tensor import GlobalTensor
 from zerograph.ir.mesh import own_slices
 from zerograph.loops.containers import INSIDE, PLAIN, found_in, has_parts, mapped
 
@@ -119,6 +120,9 @@ def rows_of(batch: Any, share: Share, samples: int = 0) -> Any:
         return tensor[rows.start * times : rows.stop * times].clone()
 
     def own(value: Any) -> Any:
+        if isinstance(value, GlobalTensor):
+            # Of a prepared loader that is read by another iterable.
+            return value
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 unknown.append(f"tensor of layout {value.layout}")
