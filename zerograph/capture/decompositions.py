@@ -67,6 +67,9 @@ def table(batch_norm_groups: int = 1) -> dict[Any, Callable[..., Any]]:
         aten.new_ones.default: lambda x, size, **options: _new_full(x, size, 1, **options),
         # Memory that a copy fills later: as a full tensor it needs no rule of its own.
         aten.new_empty_strided.default: lambda x, size, stride, **options: _new_full(x, size, 0, **options),
+        aten.select_backward.default: lambda x, size, *place: aten.select_scatter.default(
+            _new_full(x, size, 0), x, *place
+        ),
         aten.repeat.default: _repeat,
         aten.constant_pad_nd.default: _pad,
         aten.new_full.default: _new_full,
@@ -338,7 +341,8 @@ def _pad(x: Tensor, pad: Sequence[Any], value: float = 0) -> Any:
 def _new_full(
     x: Tensor, size: Sequence[int], fill: float, *, dtype: Any = None, device: Any = None, **_: Any
 ) -> Tensor:
-    return torch.full(size, fill, dtype=dtype or x.dtype, device=device or x.device)
+    # The operator itself, as loops over positions have one for each: torch.full() passes several modes on its way.
+    return aten.full.default(size, fill, dtype=dtype or x.dtype, device=device or x.device)
 
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
