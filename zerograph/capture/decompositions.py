@@ -342,7 +342,8 @@ def _new_full(
     x: Tensor, size: Sequence[int], fill: float, *, dtype: Any = None, device: Any = None, **_: Any
 ) -> Tensor:
     # The operator itself, as loops over positions have one for each: torch.full() passes several modes on its way.
-    return aten.full.default(size, fill, dtype=dtype or x.dtype, device=device or x.device)
+    full: Tensor = aten.full.default(size, fill, dtype=dtype or x.dtype, device=device or x.device)
+    return full
 
 
 def _repeat(x: Tensor, repeats: Sequence[int]) -> Tensor:
