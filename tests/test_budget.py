@@ -12,29 +12,29 @@ import pytest
 from tests.count_lines import OUTSIDE_OF_PACKAGE, code_lines, of_checkout
 
 BUDGET = {
-    "zerograph": 1_165,
-    "zerograph/_torch": 1_200,
-    "zerograph/artifact": 1_110,
+    "zerograph": 1_170,
+    "zerograph/_torch": 1_225,
+    "zerograph/artifact": 1_105,
     "zerograph/base": 560,
-    "zerograph/capture": 3_680,
+    "zerograph/capture": 3_690,
     "zerograph/cli": 1_545,
     "zerograph/compat": 2_945,
-    "zerograph/compiler": 4_305,
+    "zerograph/compiler": 4_310,
     "zerograph/eager": 1_130,
     "zerograph/inspection": 2_425,
-    "zerograph/integrations": 815,
-    "zerograph/ir": 3_020,
-    "zerograph/loops": 2_890,
+    "zerograph/integrations": 830,
+    "zerograph/ir": 3_035,
+    "zerograph/loops": 2_900,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_555,
     "zerograph/planner": 1_990,
     "zerograph/state": 3_350,
-    "passes": 8_070,
-    "runtime": 6_195,
+    "passes": 8_075,
+    "runtime": 6_200,
     "benchmarks": 6_170,
-    "tests": 41_765,
+    "tests": 41_980,
 }
-PACKAGE = 49_040
+PACKAGE = 49_125
 
 
 @pytest.fixture(scope="module")
