@@ -37,7 +37,7 @@ class Seen:
 
 def graph() -> TrainStep:
     torch.manual_seed(0)
-    model = Gpt(tied=False, vocabulary=64, width=32, layers=1, context=16)
+    model = Gpt(tied=False, vocabulary=64, width=32, layers=2, context=16)
     return TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=8192)
 
 
@@ -207,7 +207,7 @@ def test_buckets_are_merged_as_far_as_the_budget_allows() -> None:
 
 def low_precision(micro_batches: int, bucket_size: int) -> TrainStep:
     """Casts are made just before the gathers that send them, and go where these go."""
-    model = Gpt(tied=False, vocabulary=64, width=32, layers=2, context=16)
+    model = Gpt(tied=False, vocabulary=64, width=32, layers=4, context=16)
     step = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), 3, bucket_size=bucket_size)
     step.config.enable_amp(True, dtype=torch.bfloat16)
     step.config.memory.activation_checkpointing = "auto"
