@@ -34,7 +34,7 @@ BUDGET = {
     "benchmarks": 6_170,
     "tests": 41_980,
 }
-PACKAGE = 49_125
+PACKAGE = 49_130
 
 
 @pytest.fixture(scope="module")

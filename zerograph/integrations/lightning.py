@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from zerograph.eager.world import world
 from zerograph.errors import ConfigError
 from zerograph.integrations.eager import ProcessCount, whole
 from zerograph.integrations.options import Zero, config_of
@@ -22,6 +23,7 @@ from zerograph.loops.global_parts import of_batch
 from zerograph.loops.loaders import RowsLoader, distributed_sampler, whole_batches, with_others
 from zerograph.loops.loop import Loop, count_metrics_once
 from zerograph.loops.prepare import loop_of, prepare, release
+from zerograph.runtime.job.process_group import agree
 
 try:
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn
@@ -169,7 +171,8 @@ class ZeroStrategy(DDPStrategy):
 
         After it Lightning ends on all ranks if one has got SIGTERM before.
         """
-        if self.world_size > 1 and self.reduce_boolean_decision(self._is_terminated, all=False):
+        # Not by Lightning's reduction, which waits for the device.
+        if [1] in agree(world().job, f"{name}() of Lightning", 0, dict, None, [int(self._is_terminated)]):
             self.lightning_module.trainer._signal_connector.received_sigterm = True
         return self._loop.call(getattr(self.lightning_module, name), args, kwargs)
 
