@@ -27,7 +27,7 @@ BUDGET = {
     "zerograph/loops": 2_900,
     "zerograph/ops": 1_120,
     "zerograph/optim": 1_555,
-    "zerograph/planner": 1_990,
+    "zerograph/planner": 1_995,
     "zerograph/state": 3_350,
     "passes": 8_075,
     "runtime": 6_200,

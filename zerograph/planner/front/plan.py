@@ -158,7 +158,8 @@ def plan(
     graph = graph_of(model, optimizer, loss)
     options = option_values(options, graph.config)
     # Before a search, whose candidates report what they cannot be compiled with.
-    copy.copy(graph.config).set(**options)
+    asked = copy.copy(graph.config)
+    asked.set(**options)
     size, order = _shape(world_size, mesh)
     described, grid = replace(described, order=order), grid_of(size)
     with configured(graph, **{key: value for key, value in options.items() if key in _OF_ROWS}) as config:
@@ -167,7 +168,7 @@ def plan(
             raise ConfigError(f"plan(mesh={mesh!r}) and rows of {ranks_of_row(config)} ranks: give a grid of such rows")
     if (options.get("stage", graph.config.zero.stage) if stage is None else stage) == "auto":
         folder = None if nvme_path is None else os.fspath(nvme_path)
-        budget = in_bytes(options.get("memory_budget", graph.config.memory.memory_budget) or described.device.usable)
+        budget = asked.memory_bytes
         if budget is not None and budget < described.device.usable:
             described = replace(described, device=replace(described.device, memory=budget, headroom=0))
         free = mesh is None and is_free
