@@ -108,8 +108,11 @@ def test_a_loss_that_is_repeated_for_the_last_batch_of_an_iterable_dataset_count
             return iter(range(6))
 
     for accelerator in (accelerate.Accelerator(cpu=True), Accelerator(cpu=True)):
-        loader = accelerator.prepare(DataLoader(Numbers(), batch_size=4))
-        repeated = [accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
+        loader, val = accelerator.prepare(DataLoader(Numbers(), batch_size=4), DataLoader(Numbers(), batch_size=5))
+        # An evaluation in each step.
+        repeated = [
+            accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader if len(list(val)) == 2
+        ]
         assert [len(one) for one in repeated] == [4, 2]
 
 

@@ -52,19 +52,21 @@ class PartToMove:
     Args:
         part: the part.
         move: the framework's function that moves a batch to a device. None: the rows stay where they are.
+        loader: the number of the loader that reads.
 
     Attributes:
-        rows_of_last: the number of samples of the batch that became global last.
+        rows_of_last: the number of samples of the batch that became global last, by loader.
     """
 
-    rows_of_last: ClassVar[int] = 0
+    rows_of_last: ClassVar[dict[int, int]] = {}
 
-    def __init__(self, part: Part, move: Callable[..., Any] | None) -> None:
-        self._part, self._move = part, move
+    def __init__(self, part: Part, move: Callable[..., Any] | None, loader: int) -> None:
+        self._part, self._move, self._loader = part, move, loader
 
     def pin_memory(self) -> PartToMove:
         """Return the part in pinned memory."""
-        return PartToMove(self._part._replace(rows=map_tensors(self._part.rows, Tensor.pin_memory)), self._move)
+        pinned = self._part._replace(rows=map_tensors(self._part.rows, Tensor.pin_memory))
+        return PartToMove(pinned, self._move, self._loader)
 
     def to(self, device: torch.device, **options: Any) -> Any:
         """Return the batch as global tensors on a device. A collective."""
@@ -72,5 +74,5 @@ class PartToMove:
         batch = rows.batch if isinstance(rows, WholeBatch) else rows
         moved = batch if self._move is None else self._move(batch, device, **options)
         result = of_batch(replace(rows, batch=moved) if isinstance(rows, WholeBatch) else moved)
-        PartToMove.rows_of_last = next((len(one) for one in found_in(result, Tensor) if one.dim()), 0)
+        self.rows_of_last[self._loader] = next((len(one) for one in found_in(result, Tensor) if one.dim()), 0)
         return result
