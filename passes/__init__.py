@@ -2,7 +2,7 @@
 
 ``pipeline``       the passes in order, and how they run: start here
 ``context``        the input of the passes besides the graph
-``verify``         the invariants, checked after each pass
+``verify``         the invariants, checked where the scope of passes changes, and at the end
 
 ``normalize``      simplify, offsets, unfuse, repeat_key_heads, batch_first
 ``buckets``        flatten (owner_updates, coded_updates, flat_gradients), skip_overflowed_update, fuse

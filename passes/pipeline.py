@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph import _torch
 from zerograph.base.progress import tell
-from zerograph.errors import ConfigError, VerificationError
+from zerograph.errors import ConfigError, VerificationError, ZeroGraphError
 from zerograph.ir.loop import loops
 from zerograph.ir.pass_edits import PassEdit, Rewrite
 from zerograph.passes.accumulation.hoist_batch_statistics import hoist_batch_statistics
@@ -57,7 +57,7 @@ from zerograph.passes.recompute.gather_keys_again import gather_keys_again
 from zerograph.passes.recompute.recompute import recompute
 from zerograph.passes.recompute.recompute_cheap import recompute_cheap
 from zerograph.passes.recompute.reshard_after_forward import reshard_after_forward
-from zerograph.passes.verify import Seen, verify
+from zerograph.passes.verify import verify
 
 Scope = Literal["global", "placed", "local"]
 
@@ -243,20 +243,46 @@ class PassRecord:
 
 
 def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
-    """Run every pass over a copy of the captured graph, verifying after each.
+    """Run every pass over a copy of the captured graph; verify the graph after the last pass of each scope.
+
+    If it is broken, or a pass fails, the passes run again, verified one by one.
 
     Raises:
-        VerificationError: a pass broke an invariant.
+        VerificationError: a pass broke an invariant; the message names the first that did.
     """
+    try:
+        return _run_passes(captured, context, capture_seconds)
+    except Exception as error:
+        if isinstance(error, ZeroGraphError) and not isinstance(error, VerificationError):
+            raise
+        if (broken := _find_broken(captured, context)) is not None:
+            raise broken from error
+        raise
+
+
+def _find_broken(captured: fx.GraphModule, context: Context) -> VerificationError | None:
+    """Return the error of the first pass that breaks an invariant; None if there is none before a pass fails."""
+    done: set[str] = set()
+    try:
+        for name, module in stages(captured, context):
+            _verify(module, name, done)
+    except VerificationError as error:
+        return error
+    except Exception:
+        # As it was before.
+        return None
+    return None
+
+
+def _run_passes(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
     summary = "Trace build() and its backward() into one functional graph of operators on global tensors."
     nodes = len(captured.graph.nodes)
     records = [PassRecord("capture", summary, nodes, capture_seconds, lambda: fx.GraphModule(captured, captured.graph))]
     module = _torch.graph_module(captured, copy_graph(captured.graph))
     passes = edited(context.pass_edits)
     total = len(passes) + 1
-    seen: Seen = {}
     done: set[str] = set()
-    for index, entry in enumerate(passes):
+    for index, (entry, following) in enumerate(zip(passes, [*passes[1:], None], strict=True)):
         began = time.perf_counter()
         tell("passes", index + 1, total, entry.name)
         try:
@@ -268,9 +294,8 @@ def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: fl
                     f"config.passes: the pass {entry.name} failed, on the graph after {after} ({nodes} nodes)"
                 )
             raise
-        done.add(entry.name)
-        for graph in _graphs(module):
-            verify(graph, entry.name, seen, placed="place" in done, boxed="box" in done)
+        if following is None or following.scope != entry.scope:
+            _verify(module, entry.name, done)
         seconds = time.perf_counter() - began
         rebuild = functools.partial(_graph_after, captured, context, index + 1)
         nodes = sum(len(graph.graph.nodes) for graph in _graphs(module))
@@ -311,6 +336,13 @@ def apply_pass(entry: Pass, module: fx.GraphModule, context: Context) -> fx.Grap
         for inner in loops(module.graph):
             inner.body = _check_result(entry, entry.run(inner.body, context))
     return _check_result(entry, entry.run(module, context))
+
+
+def _verify(module: fx.GraphModule, name: str, done: set[str]) -> None:
+    """Verify a graph and the bodies of its loops after a pass, which joins those that are done."""
+    done.add(name)
+    for graph in _graphs(module):
+        verify(graph, name, placed="place" in done, boxed="box" in done)
 
 
 def _check_result(entry: Pass, module: Any) -> fx.GraphModule:

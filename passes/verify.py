@@ -1,9 +1,6 @@
-"""verify: check the invariants after every pass, in one walk over the nodes."""
+"""verify: check the invariants of a graph in one walk over its nodes."""
 
 from __future__ import annotations
-
-from operator import is_
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -13,18 +10,13 @@ from zerograph.ir.sbp import PartialSum, Signature, show
 from zerograph.ir.step_graph import placeholders, writes
 from zerograph.passes import rules
 
-# For each node the arguments and metadata that its signature was last checked with.
-Seen = dict[fx.Node, tuple[Any, ...]]
 
-
-def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxed: bool) -> None:
+def verify(module: fx.GraphModule, after: str, *, placed: bool, boxed: bool) -> None:
     """Raise if the graph breaks an invariant.
 
     Args:
         module: the graph.
         after: name of the pass that ran last, for the message.
-        seen: empty before the first pass over a graph, then as the last call left it. Unchanged nodes are not checked
-            again.
         placed: whether the invariants that hold from ``place`` on apply.
         boxed: whether the invariants that hold from ``box`` on apply.
 
@@ -32,29 +24,15 @@ def verify(module: fx.GraphModule, after: str, seen: Seen, *, placed: bool, boxe
         VerificationError: an invariant is broken; the message names the pass, the node and the user's line.
     """
     computed: set[fx.Node] = set()
-    changed: set[fx.Node] = set()
-    # This loop visits every node after every pass: it calls nothing that it can do without.
     for node in module.graph.nodes:
-        sources, node_meta = node.all_input_nodes, node.meta
-        if not computed.issuperset(sources):
-            missing = next(source for source in sources if source not in computed)
-            _fail(after, node, f"reads {missing.name}, which is computed later")
+        if missing := [source for source in node.all_input_nodes if source not in computed]:
+            _fail(after, node, f"reads {missing[0].name}, which is computed later")
         computed.add(node)
-        if "boxing" in node_meta:
+        if "boxing" in node.meta:
             _check_format(after, node)
-        if placed and "sbp" not in node_meta and "local" not in node_meta and isinstance(node_meta.get("val"), Tensor):
+        if placed and "sbp" not in node.meta and "local" not in node.meta and isinstance(node.meta.get("val"), Tensor):
             _fail(after, node, "has no SBP")
-        if not boxed:
-            continue
-        signatures = node_meta.get("signature", ())
-        state = node.args, node.kwargs, signatures, node_meta.get("sbp"), node_meta.get("val")
-        last = seen.get(node)
-        if last is None or not all(map(is_, state, last)):
-            seen[node] = state
-            changed.add(node)
-        elif not signatures or changed.isdisjoint(sources):
-            continue
-        for dim, signature in enumerate(signatures):
+        for dim, signature in enumerate(node.meta.get("signature", ()) if boxed else ()):
             _check_signature(after, node, dim, signature)
     if placed:
         _check_state(module.graph, after)
