@@ -39,6 +39,8 @@ DATA: Any = inspect.getattr_static(Tensor, "data")
 _HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # The parameters whose memory the user has in another tensor, by that tensor.
 _READ: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Weak references to these tensors, by parameter. No attribute of it: that of a copy would be saved and copied with it.
+_READ_FROM: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Hashes of these tensors, as they were when their parameter was split.
 _LEFT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -85,7 +87,7 @@ class _Data:
             # From here on it is a tensor of its own.
             del _READ[one]
             _LEFT.pop(one, None)
-        vars(parameter).pop("_zerograph_read", None)
+        _READ_FROM.pop(parameter, None)
         if own is None or (own.shape, own.dtype, own.device) != (value.shape, value.dtype, value.device):
             DATA.__set__(parameter, value)
             return
@@ -110,14 +112,13 @@ def _noted(parameter: nn.Parameter, read: Tensor) -> Tensor:
     """Return a tensor that shares the memory of a parameter, and note it: it follows the parameter to other memory."""
     if not _torch.active_modes():
         _READ[read] = weakref.ref(parameter)
-        alive = [one for one in getattr(parameter, "_zerograph_read", ()) if one() is not None]
-        parameter._zerograph_read = [*alive, weakref.ref(read)]  # type: ignore[attr-defined]
+        _READ_FROM[parameter] = [*map(weakref.ref, _read_from(parameter)), weakref.ref(read)]
     return read
 
 
 def _read_from(parameter: nn.Parameter) -> list[Tensor]:
     """Return the tensors that the user has, and that share the memory of a parameter."""
-    return [one for reference in getattr(parameter, "_zerograph_read", ()) if (one := reference()) is not None]
+    return [one for reference in _READ_FROM.get(parameter, ()) if (one := reference()) is not None]
 
 
 def parameters_read() -> list[nn.Parameter]:

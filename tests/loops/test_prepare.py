@@ -356,7 +356,10 @@ def test_a_prepared_model_is_not_pickled_but_its_copy_is() -> None:
     with pytest.raises(zg.ConfigError, match=r"cannot be pickled.*\nSave model.state_dict\(\); or, inside"):
         pickle.dumps(model)
     with zg.full_parameters(model):
-        loaded = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        copied = copy.deepcopy(model)
+        read = [parameter.detach() for parameter in copied.parameters()]
+        loaded = pickle.loads(pickle.dumps(copied))
+        torch.testing.assert_close(list(loaded.parameters()), read, rtol=0, atol=0)
     torch.testing.assert_close(dict(loaded.state_dict()), dict(model.state_dict()))
 
 
