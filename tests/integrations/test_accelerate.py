@@ -114,6 +114,8 @@ def test_a_loss_that_is_repeated_for_the_last_batch_of_an_iterable_dataset_count
             accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader if len(list(val)) == 2
         ]
         assert [len(one) for one in repeated] == [4, 2]
+        later = accelerator.skip_first_batches(loader, 1)
+        assert [len(accelerator.gather_for_metrics(batch.float().mean().repeat(4))) for batch in later] == [2]
 
 
 def test_fp16_on_a_cpu_is_an_error() -> None:

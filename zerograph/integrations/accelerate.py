@@ -194,10 +194,11 @@ class Accelerator(accelerate.Accelerator):
         whole_loader = whole_batches(data_loader, 1 if self.split_batches else self.num_processes)
         place = self.device_placement if device_placement is None else device_placement
         move = send_to_device if place else None
-        # Batches that workers have read lead to no loader, but by its number.
+        # Batches that workers have read lead to no loader, but by its number; loaders that skip some have the function.
         number = next(_NUMBERS)
         part = functools.partial(PartToMove, move=move, loader=number)
         rows = RowsLoader(whole_loader, self.zero_config).reading(part)
+        vars(rows.collate_fn)["number"] = number
         self._has_loader = True
         self._tell_loops()
         prepared = prepare_data_loader(
@@ -216,7 +217,7 @@ class Accelerator(accelerate.Accelerator):
         )
         # A batch sampler of our own hides it from Accelerate, which would drop samples of the last batch once more.
         prepared._drop_last = data_loader.drop_last or bool(getattr(data_loader.batch_sampler, "drop_last", False))
-        prepared._is_accelerate_prepared, prepared._zerograph_number = True, number
+        prepared._is_accelerate_prepared = True
         self._dataloaders.append(prepared)
         return prepared
 
@@ -271,7 +272,8 @@ class Accelerator(accelerate.Accelerator):
         loader = self.gradient_state.active_dataloader
         if self.gradient_state.end_of_dataloader and loader.remainder == -1:
             # An iterable dataset, of which Accelerate knows the rows of the last batch by reading on one process.
-            loader.remainder = PartToMove.rows_of_last[loader._zerograph_number] % loader.total_batch_size
+            rows = PartToMove.rows_of_last.get(getattr(loader.collate_fn, "number", -1), -1)
+            loader.remainder = rows if rows < 0 else rows % loader.total_batch_size
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
