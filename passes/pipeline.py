@@ -243,7 +243,7 @@ class PassRecord:
 
 
 def run_pipeline(captured: fx.GraphModule, context: Context, capture_seconds: float) -> tuple[PassRecord, ...]:
-    """Run every pass over a copy of the captured graph; verify the graph after the last pass of each scope.
+    """Run every pass over a copy of the captured graph; verify the graph where the scope changes and at the end.
 
     If it is broken, or a pass fails, the passes run again, verified one by one.
 
@@ -266,11 +266,9 @@ def _find_broken(captured: fx.GraphModule, context: Context) -> VerificationErro
     try:
         for name, module in stages(captured, context):
             _verify(module, name, done)
-    except VerificationError as error:
-        return error
-    except Exception:
-        # As it was before.
-        return None
+    except Exception as error:
+        # Others are as they were before.
+        return error if isinstance(error, VerificationError) else None
     return None
 
 
@@ -294,7 +292,8 @@ def _run_passes(captured: fx.GraphModule, context: Context, capture_seconds: flo
                     f"config.passes: the pass {entry.name} failed, on the graph after {after} ({nodes} nodes)"
                 )
             raise
-        if following is None or following.scope != entry.scope:
+        # What localize reads is broken before it, or no longer seen.
+        if following is None or following.scope != entry.scope or following.name == "localize":
             _verify(module, entry.name, done)
         seconds = time.perf_counter() - began
         rebuild = functools.partial(_graph_after, captured, context, index + 1)
